@@ -1,0 +1,130 @@
+"""Measures of a class-incremental stream. All accuracies are fractions in [0, 1]; tasks count from 0.
+
+R[t, i]   accuracy on task i's classes after task t, among all classes seen by then; NaN for i > t
+A[t]      accuracy on the test images of all classes seen after task t, task identity unknown
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T.
+
+    Raises:
+        ValueError: row t does not have t + 1 entries, or an entry is no fraction in [0, 1].
+    """
+    matrix = np.full((len(rows), len(rows)), np.nan)
+    for step, row in enumerate(rows):
+        if len(row) != step + 1:
+            raise ValueError(f"row {step} of the accuracies has {len(row)} entries; it must have {step + 1}")
+        matrix[step, : step + 1] = row
+    return check_accuracy_matrix(matrix)
+
+
+def check_accuracy_matrix(matrix: Any) -> np.ndarray:
+    """`matrix` as float64 of shape (T, T), known to hold fractions up to the diagonal and NaN above it.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    array = np.asarray(matrix, dtype=np.float64)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
+        raise ValueError(f"the accuracy matrix has shape {array.shape}; it must be square, a row and column per task")
+    for step, row in enumerate(array):
+        _check_fractions(f"row {step} of the accuracy matrix", row[: step + 1])
+        if not np.isnan(row[step + 1 :]).all():
+            raise ValueError(f"row {step} of the accuracy matrix has values right of the diagonal; they must be NaN")
+    return array
+
+
+def _check_fractions(name: str, values: np.ndarray) -> None:
+    wrong = values[~((values >= 0) & (values <= 1))]  # NaN is wrong too
+    if wrong.size:
+        raise ValueError(f"{name} holds {wrong[0]}; accuracies must be fractions in [0, 1]")
+
+
+def _check_overall(overall: Any) -> np.ndarray:
+    array = np.asarray(overall, dtype=np.float64)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"the overall accuracies have shape {array.shape}; one number per task is needed")
+    _check_fractions("the list of overall accuracies", array)
+    return array
+
+
+def average_accuracy(overall: Sequence[float]) -> float:
+    """Mean of A over the stream's steps.
+
+    Raises:
+        ValueError: `overall` is empty or holds something else than fractions.
+    """
+    return float(_check_overall(overall).mean())
+
+
+def last_accuracy(overall: Sequence[float]) -> float:
+    """A after the last task.
+
+    Raises:
+        ValueError: `overall` is empty or holds something else than fractions.
+    """
+    return float(_check_overall(overall)[-1])
+
+
+def forgetting(matrix: Any) -> float:
+    """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task.
+
+    Raises:
+        ValueError: `matrix` is no accuracy matrix.
+    """
+    array = check_accuracy_matrix(matrix)
+    if len(array) == 1:
+        return 0.0
+    best = np.nanmax(array[:-1, :-1], axis=0)  # up to the task just before the last one
+    return float((best - array[-1, :-1]).mean())
+
+
+def backward_transfer(matrix: Any) -> float:
+    """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task.
+
+    Raises:
+        ValueError: `matrix` is no accuracy matrix.
+    """
+    array = check_accuracy_matrix(matrix)
+    if len(array) == 1:
+        return 0.0
+    return float((array[-1, :-1] - array.diagonal()[:-1]).mean())
+
+
+def summarize(matrix: Any, overall: Sequence[float]) -> dict[str, Any]:
+    """All measures and what they were computed from, as plain numbers and lists ready for JSON.
+
+    Returns:
+        The four measures, "overall" (T numbers) and "matrix" (row t has t + 1 numbers, so no NaN).
+
+    Raises:
+        ValueError: `matrix` or `overall` is malformed, or they contradict each other: accuracy over all classes is a
+            weighted mean of the tasks' accuracies and lies between the smallest and the largest of them.
+    """
+    array = check_accuracy_matrix(matrix)
+    steps = _check_overall(overall)
+    if len(steps) != len(array):
+        raise ValueError(f"there are {len(steps)} overall accuracies for the {len(array)} tasks of the matrix")
+    for step, value in enumerate(steps):
+        row = array[step, : step + 1]
+        if not row.min() - 1e-6 <= value <= row.max() + 1e-6:  # room for float32 sums
+            raise ValueError(
+                f"overall accuracy {value} after task {step} lies outside [{row.min()}, {row.max()}], "
+                "the accuracies on the tasks it is a mean of"
+            )
+    return {
+        "average_accuracy": average_accuracy(overall),
+        "last_accuracy": last_accuracy(overall),
+        "forgetting": forgetting(array),
+        "backward_transfer": backward_transfer(array),
+        "overall": steps.tolist(),
+        "matrix": [row[: step + 1].tolist() for step, row in enumerate(array)],
+    }
