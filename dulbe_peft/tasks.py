@@ -292,8 +292,16 @@ def _resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, .
     return np.array(entries, dtype=np.int64)
 
 
-def _read_split(name: str, dataset: Any, class_names: tuple[str, ...]) -> np.ndarray:
-    """Labels of one split, checked against the classes."""
+def checked_labels(dataset: Any, class_names: Sequence[str], name: str = "dataset") -> np.ndarray:
+    """Labels of a dataset that must not be empty, int64 of shape (len(dataset),), each an index of `class_names`.
+
+    Args:
+        name: what messages call the dataset.
+
+    Raises:
+        TypeError: as `dataset_labels`.
+        ValueError: as `dataset_labels`, or the dataset is empty, or a label is out of range.
+    """
     labels = dataset_labels(dataset)
     if not len(labels):
         raise ValueError(f"{name} is empty; at least one image is needed")
@@ -325,6 +333,22 @@ def _take(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[st
     positions[classes] = np.arange(len(classes))
     indices = np.flatnonzero(positions[labels] >= 0)
     return ClassSubset(dataset, indices, positions[labels[indices]], names, labels[indices])
+
+
+def select_classes(dataset: Any, class_names: Sequence[str]) -> ClassSubset:
+    """The images of the named classes of a dataset that carries class names, labelled by their place in `class_names`.
+
+    Raises:
+        ValueError: the dataset carries no class names, or has no class of such a name.
+    """
+    wanted, carried = check_class_names(class_names), dataset_class_names(dataset)
+    if carried is None:
+        raise ValueError("the dataset carries no class names to select by")
+    absent = sorted(set(wanted) - set(carried))
+    if absent:
+        raise ValueError(f"the dataset has no class {absent[0]!r}")
+    labels = checked_labels(dataset, carried)
+    return _take(dataset, labels, np.array([carried.index(name) for name in wanted], dtype=np.int64), wanted)
 
 
 def class_incremental_tasks(
@@ -359,8 +383,8 @@ def class_incremental_tasks(
         increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
     )
     order = _resolve_order(class_order, seed, names)
-    train_labels = _read_split("train", train, names)
-    test_labels = None if test is None else _read_split("test", test, names)
+    train_labels = checked_labels(train, names, "train")
+    test_labels = None if test is None else checked_labels(test, names, "test")
     for label, count in enumerate(np.bincount(train_labels, minlength=len(names))):
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
