@@ -1,0 +1,48 @@
+"""Dual-mode low-rank adapters and bridge-prototype heads for CLIP models that keep learning new classes.
+
+`import dulbe_peft` registers the method with PEFT.
+"""
+
+from dulbe_peft.allocation import ModeBases, allocate_modes
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import load_clip
+from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.data import ImageFolder, NpzImages, load_data
+from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
+from dulbe_peft.gradients import probe_gradients, route_gradients
+from dulbe_peft.head import BridgeEnsembleHead
+from dulbe_peft.layer import DualModeLinear
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.model import DualModeLoraModel, register
+from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.tasks import Task, class_incremental_tasks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BridgeEnsembleHead",
+    "CheckpointError",
+    "ClassIncrementalLearner",
+    "DualModeLinear",
+    "DualModeLoraConfig",
+    "DualModeLoraModel",
+    "ImageFolder",
+    "LearnerArguments",
+    "ModeBases",
+    "NpzImages",
+    "OccupationStatistics",
+    "Task",
+    "allocate_modes",
+    "bidirectional_kl",
+    "class_incremental_tasks",
+    "collect_statistics",
+    "cross_modal_loss",
+    "load_clip",
+    "load_data",
+    "probe_gradients",
+    "route_gradients",
+    "slerp",
+]
+
+register()

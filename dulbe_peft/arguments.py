@@ -1,0 +1,108 @@
+"""The learner's settings. The help text of each stands once, here; the command line and the docs read it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LearnerArguments:
+    """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the field.
+
+    Reference:
+        "Implementation Details"; where the paper is silent, `docs/decisions.md`.
+    """
+
+    epochs: int = field(default=2, metadata={"help": "Passes over a task's images."})
+    batch_size: int = field(default=32, metadata={"help": "Images per training step."})
+    eval_batch_size: int = field(default=64, metadata={"help": "Images per batch where nothing is trained."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Adam's learning rate at the start of each task."})
+    lr_schedule: str = field(
+        default="step",
+        metadata={
+            "help": "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate.",
+            "choices": ("step", "epoch"),
+        },
+    )
+    structure_weight: float = field(default=0.5, metadata={"help": "lambda, the weight of the structure loss."})
+    class_temperature: float = field(default=5.0, metadata={"help": "tau_C, softmax over the old classes."})
+    instance_temperature: float = field(default=0.1, metadata={"help": "tau_I, softmax over the batch's images."})
+    kl_reduction: str = field(
+        default="mean",
+        metadata={
+            "help": "Mean over images and over old classes, or both sums divided by the batch size.",
+            "choices": ("mean", "batchmean"),
+        },
+    )
+    teacher: str = field(
+        default="cached",
+        metadata={
+            "help": "Teacher features from the probe pass, or computed at every step (for augmented data).",
+            "choices": ("cached", "online"),
+        },
+    )
+    statistics_tokens: str = field(
+        default="all",
+        metadata={"help": "Which tokens enter the input statistics.", "choices": ("all", "cls", "patch")},
+    )
+    prompt_template: str = field(default="a photo of a {}.", metadata={"help": "Prompt; {} takes the class name."})
+    class_name_style: str = field(
+        default="verbatim",
+        metadata={"help": "Class names as they are, or underscores as spaces.", "choices": ("verbatim", "spaces")},
+    )
+    text_embeds: str = field(
+        default="current",
+        metadata={
+            "help": "Encode all seen classes anew after each task, or keep each as it was when its class arrived.",
+            "choices": ("current", "at_introduction"),
+        },
+    )
+    num_depths: int = field(default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."})
+    reliability_temperature: float = field(default=0.05, metadata={"help": "beta, softmax over bridge depths."})
+    seed: int = field(default=0, metadata={"help": "Seed of the initial weights and of the order of images."})
+    num_workers: int = field(default=0, metadata={"help": "Processes that read images; 0 reads in the main process."})
+    pixel_cache_mb: int = field(
+        default=1024,
+        metadata={"help": "Keep a task's preprocessed images in memory up to this size in MiB; 0 reads them every pass."},
+    )
+    device: str = field(default="auto", metadata={"help": "auto, cpu, or an accelerator's type such as cuda."})
+    mixed_precision: str = field(
+        default="no", metadata={"help": "Autocast in training and inference.", "choices": ("no", "bf16")}
+    )
+    log_with: str | None = field(
+        default=None, metadata={"help": "Tracker known to accelerate, such as tensorboard; needs its package."}
+    )
+    progress: bool = field(default=True, metadata={"help": "Show progress bars."})
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "eval_batch_size", "num_depths"):
+            _check_int(name, getattr(self, name), 1)
+        for name in ("seed", "num_workers", "pixel_cache_mb"):
+            _check_int(name, getattr(self, name), 0)
+        for name in ("learning_rate", "class_temperature", "instance_temperature", "reliability_temperature"):
+            _check_number(name, getattr(self, name), positive=True)
+        _check_number("structure_weight", self.structure_weight, positive=False)
+        for f in self.__dataclass_fields__.values():
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ValueError(f"{f.name} must be one of {list(choices)}, got {getattr(self, f.name)!r}")
+        if not isinstance(self.prompt_template, str) or self.prompt_template.count("{}") != 1:
+            raise ValueError(f"prompt_template must be a text with exactly one {{}}, got {self.prompt_template!r}")
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_number(name: str, value: object, positive: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be finite and {'positive' if positive else 'at least 0'}, got {value}")

@@ -1,0 +1,295 @@
+"""The command line, `dulbe-peft` or `python -m dulbe_peft`.
+
+Every flag of `run` is a field of [`DualModeLoraConfig`], [`LearnerArguments`] or `StreamArguments`; a YAML file takes the
+same names. Flags win over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.config import DualModeLoraConfig
+
+_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamArguments:
+    """Where a stream comes from and where it goes."""
+
+    model: str = dataclasses.field(default="", metadata={"help": "CLIP model: a folder, or a Hub id. Required."})
+    data: str = dataclasses.field(
+        default="",
+        metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
+    )
+    output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
+    increment: int = dataclasses.field(default=10, metadata={"help": "Classes per task."})
+    initial_increment: int | None = dataclasses.field(
+        default=None, metadata={"help": "Classes of the first task, where it differs."}
+    )
+    train_split: str = dataclasses.field(default="train", metadata={"help": "Name of the split to learn from."})
+    test_split: str = dataclasses.field(default="test", metadata={"help": "Name of the split to test on."})
+    class_order: str | None = dataclasses.field(
+        default=None, metadata={"help": "Order of the classes: icarl, or a text file with one class name per line."}
+    )
+    order_seed: int | None = dataclasses.field(
+        default=None, metadata={"help": "Seed of a random class order (1993 in the paper's protocols); none: as in the data."}
+    )
+    revision: str | None = dataclasses.field(default=None, metadata={"help": "Revision of a model on the Hub."})
+    attn_implementation: str | None = dataclasses.field(
+        default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, where it trains faster."}
+    )
+    resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
+    dry_run: bool = dataclasses.field(
+        default=False, metadata={"help": "Print adapted layers, ranks, trainable parameters and memory, and exit."}
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status, 2 for an error of the user's."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.call(arguments)
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        print(f"dulbe-peft: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dulbe-peft", description="CLIP models that keep learning new classes.")
+    commands = parser.add_subparsers(required=True, title="commands")
+    demo = commands.add_parser("demo", help="learn ten handwritten digits in five tasks, offline, in about a minute")
+    demo.add_argument("--output", default="dulbe-demo", help="folder for results.json and the plot (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of the learner (%(default)s)")
+    demo.set_defaults(call=_demo)
+
+    run = commands.add_parser("run", help="learn a class-incremental stream and write results.json")
+    run.add_argument("--config", help="YAML file with any of the settings below, by their names")
+    for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
+        group = run.add_argument_group(title)
+        for field in _fields(cls):
+            _add_flag(group, field)
+    run.set_defaults(call=_run)
+
+    evaluate = commands.add_parser("evaluate", help="test a saved learner on images")
+    evaluate.add_argument("folder", help="a task folder of a run, or what save_pretrained wrote")
+    evaluate.add_argument("--data", required=True, help="images, as for run")
+    evaluate.add_argument("--split", default="test", help="split of the data (%(default)s)")
+    evaluate.add_argument("--model", help="the base model, where it is not where it was")
+    evaluate.set_defaults(call=_evaluate)
+
+    export = commands.add_parser("export", help="write a saved learner's adapter as stock LoRA")
+    export.add_argument("folder", help="a task folder of a run, or what save_pretrained wrote")
+    export.add_argument("output", help="folder for the LoRA adapter")
+    export.add_argument("--model", help="the base model, where it is not where it was")
+    export.set_defaults(call=_export)
+
+    env = commands.add_parser("env", help="print versions and the accelerator, for a bug report")
+    env.set_defaults(call=_env)
+    return parser
+
+
+def _fields(cls: Any) -> list[Any]:
+    return cls.own_fields() if hasattr(cls, "own_fields") else list(dataclasses.fields(cls))
+
+
+def _add_flag(group: Any, field: Any) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    default = "" if field.default in (None, "") else f" (default: {field.default})"
+    text = (field.metadata["help"] + default).replace("%", "%%")
+    if field.type == "bool":
+        group.add_argument(
+            flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
+        )
+        return
+    group.add_argument(
+        flag,
+        dest=field.name,
+        help=text,
+        type=_converter(str(field.type)),
+        choices=field.metadata.get("choices"),
+        default=argparse.SUPPRESS,
+        metavar=None if "choices" in field.metadata else _metavar(str(field.type)),
+    )
+
+
+def _metavar(annotation: str) -> str:
+    return "A,B,..." if "list" in annotation else annotation.split(" | ")[0].upper()
+
+
+def _converter(annotation: str) -> Any:
+    """How a flag's text becomes the field's type; lists are separated by commas."""
+    if "list[int]" in annotation:
+        return lambda text: [int(part) for part in text.split(",")]
+    if annotation.startswith("list[str] | str"):
+        return lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text
+    if "list[str]" in annotation:
+        return lambda text: text.split(",")
+    return {"int": int, "float": float}.get(annotation.split(" | ")[0], str)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The YAML file's settings, with the flags' on top."""
+    known = {field.name for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in _fields(cls)}
+    settings: dict[str, Any] = {}
+    if arguments.config:
+        import yaml
+
+        path = Path(arguments.config)
+        if not path.is_file():
+            raise FileNotFoundError(f"configuration file {str(path)!r} does not exist")
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got {type(loaded).__name__}")
+        for name in loaded:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), sorted(known), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
+        settings.update(loaded)
+    settings.update({name: value for name, value in vars(arguments).items() if name in known})
+    return settings
+
+
+def _pick(cls: Any, settings: dict[str, Any]) -> Any:
+    return cls(**{field.name: settings[field.name] for field in _fields(cls) if field.name in settings})
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
+    stream: StreamArguments = _pick(StreamArguments, settings)
+    config: DualModeLoraConfig = _pick(DualModeLoraConfig, settings)
+    args: LearnerArguments = _pick(LearnerArguments, settings)
+    for name in ("model",) if stream.dry_run else ("model", "data", "output"):
+        if not getattr(stream, name):
+            raise ValueError(f"--{name} is required")
+    import torch
+    from peft import get_peft_model
+
+    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.report import format_summary
+
+    tasks = None if stream.dry_run else _tasks(stream)
+    clip, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
+    torch.manual_seed(args.seed)
+    model = get_peft_model(clip, config)
+    if tasks is None:
+        print(_describe(model))
+        return 0
+    learner = ClassIncrementalLearner(model, processor, args=args)
+    results = learner.run(tasks, stream.output, resume=stream.resume)
+    if "head" in results:
+        print(format_summary(results))
+    print(f"written: {Path(stream.output) / 'results.json'}")
+    return 0
+
+
+def _tasks(stream: StreamArguments) -> Any:
+    from dulbe_peft.data import load_data
+    from dulbe_peft.tasks import class_incremental_tasks
+
+    order: Any = stream.class_order
+    if order is not None and order != "icarl":
+        if not Path(order).is_file():
+            raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
+        order = Path(order).read_text(encoding="utf-8").splitlines()
+    return class_incremental_tasks(
+        load_data(stream.data, split=stream.train_split),
+        load_data(stream.data, split=stream.test_split),
+        increment=stream.increment,
+        initial_increment=stream.initial_increment,
+        class_order=order,
+        seed=stream.order_seed,
+    )
+
+
+def _describe(model: Any) -> str:
+    """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
+    import torch
+
+    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+
+    config = model.active_peft_config
+    clip = model.get_base_model()
+    vision = clip.config.vision_config
+    image = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    statistics = collect_statistics(
+        model, [image], lambda _, batch: clip.get_image_features(pixel_values=batch), into=OccupationStatistics()
+    )
+    lines = []
+    for name, layer in model.dual_mode_layers().items():
+        support = min(config.support_rank, layer.in_features - config.residual_rank)
+        lines.append(
+            f"{name}  {layer.in_features} -> {layer.out_features}  shared {config.shared_rank}  "
+            f"residual {config.residual_rank}  support <= {support}"
+        )
+    visual = sum(p.numel() for p in (*model.shared_parameters(), *model.residual_parameters()))
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lines.append(f"adapted visual layers: {len(model.dual_mode_layers())}")
+    lines.append(f"trainable parameters: {total:,} ({visual:,} visual, {total - visual:,} other)")
+    lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
+    return "\n".join(lines)
+
+
+def _load(folder: str, model: str | None) -> Any:
+    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.learner import ClassIncrementalLearner
+
+    base = None if model is None else load_clip(model)[0]
+    return ClassIncrementalLearner.from_pretrained(folder, base_model=base)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from dulbe_peft.data import load_data
+    from dulbe_peft.tasks import select_classes
+
+    learner = _load(arguments.folder, arguments.model)
+    data = load_data(arguments.data, split=arguments.split)
+    known = [name for name in data.class_names if name in set(learner.class_names)]
+    if not known:
+        raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.folder!r}")
+    figures = learner.evaluate(select_classes(data, known), known)
+    print(json.dumps(figures | {"num_classes": len(known)}, indent=2))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from dulbe_peft.export import export_lora
+
+    print(f"written: {export_lora(_load(arguments.folder, arguments.model).model, arguments.output)}")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from dulbe_peft.demo import run_demo
+
+    run_demo(arguments.output, arguments.seed)
+    return 0
+
+
+def _env(_: argparse.Namespace) -> int:
+    import torch
+
+    for name in _VERSIONED:
+        try:
+            print(f"{name}: {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name}: not installed")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    print(f"python: {platform.python_version()} on {platform.platform()}")
+    print(f"accelerator: {'none' if accelerator is None else accelerator.type}, CPU threads: {torch.get_num_threads()}")
+    return 0

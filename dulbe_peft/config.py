@@ -1,0 +1,168 @@
+"""The adapter's configuration, and the entry of the method in PEFT's table of types.
+
+PEFT keeps its methods in the string enumeration `PeftType` and offers no way to add a member from outside.
+`register_peft_type` adds a real one, so that lookups by value, by name and by call, JSON, pickle and deepcopy all
+work as for PEFT's own methods. Everything that depends on the enumeration's internals is in that one function.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from peft.config import PeftConfig
+from peft.utils import PeftType, TaskType
+
+PEFT_TYPE_NAME = "DULBE"
+PREFIX = "dulbe_"
+DEFAULT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
+TEXT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
+
+
+def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
+    """Add `name` to PEFT's enumeration of methods, once; later calls return the same member.
+
+    Raises:
+        RuntimeError: the enumeration no longer behaves as an `enum.Enum` of strings.
+    """
+    if name in PeftType.__members__:
+        return PeftType[name]
+    member = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType.__members__)
+    try:
+        PeftType._member_names_.append(name)
+        PeftType._member_map_[name] = member
+        PeftType._value2member_map_[name] = member
+        if hasattr(PeftType, "_hashable_values_"):  # Python >= 3.13
+            PeftType._hashable_values_.append(name)
+        type.__setattr__(PeftType, name, member)
+    except (AttributeError, TypeError) as error:  # pragma: no cover - another implementation of enum
+        raise RuntimeError(f"peft.PeftType cannot take the member {name!r}: its internals have changed") from error
+    if PeftType(name) is not member or PeftType[name] is not member or name not in list(PeftType):
+        raise RuntimeError(f"peft.PeftType does not find its new member {name!r}: its internals have changed")
+    return member
+
+
+DULBE = register_peft_type()
+
+
+def _check_rank(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+@dataclass
+class DualModeLoraConfig(PeftConfig):
+    """Configuration of [`DualModeLoraModel`]: frozen-basis shared and residual modes in a CLIP vision tower.
+
+    The help text of every field stands in its metadata; the command line and the documentation read it from there.
+
+    Raises:
+        TypeError: a rank is not an int.
+        ValueError: a rank is negative, both visual ranks are zero, or fields contradict each other.
+
+    Reference:
+        Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".
+    """
+
+    shared_rank: int = field(
+        default=1, metadata={"help": "Rank r_S of the shared mode, inside the historically used directions."}
+    )
+    residual_rank: int = field(
+        default=8, metadata={"help": "Rank r_R of the residual modes, outside the historically used directions."}
+    )
+    support_rank: int = field(
+        default=128,
+        metadata={
+            "help": "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a "
+            "layer and its data allow."
+        },
+    )
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
+            "None: k_proj, v_proj, fc1 and fc2. Inside a CLIPModel only the vision tower is adapted."
+        },
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names (list of endings, or a regular expression) of layers to leave alone."}
+    )
+    text_rank: int = field(
+        default=8, metadata={"help": "Rank of the plain LoRA in the text tower, where there is one; 0 turns it off."}
+    )
+    text_alpha: float = field(
+        default=1.0, metadata={"help": "Numerator of the text LoRA's scale, text_alpha / text_rank."}
+    )
+    text_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Name endings of the text tower's layers with LoRA. None: k_proj, v_proj, fc1 and fc2."},
+    )
+    init_weights: bool = field(
+        default=True,
+        metadata={"help": "True: every B starts at zero, so the output is the base model's. False: random B, for tests."},
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None, metadata={"help": "Indices of the vision tower's blocks to adapt; None adapts all."}
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None,
+        metadata={"help": "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found by itself."},
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Further modules to train in full and to save with the adapter."}
+    )
+    history_rank: int = field(
+        default=0,
+        metadata={"help": "Rank of the folded history; kept up to date by the library, never set by hand."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = DULBE
+        for name in ("shared_rank", "residual_rank", "support_rank", "text_rank", "history_rank"):
+            _check_rank(name, getattr(self, name))
+        if self.shared_rank + self.residual_rank == 0:
+            raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
+        if self.support_rank == 0:
+            raise ValueError("support_rank must be at least 1, got 0")
+        if isinstance(self.text_alpha, bool) or not isinstance(self.text_alpha, (int, float)):
+            raise TypeError(f"text_alpha must be a number, got {self.text_alpha!r}")
+        for name in ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save"):
+            value = getattr(self, name)
+            if isinstance(value, (list, set, tuple)):
+                setattr(self, name, sorted(value))
+        if isinstance(self.target_modules, list) and not self.target_modules:
+            raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            if self.layers_to_transform is not None:
+                raise ValueError(
+                    "layers_to_transform cannot be used when target_modules is a regular expression "
+                    f"({self.target_modules!r}): name the layers in a list, or put the indices into the expression"
+                )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(
+                f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform: set both or neither"
+            )
+        if self.task_type == TaskType.FEATURE_EXTRACTION:
+            warnings.warn(
+                "task_type=FEATURE_EXTRACTION makes PEFT pass text-model arguments to the model, which every CLIP model "
+                "refuses: leave task_type unset",
+                stacklevel=3,
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain data, sets as sorted lists, so that the same adapter gives the same file."""
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in super().to_dict().items()}
+
+    @classmethod
+    def own_fields(cls) -> list[Any]:
+        """The dataclass fields a user sets, without PEFT's bookkeeping and without `history_rank`."""
+        inherited = {f.name for f in fields(PeftConfig)}
+        return [f for f in fields(cls) if f.name not in inherited and f.name != "history_rank"]

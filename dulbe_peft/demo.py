@@ -1,0 +1,83 @@
+"""The embedded demo: five tasks of two handwritten digits each, offline, with a tiny CLIP that comes with the package."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peft import get_peft_model
+from PIL import Image
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import load_clip
+from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.report import format_summary, plot_results
+from dulbe_peft.tasks import Task, class_incremental_tasks
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def demo_model_folder() -> Path:
+    """Folder of the packaged tiny CLIP, pretrained on rendered glyphs and never on handwritten digits."""
+    return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
+
+
+class DigitImages:
+    """Images 8 x 8 of scikit-learn's handwritten digits as PIL images with a label 0 to 9."""
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
+        self.pixels = pixels
+        self.labels = labels.astype(np.int64)
+        self.class_names = DIGITS
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        grey = (self.pixels[index] * (255 / 16)).round().astype(np.uint8)
+        return {"image": Image.fromarray(grey).convert("RGB"), "label": int(self.labels[index])}
+
+
+def digit_tasks(increment: int = 2) -> list[Task]:
+    """The stream of the demo: three quarters of the 1,797 digits to learn from, the rest to test on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    train_x, test_x, train_y, test_y = train_test_split(
+        digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    )
+    return class_incremental_tasks(DigitImages(train_x, train_y), DigitImages(test_x, test_y), increment=increment)
+
+
+def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> dict[str, Any]:
+    """Run the demo's stream, print what happens, and write `results.json` and `accuracy.png`.
+
+    Args:
+        output_dir: where everything goes; a stream that was begun there is resumed.
+        seed: seed of the learner.
+        progress: show progress bars.
+
+    Returns:
+        The results of `ClassIncrementalLearner.run`.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    clip, processor = load_clip(demo_model_folder())
+    model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
+    args = LearnerArguments(
+        epochs=4, prompt_template="a photo of the digit {}.", seed=seed, device="cpu", progress=progress
+    )
+    learner = ClassIncrementalLearner(model, processor, args=args)
+    tasks = digit_tasks()
+    zero_shot = learner.zero_shot([(task.test, task.class_names) for task in tasks])
+    print(f"zero-shot accuracy on ten handwritten digits, before any training: {100 * zero_shot[-1]:.1f} %")
+    results = learner.run(tasks, output_dir)
+    plot_results(results, Path(output_dir) / "accuracy.png")
+    print(format_summary(results))
+    print(f"written: {Path(output_dir) / 'results.json'} and {Path(output_dir) / 'accuracy.png'}")
+    return results

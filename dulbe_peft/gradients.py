@@ -1,0 +1,125 @@
+"""Gradients of the method: the probe that plans a task, and the routing that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def probe_gradients(
+    model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+) -> dict[str, torch.Tensor]:
+    """Gradient of the data set's mean loss with respect to every adapted layer's effective weight, without a step.
+
+    The model runs in evaluation mode as it is, history and current modes on. Parameters, their `.grad` and the mode of
+    every module are left as they were.
+
+    Args:
+        model: a model from `get_peft_model` with one active dual-mode adapter.
+        batches: any iterable; each element is handed to `loss_fn`.
+        loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples. A
+            short last batch is weighted by its size.
+
+    Returns:
+        Layer name -> G, (out_features, in_features), in the base weight's dtype, on its device.
+
+    Raises:
+        ValueError: there is no batch, a batch size is not positive, or a loss or gradient is not finite.
+
+    Reference:
+        Section "Gradient-Demand Dual-Mode Subspace Allocation", the prospective gradient; appendix
+        "Prospective-gradient estimation".
+    """
+    layers: dict[str, Any] = model.dual_mode_layers()  # type: ignore[operator]
+    if any(layer.merged for layer in layers.values()):
+        raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
+    modes = {module: module.training for module in model.modules()}
+    adapter = next(iter(layers.values())).active_adapters[0]
+    losses, total = [], 0
+    model.eval()
+    try:
+        for layer in layers.values():
+            layer._probe_weight = layer.folded_weight(adapter).detach().clone().requires_grad_()
+        weights = [layer._probe_weight for layer in layers.values()]
+        for batch in batches:
+            loss, size = loss_fn(model, batch)
+            _check_loss(loss, size, len(losses))
+            (loss * size).backward(inputs=weights)
+            losses.append(loss.detach())
+            total += size
+        if not total:
+            raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
+        gradients = {
+            name: torch.zeros_like(weight) if weight.grad is None else weight.grad / total
+            for (name, _), weight in zip(layers.items(), weights, strict=True)
+        }
+    finally:
+        for layer in layers.values():
+            layer._probe_weight = None
+        for module, training in modes.items():
+            module.training = training
+    _check_finite(losses, gradients)
+    return gradients
+
+
+def _check_loss(loss: torch.Tensor, size: int, index: int) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
+        raise ValueError(f"loss_fn must return a scalar loss that depends on the model, got {loss!r} for batch {index}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
+
+
+def _check_finite(losses: list[torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
+    finite = torch.isfinite(torch.stack(losses))
+    if not finite.all():
+        index = int((~finite).nonzero()[0])
+        raise ValueError(f"loss of probe batch {index} is {losses[index].item()}, expected a finite number")
+    names = list(gradients)
+    bad = (~torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()])).nonzero()
+    if len(bad):
+        raise ValueError(f"gradient of layer {names[int(bad[0])]!r} holds NaN or infinity")
+
+
+def route_gradients(
+    model: nn.Module,
+    task_loss: torch.Tensor,
+    structure_loss: torch.Tensor | None,
+    structure_weight: float = 0.5,
+) -> None:
+    """Accumulate into `.grad` as `backward()` would, each loss into the parameters it is meant for.
+
+    `task_loss` reaches every trainable parameter; `structure_weight * structure_loss` reaches B_S of every layer and
+    nothing else, through all higher layers. Both losses may come from one forward pass.
+
+    Args:
+        model: a model from `get_peft_model` with one active dual-mode adapter.
+        task_loss: scalar, cross-entropy over the current classes.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
+        structure_weight: lambda, at least 0.
+
+    Raises:
+        ValueError: a loss is not a scalar, or (where looking costs no device synchronisation, that is on the CPU) not
+            finite, or the weight is negative or not finite. No gradient is touched then.
+
+    Reference:
+        Section "Routed Cross-Modal Training", "Gradient Routing".
+    """
+    for name, loss in (("task_loss", task_loss), ("structure_loss", structure_loss)):
+        if loss is None:
+            continue
+        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+            raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
+        if loss.device.type == "cpu" and not torch.isfinite(loss):
+            raise ValueError(f"{name} is {loss.item()}, expected a finite number")
+    if not 0 <= structure_weight < float("inf"):
+        raise ValueError(f"structure_weight must be finite and at least 0, got {structure_weight}")
+    shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
+    routed = structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    task_loss.backward(inputs=trainable, retain_graph=bool(routed))
+    if routed:
+        assert structure_loss is not None
+        (structure_weight * structure_loss).backward(inputs=shared)

@@ -1,0 +1,345 @@
+"""The adapted linear layers.
+
+    x (.., d_in) ──┬── W = W_0 + B_hist P_hist'  (frozen, folded once, d_out x d_in) ──┬── + ── y (.., d_out)
+                   └── P = [P_S P_R] (frozen, d_in x r) ── B = [B_S B_R] (trained) ────┘
+
+W_0 is never written to: the folded weight is a cache beside it, recomputed from W_0 and the saved factors by
+`DualModeLinear.folded_weight` alone. A model that learned and a model that was loaded therefore agree bit for bit, and
+disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight, and
+it keeps the pristine one beside it, so `unmerge` is exact too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import nn
+from torch.nn import functional as F
+
+from dulbe_peft.config import DualModeLoraConfig
+
+
+def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state dict carries the pristine base weight, also while an adapter is merged."""
+    if layer._pristine_weight is not None:
+        state_dict[prefix + "base_layer.weight"] = layer._pristine_weight
+
+
+class DualModeLayer(BaseTunerLayer, nn.Module):
+    """What the vision tower's and the text tower's layers share: merging, unmerging and the choice of branch."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._pristine_weight: torch.Tensor | None = None
+        linear = self.get_base_layer()
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"a dual-mode layer wraps torch.nn.Linear, got {type(linear).__name__}")
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.register_state_dict_post_hook(_restore_pristine)
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """The whole update of `adapter`, (d_out, d_in) in float32."""
+        raise NotImplementedError
+
+    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _adapters_here(self, names: Iterable[str]) -> list[str]:
+        container = getattr(self, self.adapter_layer_names[0])
+        return [name for name in names if name in container]
+
+    def _missing(self, adapter: str) -> ValueError:
+        available = sorted(getattr(self, self.adapter_layer_names[0]))
+        return ValueError(f"Adapter {adapter} not found. Adapters of this layer: {available}")
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Write the adapters' updates into the base weight, keeping the pristine weight for `unmerge`.
+
+        Args:
+            safe_merge: refuse a result that is not finite, leaving the weight as it was.
+            adapter_names: the adapters to merge; None merges the active ones.
+
+        Raises:
+            ValueError: `safe_merge` is set and an update is not finite.
+        """
+        for name in self._adapters_here(check_adapters_to_merge(self, adapter_names)):
+            weight = self.get_base_layer().weight
+            with torch.no_grad():
+                delta = self.get_delta_weight(name).to(weight.device)
+                merged = (weight.data.float() + delta).to(weight.dtype)
+                if safe_merge and not torch.isfinite(merged).all():
+                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+                if self._pristine_weight is None:
+                    self._pristine_weight = weight.data
+                weight.data = merged
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Put the pristine base weight back, bit for bit."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        weight = self.get_base_layer().weight
+        assert self._pristine_weight is not None
+        weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
+        self._pristine_weight = None
+        self.merged_adapters.clear()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        return self._adapted_forward(x)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """True: the update is additive."""
+        return True
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
+        if self._pristine_weight is not None:
+            self._pristine_weight = fn(self._pristine_weight)
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """New base weights, or new values of a merged adapter, are for the unmerged layer."""
+        own = tuple(f".{name}" for name in self.merged_adapters)
+        if any(k == prefix + "base_layer.weight" or (k.startswith(prefix) and k.endswith(own)) for k in state_dict):
+            if self.merged:
+                self.unmerge()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __repr__(self) -> str:
+        return "dulbe." + super().__repr__()
+
+
+class DualModeLinear(DualModeLayer):
+    """A linear layer with a frozen history and one shared and one residual mode per adapter.
+
+    Attributes:
+        in_features: d_in.
+        out_features: d_out.
+        dulbe_P: adapter name -> P = [P_S P_R], (d_in, r_S + r_R), float32, orthonormal columns, frozen.
+        dulbe_shared_B: adapter name -> B_S, (d_out, r_S), trainable.
+        dulbe_residual_B: adapter name -> B_R, (d_out, r_R), trainable.
+        dulbe_history_P: adapter name -> (d_in, history rank), the bases of all finished tasks, frozen.
+        dulbe_history_B: adapter name -> (d_out, history rank), their up-projections, frozen.
+
+    Reference:
+        Section "Subspace-Frozen Parameterization".
+    """
+
+    adapter_layer_names = ("dulbe_shared_B", "dulbe_residual_B")
+    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
+        super().__init__(base_layer)
+        self.dulbe_P = BufferDict({}, persistent=True)
+        self.dulbe_history_P = BufferDict({}, persistent=True)
+        self.dulbe_history_B = BufferDict({}, persistent=True)
+        self.dulbe_shared_B = nn.ParameterDict({})
+        self.dulbe_residual_B = nn.ParameterDict({})
+        self._folded: tuple[str, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._probe_weight: torch.Tensor | None = None
+        self._history_only = False
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
+        """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history."""
+        shared_rank, residual_rank = config.shared_rank, config.residual_rank
+        weight = self.get_base_layer().weight
+        device = weight.device
+        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank))[0]
+        self.dulbe_P[adapter_name] = cpu_basis.contiguous().to(device)
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, device=device)
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, device=device)
+        for container, rank in ((self.dulbe_shared_B, shared_rank), (self.dulbe_residual_B, residual_rank)):
+            up = torch.zeros(self.out_features, rank)
+            if not config.init_weights and rank:
+                nn.init.kaiming_uniform_(up, a=math.sqrt(5))
+            container[adapter_name] = nn.Parameter(up)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        for name in self.other_param_names:  # the frozen factors stay in float32 over a half-precision base
+            buffers = getattr(self, name)
+            if adapter_name in buffers:
+                buffers[adapter_name] = buffers[adapter_name].float()
+
+    # ------------------------------------------------------------------ the frozen history
+
+    @property
+    def history_ranks(self) -> dict[str, int]:
+        """Adapter name -> rank of its folded history."""
+        return {name: factor.shape[1] for name, factor in self.dulbe_history_B.items()}
+
+    def folded_weight(self, adapter: str) -> torch.Tensor:
+        """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
+
+        The one place where an effective weight is made. The result is cached until the adapter, the base weight or
+        the history changes.
+        """
+        base, history = self.get_base_layer().weight, self.dulbe_history_B[adapter]
+        if history.shape[1] == 0:
+            return base
+        cached = self._folded
+        if cached is not None and cached[0] == adapter and cached[1] is base and cached[2] is history:
+            return cached[3]
+        with torch.inference_mode(False), torch.no_grad():
+            folded = torch.addmm(base.detach().float(), history, self.dulbe_history_P[adapter].T).to(base.dtype)
+        self._folded = (adapter, base, history, folded)
+        return folded
+
+    def current_delta(self, adapter: str) -> torch.Tensor:
+        """B P' of the current task's modes, (d_out, d_in) in float32."""
+        up = torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
+        return up.float() @ self.dulbe_P[adapter].float().T
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """History and current modes together, (d_out, d_in) in float32.
+
+        Raises:
+            ValueError: this layer has no such adapter.
+        """
+        if adapter not in self.dulbe_shared_B:
+            raise self._missing(adapter)
+        history_up, history_down = self.dulbe_history_B[adapter].float(), self.dulbe_history_P[adapter].float()
+        return torch.addmm(self.current_delta(adapter), history_up, history_down.T)
+
+    def is_trained(self, adapter: str) -> bool:
+        """Whether any current up-projection differs from zero."""
+        return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
+
+    @torch.no_grad()
+    def fold(self, adapter: str) -> None:
+        """Append the current modes to the history and set B = 0."""
+        up = torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1).float()
+        self.dulbe_history_B[adapter] = torch.cat([self.dulbe_history_B[adapter], up], dim=1)
+        self.dulbe_history_P[adapter] = torch.cat([self.dulbe_history_P[adapter], self.dulbe_P[adapter]], dim=1)
+        self._zero_up_projections(adapter)
+
+    @torch.no_grad()
+    def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
+        """Freeze P = [P_S P_R] as the current bases and set B = 0.
+
+        Args:
+            shared: P_S, (d_in, r_S).
+            residual: P_R, (d_in, r_R).
+        """
+        old = self.dulbe_P[adapter]
+        self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(old.device, torch.float32).contiguous()
+        self._zero_up_projections(adapter)
+
+    def _zero_up_projections(self, adapter: str) -> None:
+        for container in (self.dulbe_shared_B, self.dulbe_residual_B):
+            container[adapter].data.zero_()
+            container[adapter].grad = None
+
+    # ------------------------------------------------------------------ forward
+
+    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear = self.get_base_layer()
+        names = self._adapters_here(self.active_adapters)
+        weight, extra = linear.weight, []
+        for name in names:
+            if weight is linear.weight:
+                weight = self.folded_weight(name)
+            elif self.dulbe_history_B[name].shape[1]:  # a second adapter's history, beside the folded first
+                extra.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
+            if not self._history_only:
+                up = torch.cat([self.dulbe_shared_B[name], self.dulbe_residual_B[name]], dim=1)
+                extra.append((self.dulbe_P[name], up))
+        if self._probe_weight is not None:
+            weight = self._probe_weight
+        result = F.linear(x, weight, linear.bias)
+        for down, up in extra:
+            hidden = self._cast_input_dtype(x, down.dtype) @ down
+            result = result + F.linear(hidden, up).to(result.dtype)
+        return result
+
+    # ------------------------------------------------------------------ state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
+        self._folded = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make room for a history of another length before the buffers are copied in."""
+        self._folded = None
+        for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
+            buffers = getattr(self, attribute)
+            for name in list(buffers):
+                saved = state_dict.get(f"{prefix}{attribute}.{name}")
+                if saved is None or saved.ndim != 2 or saved.shape[0] != size:
+                    continue
+                if saved.shape[1] != buffers[name].shape[1]:
+                    buffers[name] = torch.zeros(saved.shape, device=buffers[name].device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class TextLoraLinear(DualModeLayer):
+    """A linear layer of the text tower with plain LoRA: y = W x + (text_alpha / text_rank) B A x.
+
+    Attributes:
+        dulbe_text_A: adapter name -> A, (text_rank, d_in), Xavier-uniform at the start, trained over all tasks.
+        dulbe_text_B: adapter name -> B, (d_out, text_rank), zero at the start, trained over all tasks.
+
+    Reference:
+        Appendix, "Training schedule and text adaptation".
+    """
+
+    adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
+    other_param_names = ("scaling",)
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
+        super().__init__(base_layer)
+        self.scaling: dict[str, float] = {}
+        self.dulbe_text_A = nn.ParameterDict({})
+        self.dulbe_text_B = nn.ParameterDict({})
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
+        """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
+        self.scaling[adapter_name] = config.text_alpha / config.text_rank
+        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features))
+        up = torch.zeros(self.out_features, config.text_rank)
+        if not config.init_weights:
+            nn.init.kaiming_uniform_(up, a=math.sqrt(5))
+        self.dulbe_text_A[adapter_name] = nn.Parameter(down)
+        self.dulbe_text_B[adapter_name] = nn.Parameter(up)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """(text_alpha / text_rank) B A, (d_out, d_in) in float32.
+
+        Raises:
+            ValueError: this layer has no such adapter.
+        """
+        if adapter not in self.dulbe_text_A:
+            raise self._missing(adapter)
+        return self.scaling[adapter] * (self.dulbe_text_B[adapter].float() @ self.dulbe_text_A[adapter].float())
+
+    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base_layer(x)
+        for name in self._adapters_here(self.active_adapters):
+            down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
+            hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
+            result = result + (self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
+        return result

@@ -1,0 +1,524 @@
+"""Algorithm 1: probe, allocate, train, fold, close; one task after the other over any dataset of (image, label)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from dulbe_peft import checkpoint
+from dulbe_peft.allocation import allocate_modes
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import (
+    check_clip_like,
+    load_clip,
+    load_processor,
+    pixel_values,
+    tokenize,
+    unit_image_embeds,
+    unit_text_embeds,
+)
+from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
+from dulbe_peft.gradients import probe_gradients, route_gradients
+from dulbe_peft.head import BridgeEnsembleHead
+from dulbe_peft.model import DualModeLoraModel
+from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.stream import run_stream
+from dulbe_peft.tasks import Task, check_class_names, checked_labels, format_prompts, read_sample
+
+STATISTICS_FILE = "statistics.safetensors"
+LEARNER_FILE = "learner.json"
+PROCESSOR_FOLDER = "processor"
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Images(Dataset[tuple[torch.Tensor, int, int]]):
+    """A dataset's images as pixel values with label and index, kept in memory while they fit."""
+
+    def __init__(self, dataset: Any, labels: Sequence[int] | None, processor: Any, cache_bytes: int) -> None:
+        self.dataset = dataset
+        self.labels = labels
+        self.processor = processor
+        self.cache_bytes = cache_bytes
+        self.cache: dict[int, torch.Tensor] | None = {} if cache_bytes else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        pixels = self.cache.get(index) if self.cache is not None else None
+        if pixels is None:
+            image, _ = read_sample(self.dataset, index)
+            try:
+                pixels = pixel_values(self.processor, image)
+            except (TypeError, ValueError, OSError) as error:
+                raise ValueError(f"image {index} of the dataset cannot be preprocessed: {error}") from error
+            if self.cache is not None:
+                if pixels.nbytes * len(self) <= self.cache_bytes:
+                    self.cache[index] = pixels
+                else:
+                    self.cache = None
+        return pixels, -1 if self.labels is None else int(self.labels[index]), index
+
+
+class ClassIncrementalLearner:
+    """Learns tasks of new classes with a CLIP model, its dual-mode adapter and a bridge-prototype head.
+
+    Args:
+        model: `get_peft_model(CLIPModel, DualModeLoraConfig(...))`.
+        processor: a `CLIPProcessor`, or anything with `image_processor` and `tokenizer` as it has them.
+        head: a head without classes; None makes one from `args`.
+        args: settings; None takes the defaults.
+
+    Attributes:
+        tasks: the class names of every finished task, in order.
+        head: the [`BridgeEnsembleHead`] over all seen classes.
+        statistics: the [`OccupationStatistics`] of all finished tasks.
+
+    Raises:
+        ValueError: the model is not CLIP-like or has no dual-mode adapter, or the head does not fit.
+
+    Reference:
+        Appendix "Complete Procedure", Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        head: BridgeEnsembleHead | None = None,
+        args: LearnerArguments | None = None,
+    ) -> None:
+        if not isinstance(model, PeftModel) or not isinstance(model.base_model, DualModeLoraModel):
+            raise ValueError(
+                f"model must come from get_peft_model(clip, DualModeLoraConfig(...)), got {type(model).__name__}"
+            )
+        clip = model.get_base_model()
+        check_clip_like(clip)
+        self.args = args or LearnerArguments()
+        self.accelerator = _accelerator(self.args)
+        self.model = model.to(self.accelerator.device)
+        self.clip = clip
+        self.processor = processor
+        self.logit_scale = math.exp(float(clip.logit_scale.detach()))
+        dim = clip.config.projection_dim
+        self.head = head or BridgeEnsembleHead(
+            dim,
+            num_depths=self.args.num_depths,
+            reliability_temperature=self.args.reliability_temperature,
+            logit_scale=self.logit_scale,
+        )
+        if self.head.embed_dim != dim:
+            raise ValueError(f"head takes features of {self.head.embed_dim} dimensions, the model gives {dim}")
+        self.head.to(self.accelerator.device)
+        self.statistics = OccupationStatistics()
+        self.tasks: list[tuple[str, ...]] = []
+        self._step = 0
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All seen classes, in the order they came."""
+        return tuple(name for task in self.tasks for name in task)
+
+    # ------------------------------------------------------------------ learning
+
+    def learn_task(self, dataset: Any, class_names: Sequence[str]) -> None:
+        """Learn the classes of one more task; on any error the learner is as it was before.
+
+        Args:
+            dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs; images as PIL images or as
+                preprocessed float tensors (3, height, width); labels index `class_names`.
+            class_names: the new classes, each with at least one image.
+
+        Raises:
+            ValueError: an unknown, repeated or empty class, a label out of range, an unreadable image, a loss, gradient
+                or feature that is not finite.
+            TypeError: a class name is not a string.
+        """
+        names = check_class_names(class_names, seen=self.class_names)
+        labels = checked_labels(dataset, names)
+        absent = sorted(set(range(len(names))) - set(int(label) for label in labels))
+        if absent:
+            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
+        self._tokens((*self.class_names, *names))
+        images = self._images(dataset, labels)
+        before = {k: v.clone() for k, v in get_peft_model_state_dict(self.model, save_embedding_layers=False).items()}
+        try:
+            teacher = self._plan(images, names)
+            self._train(images, names, teacher)
+            self.model.fold_task()
+            self._close(images, names)
+        except BaseException:
+            set_peft_model_state_dict(self.model, before)
+            raise
+        self.tasks.append(names)
+
+    def _plan(self, images: _Images, names: Sequence[str]) -> torch.Tensor:
+        """Probe the new task, install its modes, and return the teacher's features, (n, d)."""
+        teacher = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
+        with torch.no_grad():
+            text = self._text_embeds(names)
+
+        def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+            pixels, labels, index = batch
+            with self.accelerator.autocast():
+                features = unit_image_embeds(self.clip, pixels)
+            teacher[index] = features.detach()
+            return cross_modal_loss(features, text, labels, self.logit_scale), len(index)
+
+        probe = probe_gradients(self.model, self._batches(images, "probe"), loss_fn)
+        config = self.model.active_peft_config
+        modes = allocate_modes(
+            probe,
+            self.statistics,
+            shared_rank=config.shared_rank,
+            residual_rank=config.residual_rank,
+            support_rank=config.support_rank,
+        )
+        self.model.begin_task(modes)
+        return teacher
+
+    def _train(self, images: _Images, names: Sequence[str], teacher: torch.Tensor) -> None:
+        args, old_names = self.args, self.class_names
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        steps = math.ceil(len(images) / args.batch_size)
+        optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
+        per_step = args.lr_schedule == "step"
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer,
+            T_max=args.epochs * steps if per_step else args.epochs,
+            eta_min=0.0 if per_step else 0.01 * args.learning_rate,
+        )
+        tokens = self._tokens(names)
+        with torch.no_grad():
+            old_text = self._text_embeds(old_names) if old_names else None
+        self.model.train()
+        try:
+            for epoch in range(args.epochs):
+                losses = []
+                order = self._order(len(images), epoch)
+                for batch in self._batches(images, f"epoch {epoch + 1}/{args.epochs}", order):
+                    task_loss, structure_loss = self._losses(batch, tokens, old_text, teacher)
+                    route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    if per_step:
+                        schedule.step()
+                    losses.append(task_loss.detach())
+                if not per_step:
+                    schedule.step()
+                self._log_epoch(torch.stack(losses), epoch)
+        finally:
+            self.model.eval()
+
+    def _losses(
+        self, batch: Batch, tokens: dict[str, torch.Tensor], old_text: torch.Tensor | None, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cross-entropy over the current classes and the structure loss over the old ones, from one forward pass."""
+        pixels, labels, index = batch
+        with self.accelerator.autocast():
+            features = unit_image_embeds(self.clip, pixels)
+            text = unit_text_embeds(self.clip, tokens)
+        task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
+        if old_text is None or self.args.structure_weight == 0:
+            return task_loss, None
+        reference = teacher[index]
+        if self.args.teacher == "online":
+            with torch.no_grad(), self.model.previous_task(), self.accelerator.autocast():
+                reference = unit_image_embeds(self.clip, pixels)
+        structure_loss = bidirectional_kl(
+            self.logit_scale * features @ old_text.T,
+            self.logit_scale * reference @ old_text.T,
+            self.args.class_temperature,
+            self.args.instance_temperature,
+            reduction=self.args.kl_reduction,
+        )
+        return task_loss, structure_loss
+
+    def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
+        finite = torch.isfinite(losses)
+        if not finite.all():
+            step = int((~finite).nonzero()[0])
+            raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
+        self._step += len(losses)
+        if self.args.log_with:
+            values = {"loss": losses.mean().item(), "epoch": epoch + 1, "task": len(self.tasks) + 1}
+            self.accelerator.log(values, step=self._step)
+
+    def _close(self, images: _Images, names: Sequence[str]) -> None:
+        """One pass with the finished model: features for the head and, on the way, the layers' input statistics."""
+        features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
+
+        def forward_fn(_: nn.Module, batch: Batch) -> None:
+            pixels, _labels, index = batch
+            with self.accelerator.autocast():
+                features[index] = unit_image_embeds(self.clip, pixels)
+
+        statistics = OccupationStatistics()
+        collect_statistics(
+            self.model,
+            self._batches(images, "close"),
+            forward_fn,
+            into=statistics,
+            tokens=self.args.statistics_tokens,
+        )
+        with torch.no_grad():
+            new_text = self._text_embeds(names)
+            if not self.tasks:
+                text = new_text
+            elif self.args.text_embeds == "current":
+                text = torch.cat([self._text_embeds(self.class_names), new_text])
+            else:
+                text = torch.cat([self.head.text_embeds.to(new_text), new_text])
+        labels = torch.as_tensor(images.labels, device=features.device)
+        self.head.add_classes(list(names), features, labels, text)
+        self.statistics.merge(statistics)
+
+    # ------------------------------------------------------------------ using
+
+    @torch.no_grad()
+    def image_embeds(self, dataset: Any, labels: Sequence[int] | None = None) -> torch.Tensor:
+        """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
+        images = self._images(dataset, labels)
+        features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
+        for pixels, _, index in self._batches(images, "encode"):
+            with self.accelerator.autocast():
+                features[index] = unit_image_embeds(self.clip, pixels)
+        return features
+
+    def predict(self, images: Any) -> list[str]:
+        """The most likely seen class of each image.
+
+        Args:
+            images: one PIL image, or a sequence of PIL images or preprocessed float tensors (3, height, width).
+
+        Raises:
+            ValueError: no task has been learned yet.
+        """
+        self._check_learned()
+        rows = list(images) if isinstance(images, (list, tuple)) else [images]
+        chosen = self.head(self.image_embeds([(image, -1) for image in rows])).argmax(dim=1)
+        return [self.class_names[int(index)] for index in chosen]
+
+    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, float]:
+        """Top-1 accuracy among all seen classes, without a task's identity.
+
+        Args:
+            dataset: as in `learn_task`.
+            class_names: what the labels index; None: all seen classes.
+
+        Returns:
+            `accuracy` with the head and `text_accuracy` with the text embeddings alone, both in [0, 1], and
+            `num_images`.
+
+        Raises:
+            ValueError: nothing has been learned, the dataset is empty, or a class has not been seen.
+        """
+        self._check_learned()
+        names = self.class_names if class_names is None else tuple(class_names)
+        position = {name: index for index, name in enumerate(self.class_names)}
+        unknown = [name for name in names if name not in position]
+        if unknown:
+            raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
+        labels = checked_labels(dataset, names)
+        features = self.image_embeds(dataset, labels)
+        truth = torch.tensor([position[names[int(label)]] for label in labels], device=features.device)
+        with torch.no_grad():
+            by_head = (self.head(features).argmax(dim=1) == truth).float().mean().item()
+            by_text = ((features @ self.head.text_embeds.to(features).T).argmax(dim=1) == truth).float().mean().item()
+        return {"accuracy": by_head, "text_accuracy": by_text, "num_images": float(len(labels))}
+
+    def _check_learned(self) -> None:
+        if not self.tasks:
+            raise ValueError("no task has been learned yet: call learn_task first")
+
+    @torch.no_grad()
+    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]:
+        """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
+
+        Args:
+            tests: per task its test data and the class names its labels index.
+        """
+        names = [name for _, group in tests for name in group]
+        right, total, seen, rows = 0, 0, 0, []
+        with self.model.disable_adapter():
+            text = self._text_embeds(names)
+            encoded = []
+            for dataset, group in tests:
+                labels = torch.as_tensor(checked_labels(dataset, group)) + seen
+                encoded.append((self.image_embeds(dataset), labels.to(text.device)))
+                seen += len(group)
+                known = text[:seen]
+                right = sum(int(((z @ known.T).argmax(dim=1) == y).sum()) for z, y in encoded)
+                total += len(labels)
+                rows.append(right / total)
+        return rows
+
+    def run(self, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
+        """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
+
+        Args:
+            tasks: the stream; tasks without test data are learned and not tested.
+            output_dir: folder for the committed folders, `results.json` and `timings.json`.
+            resume: go on after the newest valid folder, if it belongs to the same run.
+
+        Returns:
+            What `results.json` holds: for the head and the text classifier the accuracy matrix, A_bar, A_last,
+            forgetting and backward transfer; zero-shot accuracy; configuration, seed and versions.
+
+        Raises:
+            ValueError: the folder belongs to a run with other settings, classes or data (the message names what
+                differs), or holds tasks and `resume` is off.
+        """
+        if self.args.log_with and not self.accelerator.trackers:
+            self.accelerator.init_trackers("dulbe_peft")
+        return run_stream(self, tasks, output_dir, resume)
+
+    # ------------------------------------------------------------------ batches and prompts
+
+    def _images(self, dataset: Any, labels: Sequence[int] | None) -> _Images:
+        cache = 0 if self.args.num_workers else self.args.pixel_cache_mb * 2**20
+        return _Images(dataset, labels, self.processor, cache)
+
+    def _order(self, size: int, epoch: int) -> list[int]:
+        """The order of one epoch, a function of the seed, the task and the epoch alone."""
+        state = np.random.SeedSequence([self.args.seed, len(self.tasks), epoch]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
+        return torch.randperm(size, generator=generator).tolist()
+
+    def _batches(self, images: _Images, title: str, order: list[int] | None = None) -> Iterator[Batch]:
+        training = order is not None
+        loader: Any = DataLoader(
+            images,
+            batch_size=self.args.batch_size if training else self.args.eval_batch_size,
+            sampler=order,
+            num_workers=self.args.num_workers,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
+        loader = self.accelerator.prepare_data_loader(loader)
+        bar = f"task {len(self.tasks) + 1} {title}"
+        yield from tqdm(loader, desc=bar, leave=False, disable=not self.args.progress)
+
+    def _tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
+        limit = self.clip.config.text_config.max_position_embeddings
+        batch = tokenize(self.processor, prompts, limit)
+        return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+
+    def _text_embeds(self, names: Sequence[str]) -> torch.Tensor:
+        """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
+        rows = []
+        for start in range(0, len(names), 256):
+            with self.accelerator.autocast():
+                rows.append(unit_text_embeds(self.clip, self._tokens(names[start : start + 256])))
+        return torch.cat(rows)
+
+    # ------------------------------------------------------------------ saving
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write everything needed to predict or to go on learning: one folder, put in place whole.
+
+        Raises:
+            OSError: the folder cannot be written; a folder that was there is as it was.
+        """
+        checkpoint.commit_folder(Path(folder), self.write, {"tasks": [list(task) for task in self.tasks]})
+
+    def write(self, folder: Path) -> None:
+        """Write the learner's files into an existing folder, without a manifest."""
+        self.model.save_pretrained(str(folder), save_embedding_layers=False)
+        self.head.save_pretrained(folder)
+        self.statistics.save(folder / STATISTICS_FILE)
+        self.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+        state = {
+            "arguments": asdict(self.args),
+            "attn_implementation": self.clip.config._attn_implementation,
+            "step": self._step,
+            "tasks": [list(task) for task in self.tasks],
+        }
+        checkpoint.write_json(folder / LEARNER_FILE, state)
+
+    def restore(self, folder: Path) -> None:
+        """Take over the state that `save_pretrained` or `run` wrote, in place of this learner's.
+
+        Raises:
+            CheckpointError: the folder is damaged or of another format.
+        """
+        checkpoint.read_manifest(folder)
+        set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        self.model.active_peft_config.history_rank = self.model.history_rank
+        self._restore_around(folder)
+
+    def _restore_around(self, folder: Path) -> None:
+        state = _read_state(folder / LEARNER_FILE)
+        self.head = BridgeEnsembleHead.from_pretrained(folder).to(self.accelerator.device)
+        self.statistics = OccupationStatistics.load(folder / STATISTICS_FILE)
+        self.tasks = [tuple(task) for task in state["tasks"]]
+        self._step = state["step"]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        base_model: nn.Module | None = None,
+        args: LearnerArguments | None = None,
+    ) -> ClassIncrementalLearner:
+        """Load what `save_pretrained` wrote, onto a pristine base model.
+
+        Args:
+            folder: the saved folder.
+            base_model: the pristine CLIPModel; None loads the one the adapter's configuration names.
+            args: settings; None takes the saved ones.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+            CheckpointError: the folder is damaged or of another format.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"learner folder {str(folder)!r} does not exist")
+        checkpoint.read_manifest(folder)
+        state = _read_state(folder / LEARNER_FILE)
+        if base_model is None:
+            name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+            base_model, _ = load_clip(name, attn_implementation=state["attn_implementation"])
+        model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
+        processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
+        learner = cls(model, processor, args=args or LearnerArguments(**state["arguments"]))
+        learner._restore_around(folder)
+        return learner
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = json.loads(path.read_text(encoding="utf-8"))
+    missing = {"arguments", "attn_implementation", "step", "tasks"} - set(state)
+    if missing:
+        raise CheckpointError(f"{path} misses {sorted(missing)}")
+    return state
+
+
+def _accelerator(args: LearnerArguments) -> Accelerator:
+    if args.device not in ("auto", "cpu"):
+        available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if available is None or available.type != torch.device(args.device).type:
+            found = "none" if available is None else available.type
+            raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {found}")
+    accelerator = Accelerator(
+        mixed_precision=args.mixed_precision, cpu=args.device == "cpu", log_with=args.log_with, project_dir="."
+    )
+    if accelerator.num_processes > 1:
+        raise ValueError(f"the learner runs in one process, this launch has {accelerator.num_processes}")
+    return accelerator

@@ -1,0 +1,322 @@
+"""The tuner: puts the layers into a model, and takes it from one task to the next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.config import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_module_exists
+from peft.utils import register_peft_method
+from torch import nn
+
+from dulbe_peft.allocation import ModeBases
+from dulbe_peft.config import DEFAULT_TARGET_MODULES, DULBE, PREFIX, TEXT_TARGET_MODULES, DualModeLoraConfig
+from dulbe_peft.layer import DualModeLayer, DualModeLinear, TextLoraLinear
+
+TEXT_TOWER = "text_model"
+
+
+class DualModeLoraModel(BaseTuner):
+    """A model whose vision tower learns through shared and residual modes, and whose text tower has plain LoRA.
+
+    Made by `peft.get_peft_model(model, DualModeLoraConfig(...))`; the `PeftModel` around it forwards every method here.
+    The methods act on the active adapter, of which there must be exactly one. A layer's name is its dotted path in the
+    model given to `get_peft_model`.
+
+    Attributes:
+        model: the adapted model.
+        peft_config: adapter name -> [`DualModeLoraConfig`].
+    """
+
+    prefix = PREFIX
+    tuner_layer_cls = DualModeLayer
+    target_module_mapping = {
+        model_type: list(DEFAULT_TARGET_MODULES)
+        for model_type in ("clip", "clip_vision_model", "clip_vision_model_with_projection")
+    }
+
+    # ------------------------------------------------------------------ injection
+
+    @staticmethod
+    def _in_text_tower(key: str) -> bool:
+        return TEXT_TOWER in key.split(".")
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        """Visual targets as in PEFT; inside a text tower only the text LoRA's own list counts."""
+        if not DualModeLoraModel._in_text_tower(key):
+            return check_target_module_exists(peft_config, key)
+        excluded = check_target_module_exists(peft_config, key)
+        if isinstance(excluded, _ExcludedModule):
+            return excluded
+        return peft_config.text_rank > 0 and key.rpartition(".")[2] in (
+            peft_config.text_target_modules or TEXT_TARGET_MODULES
+        )
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
+        if peft_config.target_modules == "all-linear":
+            return
+        names = [name for name, _ in model.named_modules() if name]
+        visual = False
+        for name, module in model.named_modules():
+            if not name or ".base_layer" in name or not self._check_target_module_exists(peft_config, name):
+                continue
+            if isinstance(self._check_target_module_exists(peft_config, name), _ExcludedModule):
+                continue
+            self._check_target(peft_config, name, module)
+            visual = visual or not self._in_text_tower(name)
+        if not visual and not peft_config.exclude_modules and not peft_config.modules_to_save:
+            raise ValueError(_no_target_message(peft_config, names))
+
+    def _check_target(self, peft_config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
+        linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
+        if not isinstance(linear, nn.Linear):
+            hint = ""
+            if isinstance(linear, nn.MultiheadAttention):
+                hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
+            raise ValueError(f"target {name!r} is a {type(linear).__name__}, only torch.nn.Linear can be adapted{hint}")
+        rank = peft_config.shared_rank + peft_config.residual_rank
+        if not self._in_text_tower(name) and rank > linear.in_features:
+            raise ValueError(
+                f"shared_rank + residual_rank = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
+                "lower the ranks or leave the layer out"
+            )
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, (DualModeLinear, TextLoraLinear)):
+            target.update_layer(adapter_name, peft_config)
+            return
+        self._check_target(peft_config, current_key, target)
+        kind = TextLoraLinear if self._in_text_tower(current_key) else DualModeLinear
+        layer = kind(target, adapter_name, peft_config)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)  # a further adapter is not trained before it is made active
+        self._replace_module(parent, target_name, layer, target)
+
+    def unload(self) -> nn.Module:
+        """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
+        for layer in self.modules():
+            if isinstance(layer, DualModeLayer) and layer.merged:
+                layer.unmerge()
+        return super().unload()
+
+    # ------------------------------------------------------------------ layers and parameters
+
+    def _active(self) -> str:
+        if len(self.active_adapters) != 1:
+            raise ValueError(f"one adapter must be active for this call, got {self.active_adapters}: call set_adapter")
+        return self.active_adapters[0]
+
+    def dual_mode_layers(self) -> dict[str, DualModeLinear]:
+        """Name -> layer for every adapted layer of the vision tower, in the model's order."""
+        adapter = self._active()
+        return {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, DualModeLinear) and adapter in module.dulbe_P
+        }
+
+    def shared_parameters(self) -> Iterator[nn.Parameter]:
+        """B_S of every adapted layer, each (d_out, r_S)."""
+        adapter = self._active()
+        return (layer.dulbe_shared_B[adapter] for layer in self.dual_mode_layers().values())
+
+    def residual_parameters(self) -> Iterator[nn.Parameter]:
+        """B_R of every adapted layer, each (d_out, r_R)."""
+        adapter = self._active()
+        return (layer.dulbe_residual_B[adapter] for layer in self.dual_mode_layers().values())
+
+    @property
+    def history_rank(self) -> int:
+        """Rank of the active adapter's folded history, the same in every layer."""
+        adapter = self._active()
+        return max((layer.history_ranks[adapter] for layer in self.dual_mode_layers().values()), default=0)
+
+    # ------------------------------------------------------------------ from task to task
+
+    def begin_task(self, modes: Mapping[str, ModeBases]) -> None:
+        """Fold the finished task's modes into the history, install new bases, and set B = 0.
+
+        Modes whose B are all zero (a fresh adapter, or one that `fold_task` has just folded) leave no trace in the
+        history.
+
+        Args:
+            modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
+
+        Raises:
+            ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal, or
+                an adapter is merged. Nothing is changed then.
+        """
+        adapter = self._active()
+        layers = self.dual_mode_layers()
+        self._check_unmerged()
+        _check_modes(modes, layers, adapter)
+        self.fold_task()
+        for name, layer in layers.items():
+            layer.install_bases(adapter, modes[name].shared, modes[name].residual)
+
+    def fold_task(self) -> None:
+        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
+
+        Raises:
+            ValueError: an adapter is merged.
+
+        Reference:
+            Section "Subspace-Frozen Parameterization", the task's update.
+        """
+        adapter = self._active()
+        self._check_unmerged()
+        layers = list(self.dual_mode_layers().values())
+        if not any(layer.is_trained(adapter) for layer in layers):
+            return
+        for layer in layers:
+            layer.fold(adapter)
+        self.peft_config[adapter].history_rank = self.history_rank
+
+    @contextmanager
+    def previous_task(self) -> Iterator[None]:
+        """The vision tower as it was when this task began: history on, current modes off. The text LoRA stays."""
+        layers = list(self.dual_mode_layers().values())
+        self._check_unmerged()
+        for layer in layers:
+            layer._history_only = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._history_only = False
+
+    def _check_unmerged(self) -> None:
+        merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})
+        if merged:
+            raise ValueError(f"adapters {merged} are merged into the base weights: call unmerge_adapter() first")
+
+    # ------------------------------------------------------------------ state
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, torch.Tensor]:
+        """Select the adapter's entries, and bring the configuration that is written next in line with them."""
+        ranks = {
+            module.history_ranks[adapter_name]
+            for module in model.modules()
+            if isinstance(module, DualModeLinear) and adapter_name in module.dulbe_P
+        }
+        if len(ranks) > 1:
+            raise ValueError(f"layers of adapter {adapter_name!r} have histories of different ranks {sorted(ranks)}")
+        config.history_rank = max(ranks, default=0)
+        return super()._get_adapter_state_dict(
+            model=model,
+            config=config,
+            adapter_name=adapter_name,
+            state_dict=state_dict,
+            unwanted_adapter_names=unwanted_adapter_names,
+        )
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers.
+
+        Raises:
+            ValueError: no visual key of the file names a layer of the model.
+        """
+        known = model.state_dict().keys()
+        saved = [key for key in state_dict if f".{PREFIX}" in key and not cls._in_text_tower(key)]
+        best: dict[str, torch.Tensor] = {}
+        found = -1
+        for rename in _KEY_RENAMES:
+            candidate = super()._remap_adapter_state_dict_for_load(
+                model=model,
+                config=config,
+                adapter_name=adapter_name,
+                state_dict={rename(key): value for key, value in state_dict.items()},
+            )
+            matched = sum(key in known and not cls._in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
+            if matched > found:
+                best, found = candidate, matched
+        if saved and found == 0:
+            raise ValueError(
+                f"none of the adapter's {len(saved)} keys fits a layer of {type(model).__name__}; the first is "
+                f"{saved[0]!r}: the adapter was saved from another architecture, or targets other layers"
+            )
+        return best
+
+
+def _without_vision_model(key: str) -> str:
+    return key.replace("vision_model.", "", 1)
+
+
+def _with_vision_model(key: str) -> str:
+    head, dot, tail = key.partition("base_model.model.")
+    if TEXT_TOWER in tail or tail.startswith("vision_model."):
+        return key
+    return f"{head}{dot}vision_model.{tail}" if dot else f"vision_model.{key}"
+
+
+_KEY_RENAMES: tuple[Callable[[str], str], ...] = (str, _without_vision_model, _with_vision_model)
+
+
+def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
+    message = (
+        f"Target modules {config.target_modules} not found in the base model. "
+        "Please check the target modules and try again."
+    )
+    if config.layers_to_transform is not None:
+        message += f" Note: You specified 'layers_to_transform': {config.layers_to_transform}."
+    if config.layers_pattern is not None:
+        message += f" You also specified 'layers_pattern': {config.layers_pattern}."
+    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
+    endings = sorted({name.rpartition(".")[2] for name in names})
+    close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})
+    return message + (f" Closest names: {close}." if close else "")
+
+
+def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinear], adapter: str) -> None:
+    missing, unknown = sorted(set(layers) - set(modes)), sorted(set(modes) - set(layers))
+    if missing or unknown:
+        raise ValueError(
+            f"modes must hold every adapted layer and no other: missing {missing[:3]}, unknown {unknown[:3]} "
+            f"({len(missing)} and {len(unknown)} in all)"
+        )
+    for name, layer in layers.items():
+        ranks = (layer.dulbe_shared_B[adapter].shape[1], layer.dulbe_residual_B[adapter].shape[1])
+        bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
+        got = (modes[name].shared.shape[1], modes[name].residual.shape[1])
+        if got != ranks or bases.shape[0] != layer.in_features:
+            raise ValueError(
+                f"bases of layer {name!r} have shapes {tuple(modes[name].shared.shape)} and "
+                f"{tuple(modes[name].residual.shape)}, expected ({layer.in_features}, {ranks[0]}) and "
+                f"({layer.in_features}, {ranks[1]})"
+            )
+        error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
+        if not error < 1e-3:
+            raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}, expected < 1e-3")
+
+
+def register() -> None:
+    """Make PEFT know the method; repeated calls change nothing."""
+    if DULBE not in PEFT_TYPE_TO_TUNER_MAPPING:
+        register_peft_method(name=DULBE.value.lower(), config_cls=DualModeLoraConfig, model_cls=DualModeLoraModel)

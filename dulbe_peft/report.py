@@ -1,0 +1,51 @@
+"""What a finished stream looks like: a plot of accuracy over tasks, and a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def plot_results(results: dict[str, Any], path: str | Path) -> None:
+    """Draw accuracy over all seen classes after each task, for the head, the text classifier and zero-shot.
+
+    Args:
+        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
+        path: the picture's file, its format by the ending.
+
+    Raises:
+        ValueError: the results hold no accuracies.
+    """
+    if "head" not in results:
+        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(len(results["class_names"]))]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, label, style in (
+        ("head", "bridge-prototype head", "o-"),
+        ("text", "text classifier", "s--"),
+        ("zero_shot", "zero-shot", "^:"),
+    ):
+        axes.plot(classes, [100 * value for value in results[key]["overall"]], style, label=label)
+    axes.set_xlabel("classes seen")
+    axes.set_ylabel("top-1 accuracy over all seen classes (%)")
+    axes.set_xticks(classes)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def format_summary(results: dict[str, Any]) -> str:
+    """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
+    rows = ["                       A_bar  A_last  forgetting  backward transfer"]
+    for key, label in (("zero_shot", "zero-shot"), ("text", "text classifier"), ("head", "bridge-prototype head")):
+        block = results[key]
+        row = f"{label:<22}{100 * block['average_accuracy']:6.1f}  {100 * block['last_accuracy']:6.1f}"
+        if "forgetting" in block:
+            row += f"  {100 * block['forgetting']:10.1f}  {100 * block['backward_transfer']:17.1f}"
+        rows.append(row)
+    return "\n".join(rows)

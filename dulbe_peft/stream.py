@@ -1,0 +1,177 @@
+"""A whole class-incremental stream: learn, test, commit a folder per task, resume, write `results.json`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from dulbe_peft import checkpoint
+from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.data import fingerprint
+from dulbe_peft.metrics import accuracy_matrix, summarize
+from dulbe_peft.tasks import Task
+
+RESULTS_FILE = "results.json"
+TIMINGS_FILE = "timings.json"
+PROGRESS_FILE = "progress.json"
+_INCIDENTAL = ("device", "eval_batch_size", "log_with", "num_workers", "pixel_cache_mb", "progress")
+_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy")
+
+
+def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
+    """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
+    stream, output = list(tasks), Path(output_dir)
+    if not stream:
+        raise ValueError("tasks is empty: a stream needs at least one task")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
+    identity = _identity(learner, stream)
+    progress = _resume(learner, output, identity) if resume else None
+    if progress is None:
+        if learner.tasks:
+            raise ValueError(f"the learner has already learned {len(learner.tasks)} tasks: a stream starts with none")
+        _refuse_old_folders(output, resume)
+        progress = {"rows": [], "seconds": [], "zero_shot": _zero_shot(learner, stream)}
+    for index in range(len(learner.tasks), len(stream)):
+        started = time.perf_counter()
+        learner.learn_task(stream[index].train, stream[index].class_names)
+        progress["rows"].append(_test(learner, stream[: index + 1]))
+        progress["seconds"].append(time.perf_counter() - started)
+        _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
+        tqdm.write(_line(progress, index, len(stream), len(learner.class_names)))
+    results = _results(learner, progress, identity)
+    checkpoint.write_json(output / RESULTS_FILE, results)
+    timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds_per_task": progress["seconds"]}
+    checkpoint.write_json(output / TIMINGS_FILE, timings)
+    return results
+
+
+def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
+    """What must be the same for a run to be the same run."""
+    arguments = {k: v for k, v in asdict(learner.args).items() if k not in _INCIDENTAL}
+    config = learner.model.active_peft_config.to_dict()
+    for name in ("history_rank", "inference_mode", "peft_version"):
+        config.pop(name)
+    return {
+        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in config.items()},
+        "arguments": arguments,
+        "classes": [list(task.class_names) for task in stream],
+        "data": [[fingerprint(task.train), None if task.test is None else fingerprint(task.test)] for task in stream],
+    }
+
+
+def _refuse_old_folders(output: Path, resume: bool) -> None:
+    old = sorted(path.name for path in output.glob("task-*"))
+    if old:
+        why = "none of them is valid" if resume else "resume is off"
+        raise ValueError(f"{str(output)!r} already holds {old[0]} and {why}: choose another folder or remove them")
+
+
+def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    for folder in sorted(output.glob("task-*"), reverse=True):
+        try:
+            manifest = checkpoint.read_manifest(folder)
+        except CheckpointError as error:
+            tqdm.write(f"stepping over {folder}: {error}")
+            continue
+        different = _differences(manifest.get("identity", {}), _plain(identity))
+        if different:
+            raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; choose another output_dir")
+        learner.restore(folder)
+        tqdm.write(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+        progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+        progress["seconds"] = [None] * len(progress["rows"])
+        return progress
+    return None
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    names = []
+    for part, value in current.items():
+        old = saved.get(part)
+        if isinstance(value, dict) and isinstance(old, dict):
+            names += [f"{part}.{key}" for key in sorted({*value, *old}) if value.get(key) != old.get(key)]
+        elif old != value:
+            names.append(part)
+    return names
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+    def write(temporary: Path) -> None:
+        learner.write(temporary)
+        kept = {k: v for k, v in progress.items() if k != "seconds"}
+        checkpoint.write_json(temporary / PROGRESS_FILE, kept)
+
+    checkpoint.commit_folder(folder, write, {"identity": identity, "tasks": [list(task) for task in learner.tasks]})
+
+
+def _test(learner: Any, seen: list[Task]) -> dict[str, Any]:
+    """Accuracy over all seen test images and on each seen task's, for the head and for the text classifier."""
+    return _pool([learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None])
+
+
+def _pool(rows: list[dict[str, float]]) -> dict[str, Any]:
+    images = sum(row["num_images"] for row in rows)
+    pooled: dict[str, Any] = {}
+    for name in ("accuracy", "text_accuracy"):
+        if rows and name in rows[0]:
+            pooled[name] = sum(row[name] * row["num_images"] for row in rows) / images
+            pooled[f"{name}_by_task"] = [row[name] for row in rows]
+    return pooled
+
+
+def _zero_shot(learner: Any, stream: list[Task]) -> list[float]:
+    """A_t of the pristine model with the text embeddings of the classes seen by task t."""
+    if any(task.test is None for task in stream):
+        return []
+    return learner.zero_shot([(task.test, task.class_names) for task in stream])
+
+
+def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str:
+    row = progress["rows"][index]
+    text = f"task {index + 1}/{total}: {classes} classes"
+    if "accuracy" in row:
+        by_task = " ".join(f"{100 * value:.1f}" for value in row["accuracy_by_task"])
+        text += f", text {100 * row['text_accuracy']:.1f} %, head {100 * row['accuracy']:.1f} %, by task [{by_task}]"
+    return text + f", {progress['seconds'][index]:.1f} s"
+
+
+def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    results: dict[str, Any] = {
+        "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
+        "class_names": identity["classes"],
+        "seed": learner.args.seed,
+        "versions": {name: _version(name) for name in _VERSIONED} | {"python": platform.python_version()},
+    }
+    rows = progress["rows"]
+    if all("accuracy" in row for row in rows):
+        for key, name in (("head", "accuracy"), ("text", "text_accuracy")):
+            results[key] = summarize(
+                accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows]
+            )
+        zero_shot = progress["zero_shot"]
+        results["zero_shot"] = {
+            "overall": zero_shot,
+            "average_accuracy": sum(zero_shot) / len(zero_shot),
+            "last_accuracy": zero_shot[-1],
+        }
+    return results
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
