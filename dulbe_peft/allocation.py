@@ -1,0 +1,130 @@
+"""Where each layer of a new task may write: the frozen bases of its shared and residual modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.functional import allocate_layer, historical_support
+
+
+@dataclass(frozen=True, eq=False)
+class ModeBases:
+    """One layer's bases, and how much of the gradient they take in.
+
+    Attributes:
+        shared: P_S, (d_in, r_S), float32, orthonormal columns.
+        residual: P_R, (d_in, r_R), float32, orthonormal columns, orthogonal to P_S.
+        shared_capture: |G P_S|^2 / |G|^2, in [0, 1]; 0 where G is zero.
+        residual_capture: |G P_R|^2 / |G|^2, in [0, 1]; 0 where G is zero.
+        support_rank: K_eff, how many historical directions were set apart; 0 at the first task.
+    """
+
+    shared: torch.Tensor
+    residual: torch.Tensor
+    shared_capture: float = 0.0
+    residual_capture: float = 0.0
+    support_rank: int = 0
+
+
+@torch.no_grad()
+def allocate_modes(
+    probe: Mapping[str, torch.Tensor],
+    stats: Mapping[str, torch.Tensor] | None,
+    shared_rank: int = 1,
+    residual_rank: int = 8,
+    support_rank: int = 128,
+) -> dict[str, ModeBases]:
+    """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
+
+    Args:
+        probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
+        stats: layer name -> S, (d_in, d_in), an `OccupationStatistics` or any mapping; None or empty at the first task.
+            A layer without an entry is planned as at the first task.
+        shared_rank: r_S.
+        residual_rank: r_R.
+        support_rank: K_h; clamped to what a layer and its data allow.
+
+    Returns:
+        Layer name -> [`ModeBases`], in the order of `probe`, on each gradient's device.
+
+    Raises:
+        ValueError: a rank is negative, both are 0 or do not fit a layer, or a matrix has the wrong shape or is not
+            finite; the message names the layer.
+        TypeError: a rank is not an int, or a matrix is no floating-point tensor.
+
+    Reference:
+        Section "Gradient-Demand Dual-Mode Subspace Allocation".
+    """
+    for field, value in (
+        ("shared_rank", shared_rank),
+        ("residual_rank", residual_rank),
+        ("support_rank", support_rank),
+    ):
+        _check_rank(field, value)
+    if shared_rank + residual_rank == 0:
+        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
+    if not probe:
+        raise ValueError("probe is empty: expected one gradient per adapted layer")
+    statistics = {name: stats[name] for name in probe if name in stats} if stats else {}
+    for name, gradient in probe.items():
+        _check_shapes(name, gradient, statistics.get(name), shared_rank + residual_rank)
+    # Layers that share a statistic share its decomposition; `statistics` keeps the objects alive, so ids are unique.
+    supports: dict[int, torch.Tensor] = {}
+    modes = {}
+    for name, gradient in probe.items():
+        support = None
+        if name in statistics:
+            matrix = statistics[name]
+            if id(matrix) not in supports:
+                on_device = matrix.to(gradient.device)
+                label = f"statistic of layer {name!r}"
+                supports[id(matrix)] = historical_support(on_device, support_rank, residual_rank, label)
+            support = supports[id(matrix)].to(gradient.device)
+        label = f"gradient of layer {name!r}"
+        shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
+        modes[name] = ModeBases(
+            shared=shared,
+            residual=residual,
+            shared_capture=_capture(gradient, shared),
+            residual_capture=_capture(gradient, residual),
+            support_rank=0 if support is None else support.shape[1],
+        )
+    return modes
+
+
+def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
+    """|G P|^2 / |G|^2, 0 where G is zero."""
+    largest = gradient.abs().max().float()
+    if largest == 0:
+        return 0.0
+    scaled = gradient.float() / largest
+    share = (scaled @ basis).square().sum() / scaled.square().sum()
+    return min(1.0, share.item())
+
+
+def _check_rank(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def _check_shapes(name: str, gradient: torch.Tensor, statistic: torch.Tensor | None, rank: int) -> None:
+    for what, matrix in (("gradient", gradient), ("statistic", statistic)):
+        if matrix is None:
+            continue
+        if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
+            raise TypeError(f"{what} of layer {name!r} must be a floating-point tensor, got {matrix!r:.100}")
+        if matrix.ndim != 2 or not matrix.numel():
+            raise ValueError(f"{what} of layer {name!r} must be a matrix, got shape {tuple(matrix.shape)}")
+        if not torch.isfinite(matrix).all():
+            raise ValueError(f"{what} of layer {name!r} holds NaN or infinity")
+    width = gradient.shape[1]
+    if rank > width:
+        raise ValueError(f"shared_rank + residual_rank = {rank} exceeds the {width} input features of layer {name!r}")
+    if statistic is not None and statistic.shape != (width, width):
+        shape = tuple(statistic.shape)
+        raise ValueError(f"statistic of layer {name!r} must be ({width}, {width}) as its gradient says, got {shape}")

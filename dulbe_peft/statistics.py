@@ -1,0 +1,350 @@
+"""What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
+
+Layers that read the same tensor (q, k and v of an attention block) share one matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from dulbe_peft.functional import without_autocast
+
+FORMAT = "dulbe-occupation-statistics-1"
+TOKENS = ("all", "cls", "patch")
+
+
+class OccupationStatistics(Mapping[str, torch.Tensor]):
+    """Mapping layer name -> S (d_in, d_in), float32: un-centred, un-normalised sums over all tasks so far.
+
+    Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
+
+    Reference:
+        "Historical Visual-Mode Occupation", S_<t.
+    """
+
+    def __init__(self) -> None:
+        self._matrices: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._matrices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._matrices)
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    # Mapping compares items, which is ambiguous for tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        size = f"{self.nbytes / 2**20:.2f} MiB"
+        return f"OccupationStatistics({len(self)} layers, {len(self.groups)} matrices, {size})"
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of all layers, in the order they came."""
+        return tuple(self._matrices)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The layers by shared matrix, in the order they came."""
+        groups: dict[int, list[str]] = {}
+        for name, matrix in self._matrices.items():
+            groups.setdefault(id(matrix), []).append(name)
+        return tuple(tuple(names) for names in groups.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct matrices."""
+        return sum(self._matrices[names[0]].nbytes for names in self.groups)
+
+    def update(self, names: str | Sequence[str], tokens: torch.Tensor) -> None:
+        """S += X'X for one layer, or for layers that read the same tensor.
+
+        Args:
+            names: one layer's name, or those of all layers that share the matrix.
+            tokens: X, (..., d_in), at least one token.
+
+        Raises:
+            ValueError: tokens are not finite or of another width than before, or the names are shared otherwise than
+                before. Nothing is changed then.
+        """
+        group = (names,) if isinstance(names, str) else tuple(names)
+        if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
+            kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
+            raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
+        self._add({group: _gram(tokens)})
+
+    def merge(self, other: OccupationStatistics) -> None:
+        """Add another's sums, matrix by matrix.
+
+        Raises:
+            ValueError: a layer's width or its sharing differs, or a sum overflows. Nothing is changed then.
+        """
+        self._add({names: other[names[0]] for names in other.groups})
+
+    def _add(self, terms: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        known = {frozenset(names) for names in self.groups}
+        for names, term in terms.items():
+            if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+                raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
+            present = [name for name in names if name in self._matrices]
+            if present and frozenset(names) not in known:
+                shared = next(group for group in self.groups if present[0] in group)
+                raise ValueError(f"layers {list(names)} read one tensor, but {list(shared)} share one matrix so far")
+            old = self._matrices.get(names[0])
+            if old is not None and old.shape != term.shape:
+                raise ValueError(f"layer {names[0]!r} reads {term.shape[0]} features, but {old.shape[0]} so far")
+            # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
+            diagonal = term.diagonal() if old is None else term.diagonal().to(old.device) + old.diagonal()
+            if not torch.isfinite(diagonal).all():
+                raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
+        for names, term in terms.items():
+            if names[0] in self._matrices:
+                self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
+            else:
+                self._matrices.update(dict.fromkeys(names, term.detach().to(torch.float32).clone()))
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, each distinct matrix once, the sharing in its metadata.
+
+        Raises:
+            OSError: the file cannot be written; one that was there is as it was.
+        """
+        tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
+        write_tensors(path, tensors, {"format": FORMAT, "groups": json.dumps(self.groups)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> OccupationStatistics:
+        """Read what `save` wrote, onto the CPU.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged, of another format, or holds something else than finite square matrices.
+        """
+        tensors, metadata = read_tensors(path)
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}")
+        groups = _read_groups(path, metadata.get("groups", ""))
+        if {names[0] for names in groups} != set(tensors):
+            raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {[g[0] for g in groups]}")
+        stats = cls()
+        for names in groups:
+            matrix = tensors[names[0]]
+            if matrix.dtype != torch.float32 or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+                shape = f"{tuple(matrix.shape)}, {matrix.dtype}"
+                raise ValueError(f"{path}: matrix of {names[0]!r} must be square float32, got {shape}")
+            stats._matrices.update(dict.fromkeys(names, matrix))
+        return stats
+
+
+@torch.no_grad()
+def collect_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward_fn: Callable[[nn.Module, Any], Any],
+    into: OccupationStatistics,
+    tokens: str = "all",
+    max_tokens_per_batch: int | None = None,
+    seed: int = 0,
+) -> OccupationStatistics:
+    """Add the input tokens of every adapted layer, over all batches, to the statistics.
+
+    The model runs in evaluation mode and without gradients; the mode of every module is restored.
+
+    Args:
+        model: has `dual_mode_layers()`, a mapping layer name -> module, as a model from `get_peft_model` does.
+        batches: any iterable; each element is handed to `forward_fn`.
+        forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
+        into: statistics to add to.
+        tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
+            only the CLS token.
+        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random; None takes all.
+        seed: of that draw.
+
+    Returns:
+        `into`.
+
+    Raises:
+        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached, or
+            layers share inputs otherwise than before. `into` is as it was then.
+
+    Reference:
+        "Historical Visual-Mode Occupation", S_t' = X'X.
+    """
+    if tokens not in TOKENS:
+        raise ValueError(f"tokens must be one of {TOKENS}, got {tokens!r}")
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
+    layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
+    if not layers:
+        raise ValueError("model has no dual-mode layer to collect statistics of")
+    collector = _Collector(tokens, max_tokens_per_batch, seed)
+    modes = {module: module.training for module in model.modules()}
+    handles = []
+    count = 0
+    model.eval()
+    try:
+        for name, layer in layers.items():
+            handles.append(layer.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
+        for batch in batches:
+            collector.start_batch()
+            forward_fn(model, batch)
+            count += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    if not count:
+        raise ValueError("batches is empty: the statistics need at least one batch of the finished task's data")
+    unreached = [name for name in layers if name not in collector.leader_of]
+    if unreached:
+        raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
+    into._add(collector.terms())
+    return into
+
+
+class _Collector:
+    """Accumulates X'X once for all layers that are handed the same tensor object."""
+
+    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+        self.generator = torch.Generator().manual_seed(seed)
+        self.leader_of: dict[str, str] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in memory.
+        self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def start_batch(self) -> None:
+        self.inputs.clear()
+
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def accumulate(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.add(name, args[0] if args else next(iter(kwargs.values())))
+
+        return accumulate
+
+    def add(self, name: str, hidden: torch.Tensor) -> None:
+        if name not in self.leader_of:
+            same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
+            self.leader_of[name] = next(same, name)
+        leader = self.leader_of[name]
+        if leader != name:
+            if leader not in self.inputs or self.inputs[leader]() is not hidden:
+                raise ValueError(
+                    f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch"
+                )
+            return
+        self.inputs[name] = weakref.ref(hidden)
+        term = _gram(self._select(name, hidden))
+        if name in self.sums:
+            self.sums[name] += term
+        else:
+            self.sums[name] = term
+
+    def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.ndim == 2 and self.tokens == "patch":
+            raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
+        if hidden.ndim > 2 and self.tokens != "all":
+            hidden = hidden[:, :1] if self.tokens == "cls" else hidden[:, 1:]
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.max_tokens is None or len(rows) <= self.max_tokens:
+            return rows
+        chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
+        return rows[chosen.to(rows.device)]
+
+    def terms(self) -> dict[tuple[str, ...], torch.Tensor]:
+        groups: dict[str, list[str]] = {}
+        for name, leader in self.leader_of.items():
+            groups.setdefault(leader, []).append(name)
+        return {tuple(names): self.sums[leader] for leader, names in groups.items()}
+
+
+def _gram(tokens: torch.Tensor) -> torch.Tensor:
+    """X'X in float32 over all leading dimensions of X."""
+    with torch.no_grad(), without_autocast(tokens):
+        rows = tokens.detach().reshape(-1, tokens.shape[-1]).float()
+        return rows.T @ rows
+
+
+# ---------------------------------------------------------------------- files
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file whole or not at all, with the mode the umask gives.
+
+    Raises:
+        OSError: the file cannot be written; one that was there is as it was.
+    """
+    with replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
+    path = Path(path)
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    temporary = folder / path.name
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        try:
+            yield temporary
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        # safetensors writes files that only their owner can read.
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no safetensors file, or a tensor holds NaN or infinity.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
+    return tensors, metadata
+
+
+def _read_groups(path: str | Path, text: str) -> list[list[str]]:
+    try:
+        groups = json.loads(text)
+        names = [name for group in groups for name in group]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: metadata of the shared layers is damaged: {error}") from error
+    well_formed = all(isinstance(group, list) and group for group in groups)
+    if not well_formed or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"{path}: metadata of the shared layers must list each layer once, got {text[:200]}")
+    return groups
