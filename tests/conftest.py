@@ -1,0 +1,50 @@
+"""Tiny models built in code; nothing here needs the network or a file outside the repository."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import CLIPConfig, CLIPModel
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_clip():
+    """A function that makes the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
+
+    def make() -> CLIPModel:
+        text = {
+            "hidden_size": 24,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 99,
+            "max_position_embeddings": 20,
+            "bos_token_id": 97,
+            "eos_token_id": 98,
+            "pad_token_id": 98,
+            "projection_dim": 16,
+        }
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+            "projection_dim": 16,
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+
+    return make

@@ -1,0 +1,136 @@
+"""The probe against autograd on merged weights, and the routing against two literal gradient calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import get_peft_model
+from test_model import CONFIG, PIXELS, random_modes, randomise
+from torch.nn import functional as F
+
+from dulbe_peft import DualModeLoraConfig, probe_gradients, route_gradients
+
+LABELS = torch.tensor([0, 1, 0])
+IDS = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
+
+
+def features(model, rows=slice(None)):
+    images = F.normalize(model.get_image_features(pixel_values=PIXELS[rows]).pooler_output, dim=-1)
+    return images, F.normalize(model.get_text_features(input_ids=IDS).pooler_output, dim=-1)
+
+
+def loss_fn(model, rows):
+    images, texts = features(model, rows)
+    return F.cross_entropy(10 * images @ texts.detach().T, LABELS[rows]), len(rows)
+
+
+@pytest.fixture
+def model(tiny_clip):
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
+    for _ in range(2):
+        model.begin_task(random_modes(model))
+        randomise(p for p in model.parameters() if p.requires_grad)
+    return model
+
+
+def test_probe_is_the_gradient_of_the_mean_loss(model):
+    """A short last batch counts by its size; history and current modes are in the weight that is differentiated."""
+    probe = probe_gradients(model, [torch.tensor([0, 1]), torch.tensor([2])], loss_fn)
+    plain = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
+    loss_fn(plain, torch.tensor([0, 1, 2]))[0].backward()
+    assert probe.keys() == model.dual_mode_layers().keys()
+    for name, gradient in probe.items():
+        torch.testing.assert_close(gradient, plain.get_submodule(name).weight.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_probe_leaves_the_model_as_it_was(model):
+    model.train()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    flags = [p.requires_grad for p in model.parameters()]
+    probe_gradients(model, [torch.tensor([0, 1])], loss_fn)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_probe_refuses_bad_input(model):
+    def broken(model, rows):
+        loss, size = loss_fn(model, rows)
+        return loss * float("nan"), size
+
+    with pytest.raises(ValueError, match="batches is empty"):
+        probe_gradients(model, [], loss_fn)
+    with pytest.raises(ValueError, match="loss of probe batch 0 is nan"):
+        probe_gradients(model, [torch.tensor([0])], broken)
+    with pytest.raises(ValueError, match="positive batch size, got 0"):
+        probe_gradients(model, [torch.tensor([0])], lambda m, rows: (loss_fn(m, rows)[0], 0))
+    with pytest.raises(ValueError, match="depends on the model"):
+        probe_gradients(model, [torch.tensor([0])], lambda m, rows: (torch.tensor(1.0), 1))
+    with pytest.raises(RuntimeError, match="broken reader"):
+        probe_gradients(model, iter(_broken_reader()), loss_fn)
+    assert all(layer._probe_weight is None for layer in model.dual_mode_layers().values())
+
+
+def _broken_reader():
+    yield torch.tensor([0])
+    raise RuntimeError("broken reader")
+
+
+def losses(model):
+    images, texts = features(model)
+    return F.cross_entropy(10 * images @ texts.T, LABELS), (images**3).sum()
+
+
+def test_routing_is_what_the_paper_says(model):
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shared = {id(p) for p in model.shared_parameters()}
+    literal = copy.deepcopy(model)
+    task, structure = losses(literal)
+    twins = dict(literal.named_parameters())
+    expected = {name: torch.autograd.grad(task, twins[name], retain_graph=True)[0] for name in trainable}
+    for name, parameter in trainable.items():
+        if id(parameter) in shared:
+            expected[name] = expected[name] + 0.25 * torch.autograd.grad(structure, twins[name], retain_graph=True)[0]
+    for repeat in (1, 2):  # accumulates, as backward() does
+        route_gradients(model, *losses(model), structure_weight=0.25)
+        for name, parameter in trainable.items():
+            torch.testing.assert_close(parameter.grad, repeat * expected[name], atol=1e-6, rtol=1e-4)
+
+
+def test_first_task_has_no_structure_loss(model):
+    twin = copy.deepcopy(model)
+    route_gradients(model, losses(model)[0], None)
+    losses(twin)[0].backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("task", "structure", "weight", "words"),
+    [
+        (float("nan"), 0.0, 0.5, "task_loss is nan"),
+        (0.0, float("inf"), 0.5, "structure_loss is inf"),
+        (0.0, 0.0, -1.0, "structure_weight must be finite and at least 0, got -1.0"),
+        ([0.0], 0.0, 0.5, "task_loss must be a scalar"),
+    ],
+)
+def test_bad_losses_touch_no_gradient(model, task, structure, weight, words):
+    good = losses(model)
+    with pytest.raises(ValueError, match=words):
+        route_gradients(model, good[0] + torch.tensor(task), good[1] + torch.tensor(structure), weight)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (2, 0)])
+def test_one_mode_alone(tiny_clip, ranks):
+    config = DualModeLoraConfig(shared_rank=ranks[0], residual_rank=ranks[1])
+    model = get_peft_model(tiny_clip(), config)
+    model.begin_task(random_modes(model, *ranks))
+    randomise(p for p in model.parameters() if p.requires_grad)
+    route_gradients(model, *losses(model))
+    mode = model.shared_parameters() if ranks[0] else model.residual_parameters()
+    assert all(p.grad.abs().sum() > 0 for p in mode)

@@ -1,0 +1,407 @@
+"""The PEFT method: injection, the way from task to task, saving and merging."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import textwrap
+
+import peft
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft.utils import PeftType
+from torch import nn
+from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
+
+import dulbe_peft
+from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases
+
+CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
+PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def image_features(model):
+    with torch.no_grad():
+        return model.get_image_features(pixel_values=PIXELS).pooler_output
+
+
+def text_features(model):
+    ids = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
+    with torch.no_grad():
+        return model.get_text_features(input_ids=ids).pooler_output
+
+
+def random_modes(model, shared_rank=1, residual_rank=2):
+    modes = {}
+    for name, layer in model.dual_mode_layers().items():
+        basis = torch.linalg.qr(torch.randn(layer.in_features, shared_rank + residual_rank))[0]
+        modes[name] = ModeBases(basis[:, :shared_rank], basis[:, shared_rank:], 0.0, 0.0)
+    return modes
+
+
+def randomise(parameters, scale=0.1):
+    for parameter in parameters:
+        parameter.data.normal_(std=scale)
+
+
+@pytest.fixture
+def base(tiny_clip):
+    return tiny_clip()
+
+
+@pytest.fixture
+def pristine(base):
+    return copy.deepcopy(base)
+
+
+@pytest.fixture
+def model(base, pristine):
+    return get_peft_model(base, DualModeLoraConfig(**CONFIG))
+
+
+@pytest.fixture
+def learned(model):
+    """A model with one folded task and a second one under way, and trained text LoRA."""
+    for _ in range(2):
+        model.begin_task(random_modes(model))
+        randomise(p for p in model.parameters() if p.requires_grad)
+    return model
+
+
+def test_registration_is_a_real_member_and_idempotent():
+    dulbe_peft.register()
+    dulbe_peft.register()
+    member = PeftType("DULBE")
+    assert member in list(PeftType) and member is PeftType["DULBE"] and member == "DULBE"
+    assert copy.deepcopy(member) is member and member.value == "DULBE"
+
+
+def test_fresh_adapter_is_the_identity(model, pristine):
+    assert torch.equal(image_features(model), image_features(pristine))
+    assert torch.equal(text_features(model), text_features(pristine))
+
+
+def test_vit_b16_parameter_counts():
+    from transformers import CLIPConfig, CLIPModel
+
+    towers = {"num_hidden_layers": 12, "projection_dim": 512}
+    config = CLIPConfig(
+        vision_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16, **towers},
+        text_config={"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, **towers},
+    )
+    with torch.device("meta"):
+        clip = CLIPModel(config)
+    for residual_rank, visual in ((0, 64_512), (8, 580_608)):
+        adapted = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=residual_rank))
+        modes = [*adapted.shared_parameters(), *adapted.residual_parameters()]
+        assert sum(p.numel() for p in modes) == visual
+        assert adapted.get_nb_trainable_parameters()[0] == visual + 688_128
+
+
+def test_only_the_vision_tower_has_modes_and_only_the_text_tower_lora(model):
+    names = list(model.dual_mode_layers())
+    assert len(names) == 8 and all(name.startswith("vision_model.") for name in names)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("dulbe_" in name for name in trainable)
+    assert all(("text_model" in name) == ("dulbe_text_" in name) for name in trainable)
+    assert not any("lora_" in name for name in model.state_dict())
+
+
+def test_layers_to_transform_applies_inside_the_vision_tower(base):
+    model = get_peft_model(base, DualModeLoraConfig(target_modules=["k_proj"], layers_to_transform=[1], **CONFIG))
+    assert list(model.dual_mode_layers()) == ["vision_model.encoder.layers.1.self_attn.k_proj"]
+    assert any("text_model.encoder.layers.0" in name and "dulbe_text_A" in name for name in model.state_dict())
+
+
+def test_history_grows_only_by_trained_modes(model):
+    assert model.history_rank == 0
+    model.begin_task(random_modes(model))
+    assert model.history_rank == 0
+    randomise(model.shared_parameters())
+    before = image_features(model)
+    model.fold_task()
+    assert model.history_rank == 3
+    torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
+    model.begin_task(random_modes(model))
+    assert model.history_rank == 3 and model.active_peft_config.history_rank == 3
+    torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
+
+
+def test_effective_weight_is_the_paper_s_sum(model):
+    """W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R', against a literal float64 sum."""
+    name = next(iter(model.dual_mode_layers()))
+    layer = model.dual_mode_layers()[name]
+    expected = layer.get_base_layer().weight.double().clone()
+    for _ in range(3):
+        modes = random_modes(model)
+        model.begin_task(modes)
+        randomise([*model.shared_parameters(), *model.residual_parameters()])
+        expected += layer.dulbe_shared_B["default"].double() @ modes[name].shared.double().T
+        expected += layer.dulbe_residual_B["default"].double() @ modes[name].residual.double().T
+    model.fold_task()
+    torch.testing.assert_close(layer.folded_weight("default").double(), expected, atol=1e-6, rtol=0)
+
+
+def test_previous_task_is_the_model_at_the_task_s_beginning(model):
+    model.begin_task(random_modes(model))
+    randomise(p for p in model.parameters() if p.requires_grad)
+    model.fold_task()
+    before = image_features(model)
+    model.begin_task(random_modes(model))
+    randomise([*model.shared_parameters(), *model.residual_parameters()])
+    text = text_features(model)
+    assert not torch.allclose(image_features(model), before, atol=1e-4)
+    with model.previous_task():
+        assert torch.equal(image_features(model), before)
+        assert torch.equal(text_features(model), text)
+    assert not torch.allclose(image_features(model), before, atol=1e-4)
+
+
+def test_disable_unmerge_and_unload_give_the_pristine_model(learned, pristine):
+    after = image_features(learned)
+    with learned.disable_adapter():
+        assert torch.equal(image_features(learned), image_features(pristine))
+        assert torch.equal(text_features(learned), text_features(pristine))
+    learned.merge_adapter()
+    torch.testing.assert_close(image_features(learned), after, atol=5e-6, rtol=1e-5)
+    learned.unmerge_adapter()
+    assert torch.equal(image_features(learned), after)
+    learned.merge_adapter()
+    base = learned.unload()
+    assert base.state_dict().keys() == pristine.state_dict().keys()
+    assert all(torch.equal(value, pristine.state_dict()[key]) for key, value in base.state_dict().items())
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_state_dict_carries_the_pristine_base_weights(learned, pristine, merged):
+    if merged:
+        learned.merge_adapter()
+    state = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in learned.state_dict().items()}
+    assert all(torch.equal(state[key], value) for key, value in pristine.state_dict().items())
+    if merged:  # and loading it into a merged model leaves the same function
+        before = image_features(learned)
+        learned.load_state_dict(learned.state_dict())
+        torch.testing.assert_close(image_features(learned), before, atol=5e-6, rtol=1e-5)
+
+
+def test_merge_and_unload(learned):
+    images, texts = image_features(learned), text_features(learned)
+    merged = learned.merge_and_unload(safe_merge=True)
+    assert not any(isinstance(module, DualModeLinear) for module in merged.modules())
+    torch.testing.assert_close(image_features(merged), images, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(text_features(merged), texts, atol=5e-6, rtol=1e-5)
+
+
+def test_safe_merge_refuses_nan_and_changes_nothing(learned):
+    next(learned.shared_parameters()).data[0, 0] = float("nan")
+    before = {key: value.clone() for key, value in learned.state_dict().items()}
+    with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be broken"):
+        learned.merge_adapter(safe_merge=True)
+    after = learned.state_dict()
+    assert all(torch.equal(value, after[key]) or value.isnan().any() for key, value in before.items())
+
+
+def test_copies_are_equal(learned):
+    after = image_features(learned)
+    assert torch.equal(image_features(copy.deepcopy(learned)), after)
+    buffer = io.BytesIO()
+    torch.save(learned, buffer)
+    buffer.seek(0)
+    assert torch.equal(image_features(torch.load(buffer, weights_only=False)), after)
+
+
+def test_saved_adapter_loads_in_a_fresh_process(learned, pristine, tmp_path):
+    learned.save_pretrained(tmp_path / "adapter")
+    pristine.save_pretrained(tmp_path / "base")
+    torch.save((PIXELS, image_features(learned), text_features(learned)), tmp_path / "expected.pt")
+    script = f"""
+        import sys, torch, dulbe_peft
+        from peft import PeftModel
+        from transformers import CLIPModel
+        sys.path.insert(0, {str(sys.path[0])!r})
+        pixels, images, texts = torch.load({str(tmp_path / "expected.pt")!r})
+        torch.set_num_threads({torch.get_num_threads()})
+        base = CLIPModel.from_pretrained({str(tmp_path / "base")!r})
+        model = PeftModel.from_pretrained(base, {str(tmp_path / "adapter")!r})
+        with torch.no_grad():
+            assert torch.equal(model.get_image_features(pixel_values=pixels).pooler_output, images)
+            ids = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
+            assert torch.equal(model.get_text_features(input_ids=ids).pooler_output, texts)
+        assert model.history_rank == 3
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def test_native_transformers_loading(learned, pristine, tmp_path):
+    learned.save_pretrained(tmp_path)
+    pristine.load_adapter(str(tmp_path))
+    assert torch.equal(image_features(pristine), image_features(learned))
+    assert torch.equal(text_features(pristine), text_features(learned))
+
+
+@pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
+def test_files_go_between_the_clip_classes(learned, pristine, tmp_path, tower):
+    def vision(model):
+        with torch.no_grad():
+            return model(pixel_values=PIXELS).last_hidden_state
+
+    learned.save_pretrained(tmp_path / "clip")
+    pristine.save_pretrained(tmp_path / "base")
+    expected = vision(learned.get_base_model().vision_model)
+    alone = PeftModel.from_pretrained(tower.from_pretrained(tmp_path / "base"), tmp_path / "clip")
+    assert torch.equal(vision(alone), expected)
+    alone.save_pretrained(tmp_path / "tower")
+    with pytest.warns(UserWarning, match="missing adapter keys"):  # the text LoRA, which the tower has not
+        back = PeftModel.from_pretrained(pristine, tmp_path / "tower")
+    assert torch.equal(vision(back.get_base_model().vision_model), expected)
+
+
+def test_a_file_of_another_architecture_is_refused(learned, tmp_path):
+    learned.save_pretrained(tmp_path)
+    other = nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(8, 8)})})
+    with pytest.raises(ValueError, match="none of the adapter's .* keys fits"):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_reloading_over_a_history_of_another_length(learned, pristine, tmp_path):
+    learned.save_pretrained(tmp_path / "short")
+    short = image_features(learned)
+    learned.fold_task()
+    learned.save_pretrained(tmp_path / "long")
+    long = image_features(learned)
+    model = PeftModel.from_pretrained(pristine, tmp_path / "long")
+    assert torch.equal(image_features(model), long)
+    model.load_adapter(tmp_path / "short", "default")
+    assert torch.equal(image_features(model), short)
+    model.load_adapter(tmp_path / "long", "other")
+    model.set_adapter("other")
+    assert torch.equal(image_features(model), long)
+    assert get_peft_model_state_dict(model, adapter_name="default").keys() == get_peft_model_state_dict(
+        model, adapter_name="other"
+    ).keys()
+
+
+def test_several_adapters(learned, pristine):
+    first = image_features(learned)
+    learned.add_adapter("second", DualModeLoraConfig(init_weights=False, **CONFIG))
+    assert torch.equal(image_features(learned), first)
+    learned.set_adapter("second")
+    second = image_features(learned)
+    assert not torch.allclose(first, second, atol=1e-4)
+    learned.base_model.set_adapter(["default", "second"])
+    both = image_features(learned)
+    learned.merge_adapter()
+    torch.testing.assert_close(image_features(learned), both, atol=5e-6, rtol=1e-5)
+    learned.unmerge_adapter()
+    with pytest.raises(ValueError, match="one adapter must be active"):
+        learned.begin_task({})
+    learned.set_adapter("default")
+    learned.delete_adapter("second")
+    assert torch.equal(image_features(learned), first)
+
+
+def test_half_precision_base_keeps_bases_in_float32(tiny_clip):
+    model = get_peft_model(tiny_clip().bfloat16(), DualModeLoraConfig(**CONFIG))
+    model.begin_task(random_modes(model))
+    layer = next(iter(model.dual_mode_layers().values()))
+    assert layer.dulbe_P["default"].dtype == layer.dulbe_history_P["default"].dtype == torch.float32
+    assert layer(torch.randn(2, layer.in_features, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_plain_mlp():
+    mlp = nn.Sequential(nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 2))
+    x = torch.randn(4, 10)
+    expected = mlp(x)
+    model = get_peft_model(mlp, DualModeLoraConfig(target_modules=["0", "2"], text_rank=0, **CONFIG))
+    assert torch.equal(model(x), expected)
+    assert list(model.dual_mode_layers()) == ["0", "2"]
+    injected = inject_adapter_in_model(
+        DualModeLoraConfig(target_modules=["0"], text_rank=0, init_weights=False, **CONFIG),
+        nn.Sequential(nn.Linear(10, 6)),
+    )
+    assert isinstance(injected[0], DualModeLinear)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
+        ({"residual_rank": 1.5}, TypeError, "residual_rank must be an int, got 1.5"),
+        ({"text_rank": True}, TypeError, "text_rank must be an int, got True"),
+        ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
+        ({"support_rank": 0}, ValueError, "support_rank must be at least 1"),
+        ({"target_modules": []}, ValueError, "empty list"),
+        ({"target_modules": ".*fc1", "layers_to_transform": [0]}, ValueError, "layers_to_transform cannot be used"),
+        ({"layers_pattern": "layers"}, ValueError, "without layers_to_transform"),
+    ],
+)
+def test_bad_configurations(fields, error, words):
+    with pytest.raises(error, match=words):
+        DualModeLoraConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"residual_rank": 40}, "shared_rank . residual_rank = 41 exceeds in_features = 32 of layer"),
+        ({"target_modules": ["k_porj"]}, "not found in the base model.*Closest names.*k_proj"),
+        ({"target_modules": ["patch_embedding"]}, "is a Conv2d, only torch.nn.Linear"),
+    ],
+)
+def test_refused_injection_changes_nothing(base, pristine, fields, words):
+    grads = [p.requires_grad for p in base.parameters()]
+    with pytest.raises(ValueError, match=words):
+        get_peft_model(base, DualModeLoraConfig(**fields))
+    assert base.state_dict().keys() == pristine.state_dict().keys()
+    assert [p.requires_grad for p in base.parameters()] == grads
+
+
+def test_multihead_attention_names_the_way_out():
+    block = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    with pytest.raises(ValueError, match="convert the model to the transformers layout"):
+        get_peft_model(block, DualModeLoraConfig(target_modules=["attn"], **CONFIG))
+
+
+def test_bad_modes_change_nothing(learned):
+    before, rank = image_features(learned), learned.history_rank
+    good = random_modes(learned)
+    name = next(iter(good))
+    skew = ModeBases(2 * good[name].shared, good[name].residual, 0.0, 0.0)
+    wide = ModeBases(good[name].residual, good[name].shared, 0.0, 0.0)
+    for modes, words in (
+        ({k: v for k, v in good.items() if k != name}, "missing"),
+        ({**good, "elsewhere": good[name]}, "unknown"),
+        ({**good, name: skew}, "not orthonormal"),
+        ({**good, name: wide}, "expected"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            learned.begin_task(modes)
+    learned.merge_adapter()
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        learned.begin_task(good)
+    learned.unmerge_adapter()
+    assert learned.history_rank == rank and torch.equal(image_features(learned), before)
+
+
+def test_feature_extraction_task_type_warns():
+    with pytest.warns(UserWarning, match="leave task_type unset"):
+        DualModeLoraConfig(task_type="FEATURE_EXTRACTION")
+
+
+def test_configuration_file_is_the_same_in_every_process(tmp_path):
+    script = (
+        "import sys, dulbe_peft; dulbe_peft.DualModeLoraConfig("
+        "target_modules=['v_proj', 'k_proj', 'fc1'], exclude_modules=['b', 'a']).save_pretrained(sys.argv[1])"
+    )
+    written = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        env = {"PYTHONHASHSEED": seed, "PATH": ""}
+        subprocess.run([sys.executable, "-c", script, str(folder)], check=True, env=env)
+        written.append((folder / "adapter_config.json").read_bytes())
+    assert written[0] == written[1]
+    loaded = peft.PeftConfig.from_pretrained(tmp_path / "1")
+    assert isinstance(loaded, DualModeLoraConfig) and loaded.target_modules == ["fc1", "k_proj", "v_proj"]
