@@ -41,8 +41,8 @@ def allocate_modes(
 
     Args:
         probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
-        stats: layer name -> S, (d_in, d_in), an `OccupationStatistics` or any mapping; None or empty at the first task.
-            A layer without an entry is planned as at the first task.
+        stats: layer name -> S, (d_in, d_in), an `OccupationStatistics` or any mapping; None or empty at the first
+            task. A layer without an entry is planned as at the first task.
         shared_rank: r_S.
         residual_rank: r_R.
         support_rank: K_h; clamped to what a layer and its data allow.
@@ -70,7 +70,13 @@ def allocate_modes(
         raise ValueError("probe is empty: expected one gradient per adapted layer")
     statistics = {name: stats[name] for name in probe if name in stats} if stats else {}
     for name, gradient in probe.items():
-        _check_shapes(name, gradient, statistics.get(name), shared_rank + residual_rank)
+        _check_matrix(f"gradient of layer {name!r}", gradient)
+        width = gradient.shape[1]
+        if shared_rank + residual_rank > width:
+            ranks = f"shared_rank + residual_rank = {shared_rank + residual_rank}"
+            raise ValueError(f"{ranks} exceeds the {width} input features of layer {name!r}")
+        if name in statistics:
+            _check_matrix(f"statistic of layer {name!r}", statistics[name], (width, width))
     # Layers that share a statistic share its decomposition; `statistics` keeps the objects alive, so ids are unique.
     supports: dict[int, torch.Tensor] = {}
     modes = {}
@@ -112,19 +118,12 @@ def _check_rank(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 0, got {value}")
 
 
-def _check_shapes(name: str, gradient: torch.Tensor, statistic: torch.Tensor | None, rank: int) -> None:
-    for what, matrix in (("gradient", gradient), ("statistic", statistic)):
-        if matrix is None:
-            continue
-        if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
-            raise TypeError(f"{what} of layer {name!r} must be a floating-point tensor, got {matrix!r:.100}")
-        if matrix.ndim != 2 or not matrix.numel():
-            raise ValueError(f"{what} of layer {name!r} must be a matrix, got shape {tuple(matrix.shape)}")
-        if not torch.isfinite(matrix).all():
-            raise ValueError(f"{what} of layer {name!r} holds NaN or infinity")
-    width = gradient.shape[1]
-    if rank > width:
-        raise ValueError(f"shared_rank + residual_rank = {rank} exceeds the {width} input features of layer {name!r}")
-    if statistic is not None and statistic.shape != (width, width):
-        shape = tuple(statistic.shape)
-        raise ValueError(f"statistic of layer {name!r} must be ({width}, {width}) as its gradient says, got {shape}")
+def _check_matrix(what: str, matrix: torch.Tensor, shape: tuple[int, int] | None = None) -> None:
+    if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
+        raise TypeError(f"{what} must be a floating-point tensor, got {matrix!r:.100}")
+    if matrix.ndim != 2 or not matrix.numel():
+        raise ValueError(f"{what} must be a matrix, got shape {tuple(matrix.shape)}")
+    if shape is not None and matrix.shape != shape:
+        raise ValueError(f"{what} must be {shape} as its gradient says, got {tuple(matrix.shape)}")
+    if not torch.isfinite(matrix).all():
+        raise ValueError(f"{what} holds NaN or infinity")

@@ -1,0 +1,117 @@
+"""The paper's formulas as they are printed, in float64 and without care for speed or degenerate cases.
+
+The library's code must give the same numbers; nothing here is imported by it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def occupation(tokens: torch.Tensor) -> torch.Tensor:
+    """S = sum over tokens of x x'."""
+    total = torch.zeros(tokens.shape[-1], tokens.shape[-1], dtype=torch.float64)
+    for row in tokens.double().reshape(-1, tokens.shape[-1]):
+        total += torch.outer(row, row)
+    return total
+
+
+def support(statistic: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top eigenvectors of S, and all its eigenvalues in descending order."""
+    values, vectors = torch.linalg.eigh(statistic.double())
+    order = values.argsort(descending=True)
+    return vectors[:, order[:rank]], values[order]
+
+
+def first_task_bases(
+    gradient: torch.Tensor, shared_rank: int, residual_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, right = torch.linalg.svd(gradient.double(), full_matrices=True)
+    return right[:shared_rank].T, right[shared_rank : shared_rank + residual_rank].T
+
+
+def bases(
+    gradient: torch.Tensor, statistic: torch.Tensor, shared_rank: int, residual_rank: int, support_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P_S = U [q_1 .. q_r], q the top eigenvectors of U'G'GU; P_R the top right singular vectors of G(I - UU')."""
+    gradient = gradient.double()
+    occupied, _ = support(statistic, support_rank)
+    demand = occupied.T @ gradient.T @ gradient @ occupied
+    values, vectors = torch.linalg.eigh(demand)
+    shared = occupied @ vectors[:, values.argsort(descending=True)[:shared_rank]]
+    projector = torch.eye(len(occupied), dtype=torch.float64) - occupied @ occupied.T
+    _, _, right = torch.linalg.svd(gradient @ projector, full_matrices=True)
+    return shared, right[:residual_rank].T
+
+
+def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float) -> torch.Tensor:
+    """The textbook quotient."""
+    start, end = start.double(), end.double()
+    theta = math.acos(float(start @ end))
+    return (math.sin((1 - fraction) * theta) * start + math.sin(fraction * theta) * end) / math.sin(theta)
+
+
+def softmax(values: list[float]) -> list[float]:
+    top = max(values)
+    powers = [math.exp(value - top) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+def bidirectional_kl(
+    student: torch.Tensor, teacher: torch.Tensor, class_temperature: float, instance_temperature: float
+) -> tuple[float, float]:
+    """Both terms as sums over all images, and over all classes, each times its temperature squared."""
+
+    def total(student_rows: list[list[float]], teacher_rows: list[list[float]], temperature: float) -> float:
+        divergence = 0.0
+        for student_row, teacher_row in zip(student_rows, teacher_rows, strict=True):
+            q = softmax([value / temperature for value in student_row])
+            p = softmax([value / temperature for value in teacher_row])
+            divergence += sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
+        return temperature**2 * divergence
+
+    by_class = total(student.double().tolist(), teacher.double().tolist(), class_temperature)
+    by_instance = total(student.double().T.tolist(), teacher.double().T.tolist(), instance_temperature)
+    return by_class, by_instance
+
+
+class Head:
+    """The ensemble depth by depth: K_b classifiers, reliabilities by loops over images."""
+
+    def __init__(self, depths: list[float], temperature: float = 0.05, logit_scale: float = 100.0) -> None:
+        self.depths, self.temperature, self.logit_scale = depths, temperature, logit_scale
+        self.visual: list[torch.Tensor] = []
+        self.text: list[torch.Tensor] = []
+        self.weights: list[list[float]] = []
+
+    def add_classes(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
+        images = [row / row.norm() for row in images.double()]
+        self.text = [row / row.norm() for row in texts.double()]
+        old = len(self.visual)
+        for index in range(len(self.text) - old):
+            total = sum(row for row, label in zip(images, labels, strict=True) if label == index)
+            self.visual.append(total / total.norm())
+        for index in range(old, len(self.text)):
+            own = [row for row, label in zip(images, labels, strict=True) if label + old == index]
+            rho = []
+            for depth in self.depths:
+                confidence = [softmax(self.depth_logits(row, depth))[index] for row in own]
+                rho.append(sum(confidence) / len(confidence))
+            self.weights.append(softmax([value / self.temperature for value in rho]))
+
+    def depth_logits(self, image: torch.Tensor, depth: float) -> list[float]:
+        pairs = zip(self.visual, self.text, strict=True)
+        return [self.logit_scale * float(image @ slerp(v, e, depth)) for v, e in pairs]
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for image in images.double():
+            image = image / image.norm()
+            total = torch.zeros(len(self.visual), dtype=torch.float64)
+            for k, depth in enumerate(self.depths):
+                weight = torch.tensor([weights[k] for weights in self.weights], dtype=torch.float64)
+                total += weight * torch.tensor(self.depth_logits(image, depth), dtype=torch.float64)
+            rows.append(total)
+        return torch.stack(rows)

@@ -1,0 +1,430 @@
+import gc
+import os
+import stat
+
+import pytest
+import reference
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import dulbe_peft.statistics
+from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """k, v and a two-layer MLP, as in a vision transformer's block."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.k, self.v = nn.Linear(width, width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden):
+        inside = self.dropout(hidden)
+        hidden = hidden + self.k(inside) * self.v(inside)
+        return hidden + self.fc2(self.fc1(hidden).relu())
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def dual_mode_layers(self):
+        return {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def batches(count=3, size=4, tokens=5):
+    return [randn(size, tokens, 6, seed=seed) for seed in range(count)]
+
+
+def run(model, batch):
+    return model(batch)
+
+
+def inputs_of(model, data):
+    """What every layer reads, by a second, independent recording."""
+    seen = {name: [] for name in model.dual_mode_layers()}
+    handles = [
+        layer.register_forward_hook(lambda _m, args, _o, name=name: seen[name].append(args[0].clone()))
+        for name, layer in model.dual_mode_layers().items()
+    ]
+    model.eval()
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(tensors) for name, tensors in seen.items()}
+
+
+# ---------------------------------------------------------------------- the mapping
+
+
+def test_update_adds_the_second_moment_of_all_tokens():
+    stats = OccupationStatistics()
+    first, second = randn(2, 3, 4), randn(5, 4, seed=1)
+    stats.update("a", first)
+    stats.update("a", second.half())
+    expected = reference.occupation(first) + reference.occupation(second.half())
+    torch.testing.assert_close(stats["a"].double(), expected, rtol=1e-5, atol=1e-5)
+    assert stats["a"].dtype == torch.float32
+    assert list(stats) == ["a"] and stats.layer_names == ("a",) and len(stats) == 1 and "b" not in stats
+    with pytest.raises(KeyError):
+        stats["b"]
+    assert "1 layers, 1 matrices" in repr(stats)
+
+
+def test_layers_updated_together_share_one_matrix():
+    stats = OccupationStatistics()
+    stats.update(("k", "v"), randn(7, 4))
+    stats.update(["v", "k"], randn(7, 4, seed=1))
+    stats.update("fc1", randn(7, 4, seed=2))
+    assert stats["k"] is stats["v"] and stats["k"] is not stats["fc1"]
+    assert stats.groups == (("k", "v"), ("fc1",))
+    assert stats.nbytes == 2 * 4 * 4 * 4
+    expected = reference.occupation(randn(7, 4)) + reference.occupation(randn(7, 4, seed=1))
+    torch.testing.assert_close(stats["v"].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mebibytes"),
+    [
+        ({"k": 768, "fc1": 768, "fc2": 3072}, 486.0),
+        ({"k": 768}, 27.0),
+    ],
+)
+def test_size_of_vit_b16(layers, mebibytes):
+    stats = OccupationStatistics()
+    for block in range(12):
+        for name, width in layers.items():
+            matrix = torch.empty(width, width, device="meta")
+            stats._matrices[f"{block}.{name}"] = matrix
+            if name == "k":
+                stats._matrices[f"{block}.v"] = matrix
+    assert stats.nbytes / 2**20 == mebibytes
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens", "message"),
+    [
+        ("fc1", randn(3, 4), "share one matrix"),
+        (("fc1", "fc2"), randn(3, 4), "share one matrix"),
+        (("k", "v", "q"), randn(3, 4), "share one matrix"),
+        (("q", "q"), randn(3, 4), "distinct"),
+        ("", randn(3, 4), "non-empty"),
+        (("k", "v"), randn(3, 5), "reads 5 features, but 4 so far"),
+        (("k", "v"), torch.full((3, 4), float("nan")), "'k' holds NaN or infinity"),
+        ("q", torch.full((3, 4), 1e30), "'q' holds NaN or infinity, or its squares overflow"),
+        ("q", randn(4), "(..., d_in)"),
+        ("q", randn(0, 4), "not empty"),
+        ("q", torch.ones(3, 4, dtype=torch.int64), "floating-point"),
+    ],
+)
+def test_update_refuses_and_changes_nothing(names, tokens, message):
+    stats = OccupationStatistics()
+    stats.update(("k", "v"), randn(7, 4))
+    stats.update(("fc1", "w"), randn(7, 4))
+    before = {name: matrix.clone() for name, matrix in stats.items()}
+    with pytest.raises(ValueError) as raised:
+        stats.update(names, tokens)
+    assert message in str(raised.value)
+    assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
+
+
+def test_merge_adds_and_copies():
+    stats, other = OccupationStatistics(), OccupationStatistics()
+    stats.update(("k", "v"), randn(7, 4))
+    other.update(("v", "k"), randn(7, 4, seed=1))
+    other.update("fc", randn(7, 3))
+    stats.merge(other)
+    expected = reference.occupation(randn(7, 4)) + reference.occupation(randn(7, 4, seed=1))
+    torch.testing.assert_close(stats["k"].double(), expected, rtol=1e-5, atol=1e-5)
+    before = other["fc"].clone()
+    stats.merge(other)
+    assert torch.equal(other["fc"], before) and torch.equal(stats["fc"], 2 * before)
+    assert stats["k"] is stats["v"]
+
+
+def test_merge_refuses_other_sharing_and_changes_nothing():
+    stats, other = OccupationStatistics(), OccupationStatistics()
+    stats.update("a", randn(7, 4))
+    stats.update(("k", "v"), randn(7, 4))
+    other.update("a", randn(7, 4))
+    other.update("k", randn(7, 4))
+    before = stats["a"].clone()
+    with pytest.raises(ValueError, match="share one matrix"):
+        stats.merge(other)
+    assert torch.equal(stats["a"], before)
+
+
+# ---------------------------------------------------------------------- collecting
+
+
+def test_collect_equals_what_the_layers_read():
+    model, stats = Tower(), OccupationStatistics()
+    assert collect_statistics(model, iter(batches()), run, into=stats) is stats
+    for name, tokens in inputs_of(model, batches()).items():
+        torch.testing.assert_close(stats[name].double(), reference.occupation(tokens), rtol=1e-4, atol=1e-4)
+    assert list(stats) == list(model.dual_mode_layers())
+
+
+def test_layers_that_read_one_tensor_share_one_matrix():
+    stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
+    for block in (0, 1):
+        assert stats[f"blocks.{block}.k"] is stats[f"blocks.{block}.v"]
+    assert len(stats.groups) == 6
+    assert stats.nbytes == 2 * 4 * (6**2 + 6**2 + 12**2)
+
+
+def test_sharing_is_by_identity_and_not_by_a_recycled_address():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def dual_mode_layers(self):
+            return {str(i): layer for i, layer in enumerate(self.layers)}
+
+        def forward(self, hidden):
+            for layer in self.layers:
+                copy = hidden.clone()
+                layer(copy)
+                del copy
+                gc.collect()
+            return hidden
+
+    stats = collect_statistics(Chain(), [randn(3, 2, 4)], run, into=OccupationStatistics())
+    assert len(stats.groups) == 6
+
+
+def test_a_shared_input_is_multiplied_once_a_batch(monkeypatch):
+    calls, gram = [], dulbe_peft.statistics._gram
+    monkeypatch.setattr(dulbe_peft.statistics, "_gram", lambda tokens: calls.append(1) or gram(tokens))
+    collect_statistics(Tower(), batches(3), run, into=OccupationStatistics())
+    assert len(calls) == 3 * 6
+
+
+def test_a_second_task_adds_to_the_first():
+    model, stats = Tower(), OccupationStatistics()
+    collect_statistics(model, batches()[:1], run, into=stats)
+    collect_statistics(model, batches()[1:], run, into=stats)
+    whole = collect_statistics(model, batches(), run, into=OccupationStatistics())
+    assert stats.groups == whole.groups
+    for name in whole:
+        torch.testing.assert_close(stats[name], whole[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [("cls", slice(0, 1)), ("patch", slice(1, None))])
+def test_tokens_can_be_chosen(tokens, rows):
+    model = Tower()
+    stats = collect_statistics(model, batches(), run, into=OccupationStatistics(), tokens=tokens)
+    for name, read in inputs_of(model, batches()).items():
+        torch.testing.assert_close(stats[name].double(), reference.occupation(read[:, rows]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_of_one_token_an_image_has_only_the_cls_token():
+    class Projection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = nn.Linear(4, 3)
+
+        def dual_mode_layers(self):
+            return {"projection": self.projection}
+
+        def forward(self, hidden):
+            return self.projection(input=hidden)
+
+    model, data = Projection(), [randn(5, 4)]
+    for tokens in ("all", "cls"):
+        stats = collect_statistics(model, data, run, into=OccupationStatistics(), tokens=tokens)
+        torch.testing.assert_close(stats["projection"].double(), reference.occupation(data[0]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="'projection' reads one token"):
+        collect_statistics(model, data, run, into=OccupationStatistics(), tokens="patch")
+
+
+def test_tokens_can_be_subsampled():
+    def collect(limit, seed=0):
+        model, into = Tower(1), OccupationStatistics()
+        return collect_statistics(model, batches(), run, into, max_tokens_per_batch=limit, seed=seed)["blocks.0.k"]
+
+    assert torch.equal(collect(20), collect(None)) and torch.equal(collect(7), collect(7))
+    assert not torch.equal(collect(7), collect(7, seed=1))
+    one = collect_statistics(Tower(1), batches(1), run, OccupationStatistics(), max_tokens_per_batch=2)["blocks.0.k"]
+    assert torch.linalg.matrix_rank(one) == 2
+
+
+def test_autocast_does_not_reach_the_products():
+    def forward(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(batch)
+
+    stats = collect_statistics(Tower(1), batches(), forward, into=OccupationStatistics())
+    exact = collect_statistics(Tower(1), batches(), run, into=OccupationStatistics())
+    torch.testing.assert_close(stats["blocks.0.k"], exact["blocks.0.k"], rtol=1e-5, atol=1e-5)
+    assert stats["blocks.0.fc2"].dtype == torch.float32
+
+
+def test_the_model_is_left_as_it_was():
+    model, modes = Tower(), []
+    model.train()
+    model.blocks[1].eval()
+
+    def forward(model, batch):
+        modes.append((model.training, torch.is_grad_enabled()))
+        model(batch)
+
+    collect_statistics(model, batches(1), forward, into=OccupationStatistics())
+    assert modes == [(False, False)]
+    assert model.training and model.blocks[0].dropout.training and not model.blocks[1].training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def failing(model, batch):
+    model(batch)
+    if batch[0, 0, 0] == batches()[2][0, 0, 0]:
+        raise RuntimeError("the loader failed")
+
+
+def no_second_block(model, batch):
+    model.blocks[0](batch)
+
+
+def loses_sharing(model, batch):
+    block = model.blocks[0]
+    shared = batch[0, 0, 0] == batches()[0][0, 0, 0]
+    block.k(batch)
+    block.v(batch if shared else batch.clone())
+
+
+@pytest.mark.parametrize(
+    ("data", "forward", "kwargs", "error", "message"),
+    [
+        (batches(), failing, {}, RuntimeError, "the loader failed"),
+        ([], run, {}, ValueError, "batches is empty"),
+        ([*batches(1), batches(1)[0] * float("nan")], run, {}, ValueError, "'blocks.0.k' holds NaN or infinity"),
+        (batches(), no_second_block, {}, ValueError, "never reached layer 'blocks.1.k'"),
+        (batches(), loses_sharing, {}, ValueError, "shared their input tensor before"),
+        (batches(), run, {"tokens": "some"}, ValueError, "'some'"),
+        (batches(), run, {"max_tokens_per_batch": 0}, ValueError, "max_tokens_per_batch"),
+    ],
+)
+def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs, error, message):
+    model, stats = Tower(), OccupationStatistics()
+    collect_statistics(model, batches(), run, into=stats)
+    before = {name: matrix.clone() for name, matrix in stats.items()}
+    model.train()
+    with pytest.raises(error, match=message):
+        collect_statistics(model, data, forward, into=stats, **kwargs)
+    assert all(torch.equal(stats[name], before[name]) for name in before)
+    assert model.training and not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_collect_refuses_another_sharing_than_before():
+    stats = OccupationStatistics()
+    stats.update("blocks.0.k", randn(3, 6))
+    with pytest.raises(ValueError, match="share one matrix"):
+        collect_statistics(Tower(), batches(), run, into=stats)
+    assert list(stats) == ["blocks.0.k"]
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def stats():
+    stats = OccupationStatistics()
+    stats.update(("k", "v"), randn(7, 4))
+    stats.update("fc", randn(7, 3))
+    return stats
+
+
+def test_save_and_load_keep_values_and_sharing(stats, tmp_path):
+    path = tmp_path / "statistics.safetensors"
+    stats.save(path)
+    loaded = OccupationStatistics.load(path)
+    assert loaded.groups == stats.groups and loaded["k"] is loaded["v"] and loaded.nbytes == stats.nbytes
+    assert all(torch.equal(loaded[name], stats[name]) for name in stats)
+    assert len(load_file(path)) == 2
+    loaded.update(("k", "v"), randn(7, 4))
+    assert torch.equal(loaded["v"], 2 * stats["k"])
+    OccupationStatistics().save(path)
+    assert len(OccupationStatistics.load(path)) == 0
+
+
+def test_the_umask_decides_the_files_mode(stats, tmp_path):
+    before = os.umask(0o027)
+    try:
+        stats.save(tmp_path / "s.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "s.safetensors").stat().st_mode) == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_a_failed_save_leaves_the_old_file(stats, tmp_path, monkeypatch):
+    path = tmp_path / "s.safetensors"
+    stats.save(path)
+    before = path.read_bytes()
+
+    def full(_tensors, filename, _metadata):
+        filename.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(dulbe_peft.statistics, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        stats.save(path)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+GOOD = {"format": dulbe_peft.statistics.FORMAT, "groups": '[["k", "v"]]'}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({"k": torch.eye(3)}, None, "format None"),
+        ({"k": torch.eye(3)}, {**GOOD, "format": "other"}, "format 'other'"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": "["}, "damaged"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": "7"}, "damaged"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": '[["k", "k"]]'}, "each layer once"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": '[["k", 3]]'}, "each layer once"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": '["kv"]'}, "each layer once"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": '[["k"], []]'}, "each layer once"),
+        ({"k": torch.eye(3)}, {**GOOD, "groups": '[["v"]]'}, "its metadata lists"),
+        ({"k": torch.eye(3), "x": torch.eye(3)}, GOOD, "its metadata lists"),
+        ({"k": torch.ones(3, 2)}, GOOD, "must be square"),
+        ({"k": torch.eye(3).double()}, GOOD, "float32"),
+        ({"k": torch.eye(3) * float("nan")}, GOOD, "NaN or infinity"),
+    ],
+)
+def test_load_refuses_damaged_files(tensors, metadata, message, tmp_path):
+    path = tmp_path / "s.safetensors"
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=message):
+        OccupationStatistics.load(path)
+
+
+def test_load_refuses_truncated_and_missing_files(stats, tmp_path):
+    path = tmp_path / "s.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"s\.safetensors"):
+        OccupationStatistics.load(path)
+    stats.save(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="damaged"):
+        OccupationStatistics.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="damaged"):
+        OccupationStatistics.load(path)
