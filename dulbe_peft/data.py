@@ -7,6 +7,7 @@ Every reader has `len`, `reader[i]` giving {"image": PIL image in RGB, "label": 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import os
 import zipfile
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from .tasks import check_class_names, dataset_class_names, dataset_labels
+from dulbe_peft.tasks import check_class_names, dataset_class_names, dataset_labels
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 NPZ_KEYS = ("blob", "offsets", "labels", "split", "names")
@@ -148,6 +149,8 @@ def _map_stored_member(path: Path, member: str) -> np.ndarray | None:
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
+        if dtype.hasobject:
+            raise ValueError(f"{member} holds Python objects")
         return np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape)
 
 
@@ -185,13 +188,15 @@ class NpzImages:
 
     def _read(self) -> dict[str, np.ndarray]:
         try:
+            if not zipfile.is_zipfile(self.path):
+                raise ValueError("it is damaged or of another kind")
             with np.load(self.path, allow_pickle=False) as file:
                 absent = [key for key in NPZ_KEYS if key not in file.files]
                 if absent:
                     raise ValueError(f"the array {absent[0]!r} is missing; it has {file.files}")
                 arrays = {key: file[key] for key in NPZ_KEYS if key != "blob"}
             blob = self._open_blob()
-        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{self.path} is no .npz file of images: {error}") from error
         arrays["blob"] = blob
         problem = _npz_problem(arrays)
@@ -307,12 +312,11 @@ class HubImages:
 
 def _import_datasets() -> Any:
     try:
-        import datasets
+        return importlib.import_module("datasets")
     except ImportError as error:
         raise ImportError(
             'reading a Hugging Face dataset needs the package datasets: pip install "dulbe_peft[datasets]"'
         ) from error
-    return datasets
 
 
 def _load_saved(path: Path, split: str | None) -> Any:

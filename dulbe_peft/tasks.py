@@ -156,9 +156,7 @@ def dataset_labels(dataset: Any) -> np.ndarray:
     elif hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         labels = dataset_labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     else:
-        labels = _label_array(
-            [read_sample(dataset, index)[1] for index in range(len(dataset))] or np.zeros(0, int), "labels"
-        )
+        labels = np.array([read_sample(dataset, index)[1] for index in range(len(dataset))], dtype=np.int64)
     if len(labels) != len(dataset):
         raise ValueError(f"dataset has {len(labels)} labels but {len(dataset)} images")
     if len(labels) and labels.min() < 0:
@@ -168,7 +166,7 @@ def dataset_labels(dataset: Any) -> np.ndarray:
 
 
 def dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
-    """Class names a dataset carries (`.class_names`, `.classes`, `.features["label"].names`), None where it has none."""
+    """Class names a dataset carries (`.class_names`, `.classes`, `.features["label"].names`), or None."""
     for attribute in ("class_names", "classes"):
         names = getattr(dataset, attribute, None)
         if names is not None:
@@ -229,7 +227,7 @@ class ClassSubset:
         return str(name(position)) if name is not None else f"item {position}"
 
     def content_id(self, index: int) -> str:
-        """What tells this image from others at no cost of reading it; its position where the dataset knows no better."""
+        """What tells this image from others without reading it; its position where the dataset knows no better."""
         position = int(self.indices[index])
         content_id = getattr(self.dataset, "content_id", None)
         return str(content_id(position)) if content_id is not None else f"#{position}"
@@ -388,11 +386,8 @@ def class_incremental_tasks(
     for label, count in enumerate(np.bincount(train_labels, minlength=len(names))):
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
-    tasks = []
-    for start, stop in zip(
-        [0, *range(first, len(names), increment)], [*range(first, len(names), increment), len(names)]
-    ):
-        classes = order[start:stop]
+    tasks: list[Task] = []
+    for classes in np.split(order, range(first, len(names), increment)):
         task_names = tuple(names[label] for label in classes)
         held_out = None if test_labels is None else _take(test, test_labels, classes, task_names)
         if held_out is not None and not len(held_out):

@@ -1,0 +1,348 @@
+"""The readers of images, what they refuse, and the fingerprint of a dataset."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dulbe_peft.data import HubImages, ImageFolder, NpzImages, decode_image, fingerprint, load_data
+from dulbe_peft.tasks import class_incremental_tasks
+
+
+def encoded(value: int, file_format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), (value, 0, 255 - value)).save(buffer, file_format)
+    return buffer.getvalue()
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "images"
+    for split in ("train", "test"):
+        write(root / split / "zebra" / "b.PNG", encoded(20))
+        write(root / split / "zebra" / "a.jpeg", encoded(10, "JPEG"))
+        write(root / split / "Ant eater" / "1.webp", encoded(30, "WEBP"))
+        write(root / split / "Ant eater" / "2.bmp", encoded(40, "BMP"))
+        write(root / split / "Ant eater" / "notes.txt", b"no image")
+        write(root / split / "Ant eater" / "._1.webp", b"resource fork")
+        write(root / split / ".cache" / "c.png", b"hidden")
+    return root
+
+
+def npz_arrays() -> dict[str, Any]:
+    files = [encoded(50 * index, "JPEG") for index in range(5)]
+    return {
+        "blob": np.frombuffer(b"".join(files), np.uint8),
+        "offsets": np.cumsum([0] + [len(file) for file in files]),
+        "labels": np.array([0, 1, 1, 0, 1], np.int16),
+        "split": np.array([0, 0, 1, 1, 0], np.uint8),
+        "names": np.array(["house finch", "robin"]),
+    }
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    path = tmp_path / "images.npz"
+    np.savez(path, **npz_arrays())
+    return path
+
+
+def red(sample: dict[str, Any]) -> int:
+    assert sample["image"].mode == "RGB"
+    return int(np.asarray(sample["image"])[0, 0, 0])
+
+
+def first_sample(reader: Any) -> tuple[int, int]:
+    return red(reader[0]), reader[0]["label"]
+
+
+def test_image_folder_is_sorted_and_labelled(folder):
+    data = ImageFolder(folder, "train")
+    assert data.class_names == ("Ant eater", "zebra")
+    assert data.labels.dtype == np.int64 and data.labels.tolist() == [0, 0, 1, 1] and len(data) == 4
+    assert [Path(data.item_name(index)).name for index in range(4)] == ["1.webp", "2.bmp", "a.jpeg", "b.PNG"]
+    assert [sample["label"] for sample in (data[index] for index in range(4))] == [0, 0, 1, 1]
+    assert (red(data[1]), red(data[3]), red(data[-1])) == (40, 20, 20)
+    assert ImageFolder(folder / "train").labels.tolist() == data.labels.tolist()
+    with pytest.raises(IndexError):
+        data[4]
+
+
+def test_image_folder_follows_links_and_reports_dangling_ones(folder, tmp_path):
+    link = folder / "train" / "zebra" / "c.png"
+    link.symlink_to(folder / "test" / "zebra" / "b.PNG")
+    assert red(ImageFolder(folder, "train")[-1]) == 20
+    link.unlink()
+    link.symlink_to(tmp_path / "gone.png")
+    with pytest.raises(FileNotFoundError, match=r"c\.png is a link to .*gone\.png, which does not exist"):
+        ImageFolder(folder, "train")
+
+
+def test_image_folder_says_what_is_missing(folder):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ImageFolder(folder / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its folders are \['test', 'train'\]"):
+        ImageFolder(folder, "val")
+    with pytest.raises(ValueError, match="'test' may be a split"):
+        ImageFolder(folder)
+    with pytest.raises(ValueError, match="zebra has no folder"):
+        ImageFolder(folder / "train" / "zebra")
+    (folder / "train" / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"class folder .*empty has no \.jpg"):
+        ImageFolder(folder, "train")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[: len(content) // 2], lambda content: b"", lambda _: b"text"]
+)
+def test_a_damaged_image_is_named(folder, npz, damage):
+    path = folder / "train" / "zebra" / "b.PNG"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"image 3 \(.*b\.PNG\) cannot be read"):
+        ImageFolder(folder, "train")[3]
+
+
+def test_a_damaged_image_in_an_npz_is_named(tmp_path):
+    arrays = npz_arrays()
+    blob = arrays["blob"].copy()
+    blob[arrays["offsets"][4] :] = 0
+    np.savez(tmp_path / "x.npz", **{**arrays, "blob": blob})
+    with pytest.raises(ValueError, match=r"image 2 \(.*x\.npz\[4\]\) cannot be read"):
+        NpzImages(tmp_path / "x.npz", "train")[2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_mode_becomes_rgb(tmp_path):
+    def through_file(image: Image.Image, suffix: str = "png", **options: Any) -> list[int]:
+        path = tmp_path / f"image.{suffix}"
+        image.save(path, **options)
+        decoded = decode_image(path, 0, "x")
+        assert decoded.mode == "RGB"
+        return np.asarray(decoded)[0, 0].tolist()
+
+    assert through_file(Image.new("L", (2, 2), 70)) == [70, 70, 70]
+    assert through_file(Image.new("LA", (2, 2), (70, 0))) == [70, 70, 70]
+    assert through_file(Image.new("RGBA", (2, 2), (1, 2, 3, 0))) == [1, 2, 3]
+    assert through_file(Image.new("1", (2, 2), 1)) == [255, 255, 255]
+    palette = Image.new("P", (2, 2), 1)
+    palette.putpalette([0, 0, 0, 9, 8, 7])
+    assert through_file(palette) == [9, 8, 7]
+    assert through_file(palette, transparency=bytes([0, 128])) == [9, 8, 7]
+    assert np.allclose(through_file(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "jpg"), [255, 0, 0], atol=6)
+    assert through_file(Image.fromarray(np.full((2, 2), 65535 // 2, np.uint16))) == [127, 127, 127]
+    with pytest.raises(ValueError, match="mode 'F' have no fixed range"):
+        through_file(Image.new("F", (2, 2)), "tiff")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_splits(tmp_path, save):
+    save(tmp_path / "x.npz", **npz_arrays())
+    train, test = (NpzImages(tmp_path / "x.npz", split) for split in ("train", "test"))
+    assert train.class_names == ("house finch", "robin")
+    assert (train.labels.tolist(), test.labels.tolist()) == ([0, 1, 1], [1, 0])
+    assert np.allclose([red(train[index]) for index in range(3)], [0, 50, 200], atol=3)
+    assert np.allclose([red(test[index]) for index in range(2)], [100, 150], atol=3)
+    assert [train[index]["label"] for index in range(3)] == [0, 1, 1]
+    assert [train.item_name(2), test.item_name(-1)] == [f"{tmp_path / 'x.npz'}[{index}]" for index in (4, 3)]
+
+
+def test_npz_maps_its_images_instead_of_reading_them(npz):
+    assert isinstance(NpzImages(npz, "train")._blob, np.memmap)
+
+
+def change(key: str, value: Any) -> Any:
+    return lambda arrays: arrays.update({key: value(arrays[key])})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda arrays: arrays.pop("split"), "'split' is missing"),
+        (change("blob", lambda a: a.astype(np.uint16)), "blob has type uint16"),
+        (change("blob", lambda a: a.astype(object)), "no .npz file of images"),
+        (change("blob", lambda a: a[:-1]), "but blob has"),
+        (change("offsets", lambda a: a[:-1]), "lengths 5, 5 and 5"),
+        (change("offsets", lambda a: np.append(a[:-2], [a[-1], a[-1]])), "image 4 has 0 bytes"),
+        (change("offsets", lambda a: a[::-1].copy()), "offsets must increase"),
+        (change("offsets", lambda a: a - 1), "offsets run from -1"),
+        (change("offsets", lambda a: a.astype(float)), "offsets has shape"),
+        (change("labels", lambda a: a + 1), r"labels run from 1 to 2; they must lie in 0\.\.1"),
+        (change("labels", lambda a: a.astype(bool)), "labels has shape .* bool"),
+        (change("split", lambda a: a * 0), "no image in the split 'test'"),
+        (change("split", lambda a: a * 2), r"split holds \[0, 2\]"),
+        (change("names", lambda a: np.array(["robin", "robin"])), "both 'robin'"),
+        (change("names", lambda a: a.astype(object)), "no .npz file of images"),
+    ],
+)
+def test_a_malformed_npz_is_refused(tmp_path, damage, message):
+    arrays = npz_arrays()
+    damage(arrays)
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        NpzImages(tmp_path / "x.npz", "test")
+
+
+def test_a_file_that_is_no_npz_is_refused(tmp_path, npz):
+    for content in (b"", b"text", npz.read_bytes()[:-40]):
+        (tmp_path / "x.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"x\.npz is no \.npz file of images"):
+            NpzImages(tmp_path / "x.npz", "train")
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("blob.npy", b"text")
+    with pytest.raises(ValueError, match="missing"):
+        NpzImages(tmp_path / "x.npz", "train")
+    with pytest.raises(ValueError, match="split is 'val'.*train, test"):
+        NpzImages(npz, "val")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        NpzImages(tmp_path / "gone.npz", "train")
+
+
+def test_readers_go_to_worker_processes(folder, npz):
+    readers = [ImageFolder(folder, "train"), NpzImages(npz, "test")]
+    for reader in readers:
+        assert first_sample(pickle.loads(pickle.dumps(reader))) == first_sample(reader)
+    size = NpzImages(npz, "test")._blob.nbytes
+    assert len(pickle.dumps(readers[1])) < size  # the images stay behind
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(first_sample, readers) == [first_sample(reader) for reader in readers]
+
+
+def test_load_data_chooses_by_the_path(folder, npz, tmp_path):
+    assert isinstance(load_data(folder, split="test"), ImageFolder)
+    assert load_data(str(folder / "train"), split=None).class_names == ("Ant eater", "zebra")
+    assert load_data(npz).split == "train"
+    with pytest.raises(ValueError, match="needs a split, one of train, test"):
+        load_data(npz, split=None)
+    with pytest.raises(FileNotFoundError, match='written "hf:user/birds"'):
+        load_data("user/birds")
+    write(tmp_path / "x.tar", b"")
+    with pytest.raises(ValueError, match=r"x\.tar is neither a folder nor an \.npz file"):
+        load_data(tmp_path / "x.tar")
+
+
+def hub_dataset(datasets: Any, label_type: Any = None) -> Any:
+    label_type = label_type or datasets.ClassLabel(names=["finch", "robin"])
+    features = datasets.Features({"img": datasets.Image(), "fine": label_type, "extra": datasets.Value("string")})
+    images = [{"bytes": content, "path": None} for content in (encoded(5), encoded(6), b"damaged")]
+    columns = {"img": images, "fine": [1, 0, 1], "extra": ["x", "y", "z"]}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def test_load_data_reads_saved_hugging_face_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    columns = {"image_column": "img", "label_column": "fine"}
+    datasets.DatasetDict(train=hub_dataset(datasets)).save_to_disk(tmp_path / "dict")
+    hub_dataset(datasets).save_to_disk(tmp_path / "single")
+    for path in (tmp_path / "dict", tmp_path / "single"):
+        data = load_data(path, **columns)
+        assert isinstance(data, HubImages) and data.class_names == ("finch", "robin")
+        assert data.labels.tolist() == [1, 0, 1] and (red(data[1]), data[1]["label"]) == (6, 0)
+        with pytest.raises(ValueError, match=rf"image 2 \({path}\[2\]\) cannot be read"):
+            data[2]
+    with pytest.raises(FileNotFoundError, match=r"no split 'test'; its splits are \['train'\]"):
+        load_data(tmp_path / "dict", split="test", **columns)
+    with pytest.raises(ValueError, match=r"no column 'image'; its columns are \['img', 'fine', 'extra'\]"):
+        load_data(tmp_path / "dict")
+    with pytest.raises(ValueError, match="'fine' .* no class names"):
+        HubImages(hub_dataset(datasets, datasets.Value("int64")), "x", **columns)
+
+
+def test_load_data_asks_the_hub_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name: str, split: str) -> Any:
+        asked.append((name, split))
+        return hub_dataset(datasets)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = load_data("hf:user/birds", "test", image_column="img", label_column="fine")
+    assert asked == [("user/birds", "test")]
+    assert data.item_name(1) == "hf:user/birds[1]"
+
+
+def test_without_the_datasets_package_the_error_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    write(tmp_path / "saved" / "state.json", b"{}")
+    for place in ("hf:user/birds", tmp_path / "saved"):
+        with pytest.raises(ImportError, match=r'pip install "dulbe_peft\[datasets\]"'):
+            load_data(place)
+
+
+def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
+    original = fingerprint(ImageFolder(folder, "train"))
+    assert len(original) == 64 and original == fingerprint(ImageFolder(folder, "train"))
+    shutil.copytree(folder, tmp_path / "copy")
+    copy = tmp_path / "copy" / "train"
+    assert fingerprint(ImageFolder(copy)) == original
+    seen = {original}
+
+    def changed() -> None:
+        digest = fingerprint(ImageFolder(copy))
+        assert digest not in seen
+        seen.add(digest)
+
+    os.rename(copy / "zebra" / "b.PNG", copy / "zebra" / "c.png")
+    changed()
+    with open(copy / "zebra" / "c.png", "ab") as file:
+        file.write(b"more")
+    changed()
+    os.rename(copy / "zebra", copy / "zebu")
+    changed()
+    write(copy / "zebu" / "d.png", encoded(1))
+    changed()
+
+
+def test_fingerprint_of_npz_and_tasks(npz, tmp_path):
+    def task_prints(path: Path) -> list[str]:
+        return [fingerprint(task.train) for task in class_incremental_tasks(NpzImages(path, "train"), increment=1)]
+
+    whole = fingerprint(NpzImages(npz, "train"))
+    assert whole != fingerprint(NpzImages(npz, "test"))
+    assert task_prints(npz) == task_prints(npz) and len({whole, *task_prints(npz)}) == 3
+    for key, value in (
+        ("labels", np.array([0, 1, 1, 0, 0])),
+        ("names", np.array(["house finch", "Robin"])),
+        ("offsets", npz_arrays()["offsets"] - np.array([0, 0, 0, 0, 1, 0])),
+    ):
+        np.savez(tmp_path / "x.npz", **{**npz_arrays(), key: value})
+        assert fingerprint(NpzImages(tmp_path / "x.npz", "train")) != whole, key
+    np.savez(tmp_path / "x.npz", **npz_arrays())
+    assert fingerprint(NpzImages(tmp_path / "x.npz", "train")) == whole
+
+
+def test_fingerprint_of_plain_datasets_and_that_it_reads_no_image(folder, monkeypatch):
+    assert fingerprint([("image", 0)]) != fingerprint([("image", 1)]) != fingerprint([("image", 1), ("image", 0)])
+    data = ImageFolder(folder, "train")
+    monkeypatch.setattr(builtins, "open", None)
+    monkeypatch.setattr(Image, "open", None)
+    fingerprint(data)
+
+
+@pytest.mark.skipif("DULBE_DATA" not in os.environ, reason="DULBE_DATA names no folder with miniimagenet75.npz")
+def test_photographs():
+    path = Path(os.environ["DULBE_DATA"]) / "miniimagenet75.npz"
+    train, test = load_data(path, "train"), load_data(path, "test")
+    assert (len(train), len(test), len(train.class_names)) == (7500, 3000, 75)
+    tasks = class_incremental_tasks(train, test, increment=15, seed=1993)
+    assert [(len(task.train), len(task.test), len(task.class_names)) for task in tasks] == [(1500, 600, 15)] * 5
+    sample = tasks[4].test[-1]
+    assert sample["image"].size == (64, 64) and 0 <= sample["label"] < 15

@@ -1,0 +1,120 @@
+"""The measures against literal loops over their definitions."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from dulbe_peft.metrics import (
+    accuracy_matrix,
+    average_accuracy,
+    backward_transfer,
+    forgetting,
+    last_accuracy,
+    summarize,
+)
+
+
+def random_rows(tasks: int, seed: int = 0) -> list[list[float]]:
+    numbers = np.random.RandomState(seed)
+    return [numbers.rand(step + 1).tolist() for step in range(tasks)]
+
+
+def means(rows: list[list[float]]) -> list[float]:
+    return [sum(row) / len(row) for row in rows]
+
+
+def literal_forgetting(rows: list[list[float]]) -> float:
+    last = len(rows) - 1
+    drops = []
+    for i in range(last):
+        best = -1.0
+        for t in range(last):
+            if t >= i and rows[t][i] > best:
+                best = rows[t][i]
+        drops.append(best - rows[last][i])
+    return sum(drops) / len(drops)
+
+
+def literal_backward_transfer(rows: list[list[float]]) -> float:
+    last = len(rows) - 1
+    return sum(rows[last][i] - rows[i][i] for i in range(last)) / last
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 10])
+def test_measures_equal_the_definitions(tasks):
+    rows = random_rows(tasks, seed=tasks)
+    assert forgetting(accuracy_matrix(rows)) == pytest.approx(literal_forgetting(rows))
+    assert backward_transfer(accuracy_matrix(rows)) == pytest.approx(literal_backward_transfer(rows))
+
+
+def test_measures_on_a_stream_worked_by_hand():
+    rows = [[0.9], [0.95, 0.8], [0.6, 0.85, 0.7]]
+    matrix = accuracy_matrix(rows)
+    # the best before the last task, the task just before it included: 0.95 and 0.8
+    assert forgetting(matrix) == pytest.approx(((0.95 - 0.6) + (0.8 - 0.85)) / 2)
+    assert backward_transfer(matrix) == pytest.approx(((0.6 - 0.9) + (0.85 - 0.8)) / 2)
+    assert average_accuracy([0.9, 0.8, 0.7]) == pytest.approx(0.8)
+    assert last_accuracy([0.9, 0.8, 0.7]) == 0.7
+
+
+def test_a_single_task_forgets_nothing():
+    assert forgetting([[0.4]]) == backward_transfer([[0.4]]) == 0.0
+    assert summarize([[0.4]], [0.4]) == {
+        "average_accuracy": 0.4,
+        "last_accuracy": 0.4,
+        "forgetting": 0.0,
+        "backward_transfer": 0.0,
+        "overall": [0.4],
+        "matrix": [[0.4]],
+    }
+
+
+def test_the_summary_is_strict_json_and_complete():
+    rows = random_rows(4)
+    summary = summarize(accuracy_matrix(rows), np.array(means(rows)))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary["matrix"] == rows and summary["overall"] == pytest.approx(means(rows))
+    assert summary["average_accuracy"] == pytest.approx(np.mean(means(rows)))
+    assert summary["last_accuracy"] == pytest.approx(means(rows)[-1])
+    assert summary["forgetting"] == pytest.approx(literal_forgetting(rows))
+    assert summary["backward_transfer"] == pytest.approx(literal_backward_transfer(rows))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        ([], "shape"),
+        ([0.5], "square"),
+        ([[0.5, np.nan]], "square"),
+        ([[0.5, 0.5], [0.5, 0.5]], "row 0 .* right of the diagonal"),
+        ([[0.5, np.nan], [np.nan, 0.5]], "row 1 .* holds nan"),
+        ([[84.2]], r"holds 84\.2; accuracies must be fractions"),
+        ([[-0.1]], r"holds -0\.1"),
+        ([[np.inf]], "holds inf"),
+    ],
+)
+def test_what_is_no_accuracy_matrix(matrix, message):
+    for measure in (forgetting, backward_transfer, lambda value: summarize(value, [0.5])):
+        with pytest.raises(ValueError, match=message):
+            measure(matrix)
+
+
+def test_rows_of_the_wrong_length_are_refused():
+    with pytest.raises(ValueError, match="row 1 of the accuracies has 1 entries; it must have 2"):
+        accuracy_matrix([[0.5], [0.5]])
+    with pytest.raises(ValueError, match="shape"):
+        accuracy_matrix([])
+
+
+def test_overall_accuracies_are_checked():
+    for measure in (average_accuracy, last_accuracy):
+        for overall, message in (([], "shape"), ([0.5, 50.0], r"holds 50\.0"), ([np.nan], "nan"), ([[0.5]], "shape")):
+            with pytest.raises(ValueError, match=message):
+                measure(overall)
+    with pytest.raises(ValueError, match="2 overall accuracies for the 1 tasks"):
+        summarize([[0.5]], [0.5, 0.5])
+    with pytest.raises(ValueError, match=r"overall accuracy 0\.9 after task 1 lies outside \[0\.5, 0\.6\]"):
+        summarize(accuracy_matrix([[0.5], [0.5, 0.6]]), [0.5, 0.9])

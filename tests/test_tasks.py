@@ -1,0 +1,300 @@
+"""The stream of tasks: orders, increments, labels, names, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dulbe_peft.tasks import (
+    ICARL_CIFAR100_ORDER,
+    Task,
+    check_class_names,
+    class_incremental_tasks,
+    dataset_class_names,
+    dataset_labels,
+    format_class_name,
+    format_prompts,
+    select_classes,
+)
+
+
+class Pairs:
+    """(image, label) pairs with no labels apart; counts how often an item is read."""
+
+    def __init__(self, labels: list[Any]) -> None:
+        self.items = [(f"image {index}", label) for index, label in enumerate(labels)]
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.items[index]
+
+
+class Labelled(Pairs):
+    """The same with `.labels` and class names, as dicts."""
+
+    def __init__(self, labels: list[Any], class_names: list[str] | None = None) -> None:
+        super().__init__(labels)
+        self.labels = labels
+        self.class_names = class_names or [f"class_{label}" for label in range(max(labels) + 1)]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = super().__getitem__(index)
+        return {"image": image, "label": label}
+
+
+class Decoy:
+    """Labels and names alone; reading an image is an error."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+        self.length = len(next(iter(attributes.values())))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("an image was read for its label")
+
+
+def letters(count: int) -> list[str]:
+    return [chr(ord("a") + index) for index in range(count)]
+
+
+def sizes(tasks: list[Task]) -> list[int]:
+    return [len(task.class_names) for task in tasks]
+
+
+def test_every_image_arrives_once_in_its_class_and_order():
+    labels = np.random.RandomState(0).permutation(np.arange(40) % 5).tolist()
+    train, test = Labelled(labels), Labelled(labels[:20])
+    order = [3, 0, 4, 1, 2]
+    tasks = class_incremental_tasks(train, test, increment=2, class_order=order)
+    assert [task.class_names for task in tasks] == [("class_3", "class_0"), ("class_4", "class_1"), ("class_2",)]
+    assert train.reads == test.reads == 0
+    for split, source in (("train", train), ("test", test)):
+        found = []
+        for number, task in enumerate(tasks):
+            subset = getattr(task, split)
+            classes = order[2 * number : 2 * number + 2]
+            expected = [
+                {"image": f"image {index}", "label": classes.index(label)}
+                for index, label in enumerate(source.labels)
+                if label in classes
+            ]
+            assert [subset[index] for index in range(len(subset))] == list(subset) == expected
+            assert subset.labels.dtype == np.int64
+            assert subset.labels.tolist() == [sample["label"] for sample in expected]
+            assert subset.class_names == task.class_names
+            found += [sample["image"] for sample in expected]
+        assert sorted(found) == sorted(image for image, _ in source.items)
+
+
+def test_increments():
+    data = Labelled(list(range(10)))
+    assert sizes(class_incremental_tasks(data, increment=2)) == [2] * 5
+    assert sizes(class_incremental_tasks(data, increment=1, initial_increment=5)) == [5, 1, 1, 1, 1, 1]
+    assert sizes(class_incremental_tasks(data, increment=4)) == [4, 4, 2]
+    assert sizes(class_incremental_tasks(data, increment=4, initial_increment=1)) == [1, 4, 4, 1]
+    assert sizes(class_incremental_tasks(data, increment=3, initial_increment=10)) == [10]
+    assert sizes(class_incremental_tasks(data, increment=np.int64(10))) == [10]
+    assert class_incremental_tasks(data, increment=10)[0].test is None
+    labels = list(range(100))
+    assert sizes(class_incremental_tasks(Labelled(labels), increment=10, initial_increment=50)) == [50] + [10] * 5
+
+
+def test_orders():
+    data = Labelled(list(range(100)))
+
+    def first(**order: Any) -> list[str]:
+        return list(class_incremental_tasks(data, increment=10, **order)[0].class_names)
+
+    assert first() == [f"class_{label}" for label in range(10)]
+    # the first ten of RandomState(1993).permutation(100), as the field's logs print them
+    assert first(seed=1993) == [f"class_{label}" for label in (68, 56, 78, 8, 23, 84, 90, 65, 74, 76)]
+    assert first(class_order="icarl") == [f"class_{label}" for label in (87, 0, 52, 58, 44, 91, 68, 97, 51, 15)]
+    assert sorted(ICARL_CIFAR100_ORDER) == list(range(100)) and ICARL_CIFAR100_ORDER[-3:] == (26, 35, 39)
+    names = [f"class_{label}" for label in range(99, -1, -1)]
+    assert first(class_order=names) == names[:10]
+    assert first(class_order=np.arange(100)[::-1]) == names[:10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"increment": 0}, ValueError, r"increment is 0; .* 1\.\.3"),
+        ({"increment": 4}, ValueError, r"increment is 4; .* 1\.\.3"),
+        ({"increment": True}, TypeError, "increment must be an int, got True"),
+        ({"increment": 1.0}, TypeError, "increment must be an int, got 1.0"),
+        ({"increment": 1, "initial_increment": 4}, ValueError, "initial_increment is 4"),
+        ({"increment": 1, "seed": 1, "class_order": [0, 1, 2]}, ValueError, "class_order and seed=1 are both given"),
+        ({"increment": 1, "seed": 1.5}, TypeError, "seed must be an int, got 1.5"),
+        ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is absent"),
+        ({"increment": 1, "class_order": [0, 1, 2, 2]}, ValueError, "it has 4 entries"),
+        ({"increment": 1, "class_order": [0, 1, -1]}, ValueError, "2 is absent"),
+        ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] is True"),
+        ({"increment": 1, "class_order": [0, "b", "c"]}, TypeError, r"class_order\[1\] is 'b'"),
+        ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
+        ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
+        ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
+        ({"increment": 1, "class_names": ["a", "a", "b"]}, ValueError, "both 'a'"),
+        ({"increment": 1, "class_names": letters(2)}, ValueError, r"label of train sample 2 is 2; .* 0\.\.1"),
+        ({"increment": 1, "class_names": letters(4)}, ValueError, r"class 3 \('d'\) has no training image"),
+        ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in one only"),
+        ({"increment": 1, "test": Labelled([0, 1, 2], ["b", "a", "c"])}, ValueError, "another order"),
+        ({"increment": 1, "test": Labelled([0, 1], letters(3))}, ValueError, r"task 2 has no test image .*\['c'\]"),
+        ({"increment": 1, "test": Labelled([0, 3], letters(3))}, ValueError, "label of test sample 1 is 3"),
+        ({"increment": 1, "test": Pairs([])}, ValueError, "test is empty"),
+    ],
+)
+def test_what_no_stream_can_be_made_of(arguments, error, message):
+    with pytest.raises(error, match=message):
+        class_incremental_tasks(Labelled([0, 1, 2], letters(3)), **arguments)
+
+
+def test_class_names_must_come_from_somewhere():
+    with pytest.raises(ValueError, match="pass class_names"):
+        class_incremental_tasks(Pairs([0, 1]), increment=1)
+    assert class_incremental_tasks(Pairs([0, 1]), None, ["x", "y"], increment=2)[0].class_names == ("x", "y")
+
+
+def test_labels_are_read_without_images_where_they_can_be():
+    assert dataset_labels(Decoy(labels=np.array([2, 0], np.int16))).tolist() == [2, 0]
+    assert dataset_labels(Decoy(targets=[1, 0, 1])).tolist() == [1, 0, 1]
+    pairs = Pairs([1, np.int32(0), np.uint8(3)])
+    assert dataset_labels(pairs).tolist() == [1, 0, 3]
+    assert pairs.reads == 3
+
+
+def test_torch_subsets_and_labels():
+    torch = pytest.importorskip("torch")
+    decoy = Decoy(labels=torch.tensor([4, 3, 2]), classes=letters(5))
+    subset = torch.utils.data.Subset(torch.utils.data.Subset(decoy, [2, 1]), [1, 0])
+    assert dataset_labels(subset).tolist() == [3, 2]
+    assert dataset_class_names(subset) == tuple("abcde")
+    assert dataset_labels(Pairs([torch.tensor(1), torch.tensor(0)])).tolist() == [1, 0]
+    with pytest.raises(TypeError, match="sample 0"):
+        dataset_labels(Pairs([torch.tensor(True)]))
+
+
+def test_hugging_face_datasets_give_labels_and_names_without_decoding():
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
+    columns = {"image": [{"bytes": b"no image", "path": None}] * 4, "label": [0, 1, 1, 0]}
+    data = datasets.Dataset.from_dict(columns, features=features)
+    tasks = class_incremental_tasks(
+        data, data.select([3, 1]).with_format("numpy"), increment=1, class_order=["y", "x"]
+    )
+    assert [task.class_names for task in tasks] == [("y",), ("x",)]
+    assert [task.train.indices.tolist() for task in tasks] == [[1, 2], [0, 3]]
+    assert [task.test.indices.tolist() for task in tasks] == [[1], [0]]
+    with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
+        dataset_labels(data.rename_column("label", "fine"))
+    with pytest.raises(TypeError, match=r"keys \['train'\]; pass one of its splits"):
+        dataset_labels(datasets.DatasetDict(train=data))
+
+
+@pytest.mark.parametrize("labels", [[0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1]])
+def test_labels_that_are_no_ints_are_refused_wherever_they_stand(labels):
+    for data in (Pairs(labels), Decoy(labels=labels), Decoy(targets=tuple(labels))):
+        with pytest.raises(TypeError, match="int"):
+            dataset_labels(data)
+    if labels[0] is not None and not isinstance(labels[0], int):
+        with pytest.raises(TypeError, match="int"):
+            dataset_labels(Decoy(labels=np.array(labels)))
+
+
+def test_malformed_datasets_are_refused():
+    with pytest.raises(ValueError, match="sample 1 is -1"):
+        dataset_labels(Pairs([0, -1]))
+    with pytest.raises(ValueError, match="2 dimensions"):
+        dataset_labels(Decoy(labels=np.zeros((2, 1), int)))
+    short = Decoy(labels=[0, 1])
+    short.length = 3
+    with pytest.raises(ValueError, match="2 labels but 3 images"):
+        dataset_labels(short)
+    with pytest.raises(TypeError, match="generator"):
+        dataset_labels(label for label in [0])
+    with pytest.raises(TypeError, match="sample 0 is a tuple"):
+        dataset_labels([("image", 0, "extra")])
+    with pytest.raises(ValueError, match=r"sample 0 has the keys \['image', 'target'\]"):
+        dataset_labels([{"image": 0, "target": 1}])
+
+
+def test_a_sample_that_contradicts_the_list_of_labels_is_refused():
+    data = Labelled([0, 1, 1], letters(2))
+    task = class_incremental_tasks(data, increment=1)[1]
+    assert task.train[-1] == {"image": "image 2", "label": 0}
+    data.items[2] = ("image 2", 0)
+    with pytest.raises(ValueError, match="sample 2 .* label 0, but its list of labels says 1"):
+        task.train[1]
+
+
+def test_subsets_name_their_images_end_and_pickle():
+    subset = class_incremental_tasks(Labelled([0, 1, 0], letters(2)), increment=1)[0].train
+    assert subset.item_name(1) == "item 2"
+    with pytest.raises(IndexError):
+        subset[2]
+    copy = pickle.loads(pickle.dumps(subset))
+    assert list(copy) == list(subset) and copy.class_names == ("a",)
+
+
+def test_select_classes_relabels_by_name():
+    subset = select_classes(Labelled([0, 1, 2, 1], letters(3)), ["c", "b"])
+    assert [(sample["image"], sample["label"]) for sample in subset] == [
+        ("image 1", 1),
+        ("image 2", 0),
+        ("image 3", 1),
+    ]
+    with pytest.raises(ValueError, match="no class 'z'"):
+        select_classes(Labelled([0, 1]), ["z"])
+
+
+def test_class_names_are_data():
+    odd = ["naïve", "../../etc/passwd", "🦊" * 3, "x" * 300, "{name} {}", "%s", "a\nb", np.str_("numpy")]
+    checked = check_class_names(odd)
+    assert checked == tuple(odd) and all(type(name) is str for name in checked)
+    assert Task(None, None, ["a"]).class_names == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("cat", TypeError, "single string 'cat'"),
+        (["cat", 3], TypeError, r"class_names\[1\] must be a string, got 3"),
+        ([b"cat"], TypeError, "bytes"),
+        ([], ValueError, "class_names is empty"),
+        (["cat", ""], ValueError, r"class_names\[1\] is ''"),
+        ([" \t"], ValueError, "blank"),
+        (["cat", "dog", "cat"], ValueError, r"class_names\[2\] and \[0\] are both 'cat'"),
+        (["c\0t"], ValueError, "NUL"),
+        (["\udcff"], ValueError, "UTF-8"),
+        (["bird"], ValueError, "'bird', a class that was seen already"),
+    ],
+)
+def test_class_names_that_are_refused(names, error, message):
+    with pytest.raises(error, match=message):
+        check_class_names(names, seen=["bird"])
+
+
+def test_prompts():
+    assert format_class_name("great_white_shark") == "great_white_shark"
+    names = ["great_white_shark", "{0} {}", "{x}"]
+    assert format_prompts(names, "a photo of {}, a type of food.", "spaces") == [
+        "a photo of great white shark, a type of food.",
+        "a photo of {0} {}, a type of food.",
+        "a photo of {x}, a type of food.",
+    ]
+    for template in ("a photo.", "{} and {}", "a {name}"):
+        with pytest.raises(ValueError, match="exactly once"):
+            format_prompts(names, template)
+    with pytest.raises(TypeError, match="template must be a string, got None"):
+        format_prompts(names, None)
+    with pytest.raises(ValueError, match="'Spaces'; it must be one of verbatim, spaces"):
+        format_class_name("a", "Spaces")
