@@ -58,25 +58,9 @@ def allocate_modes(
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
     """
-    for field, value in (
-        ("shared_rank", shared_rank),
-        ("residual_rank", residual_rank),
-        ("support_rank", support_rank),
-    ):
-        _check_rank(field, value)
-    if shared_rank + residual_rank == 0:
-        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
-    if not probe:
-        raise ValueError("probe is empty: expected one gradient per adapted layer")
+    _check_ranks(shared_rank, residual_rank, support_rank)
     statistics = {name: stats[name] for name in probe if name in stats} if stats else {}
-    for name, gradient in probe.items():
-        _check_matrix(f"gradient of layer {name!r}", gradient)
-        width = gradient.shape[1]
-        if shared_rank + residual_rank > width:
-            ranks = f"shared_rank + residual_rank = {shared_rank + residual_rank}"
-            raise ValueError(f"{ranks} exceeds the {width} input features of layer {name!r}")
-        if name in statistics:
-            _check_matrix(f"statistic of layer {name!r}", statistics[name], (width, width))
+    _check_matrices(probe, statistics, shared_rank + residual_rank)
     # Layers that share a statistic share its decomposition; `statistics` keeps the objects alive, so ids are unique.
     supports: dict[int, torch.Tensor] = {}
     modes = {}
@@ -111,11 +95,28 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
     return min(1.0, share.item())
 
 
-def _check_rank(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
+def _check_ranks(shared_rank: int, residual_rank: int, support_rank: int) -> None:
+    ranks = {"shared_rank": shared_rank, "residual_rank": residual_rank, "support_rank": support_rank}
+    for name, value in ranks.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if shared_rank + residual_rank == 0:
+        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
+
+
+def _check_matrices(probe: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor], rank: int) -> None:
+    if not probe:
+        raise ValueError("probe is empty: expected one gradient per adapted layer")
+    for name, gradient in probe.items():
+        _check_matrix(f"gradient of layer {name!r}", gradient)
+        width = gradient.shape[1]
+        if rank > width:
+            ranks = f"shared_rank + residual_rank = {rank}"
+            raise ValueError(f"{ranks} exceeds the {width} input features of layer {name!r}")
+        if name in statistics:
+            _check_matrix(f"statistic of layer {name!r}", statistics[name], (width, width))
 
 
 def _check_matrix(what: str, matrix: torch.Tensor, shape: tuple[int, int] | None = None) -> None:

@@ -34,11 +34,12 @@ def historical_support(
         name: what an error message calls the matrix.
 
     Returns:
-        U, (d_in, K_eff), float32, orthonormal columns in descending order of their eigenvalue. K_eff is the smallest of
-        K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it may be 0.
+        U, (d_in, K_eff), float32, orthonormal columns in descending order of their eigenvalue. K_eff is the smallest
+        of K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it may be 0.
 
     Raises:
-        ValueError: the matrix is not square, not finite, not symmetric positive semi-definite, or cannot be decomposed.
+        ValueError: the matrix is not square, not finite, not symmetric positive semi-definite, or cannot be
+            decomposed.
 
     Reference:
         "Historical Visual-Mode Occupation", the eigendecomposition of S_<t.
@@ -135,7 +136,7 @@ def orthonormal_complement(basis: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    """Top right singular vectors of `matrix` (I - `avoid` `avoid`'), filled up outside `avoid`; float64, (d, count)."""
+    """Top right singular vectors of `matrix` (I - `avoid` `avoid`'), filled up outside it; float64, (d, count)."""
     width = matrix.shape[1]
     projected = matrix - (matrix @ avoid) @ avoid.T
     wide = matrix.shape[0] < width
@@ -228,7 +229,8 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
         TypeError: the vectors are not floating-point tensors.
 
     Reference:
-        "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq. bridge_calibrated_depth.
+        "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq.
+        bridge_calibrated_depth.
     """
     if start.ndim < 1 or end.ndim < 1 or start.shape[-1] != end.shape[-1] or start.shape[-1] < 2:
         shapes = f"{tuple(start.shape)} and {tuple(end.shape)}"
@@ -356,8 +358,8 @@ def cross_modal_loss(
         A scalar, in at least float32.
 
     Raises:
-        ValueError: the shapes do not fit, the batch is empty, or (where looking costs no device synchronisation, that is
-            on the CPU) a label is out of range.
+        ValueError: the shapes do not fit, the batch is empty, or (where looking costs no device synchronisation, that
+            is on the CPU) a label is out of range.
         TypeError: the labels are not integers.
 
     Reference:

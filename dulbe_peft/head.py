@@ -116,12 +116,12 @@ class BridgeEnsembleHead(nn.Module):
             class_names: the new classes.
             image_embeds: (n, d), features of the task's images; normalised here.
             labels: (n,), integers that index `class_names`; every class needs at least one image.
-            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came, then the new
-                ones'; normalised here. The old classes' embeddings are replaced by them.
+            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came, then the
+                new ones'; normalised here. The old classes' embeddings are replaced by them.
 
         Raises:
-            ValueError: a name is empty, repeated or already known, a class has no image, a label is out of range, a row
-                is zero or not finite, or the shapes do not fit.
+            ValueError: a name is empty, repeated or already known, a class has no image, a label is out of range, a
+                row is zero or not finite, or the shapes do not fit.
             TypeError: a name is not a string, or labels are not integers.
 
         Reference:

@@ -180,8 +180,8 @@ def collect_statistics(
         `into`.
 
     Raises:
-        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached, or
-            layers share inputs otherwise than before. `into` is as it was then.
+        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached,
+            or layers share inputs otherwise than before. `into` is as it was then.
 
     Reference:
         "Historical Visual-Mode Occupation", S_t' = X'X.
@@ -228,7 +228,8 @@ class _Collector:
         self.generator = torch.Generator().manual_seed(seed)
         self.leader_of: dict[str, str] = {}
         self.sums: dict[str, torch.Tensor] = {}
-        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in memory.
+        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
+        # memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def start_batch(self) -> None:
