@@ -67,7 +67,7 @@ class LearnerArguments:
     num_workers: int = field(default=0, metadata={"help": "Processes that read images; 0 reads in the main process."})
     pixel_cache_mb: int = field(
         default=1024,
-        metadata={"help": "Keep a task's preprocessed images in memory up to this size in MiB; 0 reads them every pass."},
+        metadata={"help": "Keep a task's preprocessed images in memory up to so many MiB; 0 reads every pass."},
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu, or an accelerator's type such as cuda."})
     mixed_precision: str = field(

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPProce
 try:  # transformers >= 5.6 keeps a PIL backend apart; before that CLIPImageProcessor itself needs no torchvision
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as PilImageProcessor
 except ImportError:  # pragma: no cover - older transformers
-    from transformers import CLIPImageProcessor as PilImageProcessor
+    from transformers import CLIPImageProcessor as PilImageProcessor  # type: ignore[assignment]
 
 
 def load_clip(
@@ -50,18 +50,18 @@ def load_clip(
     if config.model_type != "clip":
         raise ValueError(f"{name!r} holds a model of type {config.model_type!r}, expected 'clip'")
     model = CLIPModel.from_pretrained(
-        name, revision=revision, dtype=torch.float32, attn_implementation=attn_implementation
+        name, revision=revision or "main", dtype=torch.float32, attn_implementation=attn_implementation
     )
     return model.eval(), load_processor(name, model, revision)
 
 
-def load_processor(name: str, model: nn.Module, revision: str | None = None) -> CLIPProcessor:
+def load_processor(name: str, model: Any, revision: str | None = None) -> CLIPProcessor:
     """The processor of `name`; the image half falls back to CLIP's evaluation transform at the model's image size."""
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     try:
         image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
     except (OSError, ValueError):
-        size = model.config.vision_config.image_size  # type: ignore[union-attr]
+        size = model.config.vision_config.image_size
         image_processor = PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     return CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer)
 
@@ -100,7 +100,8 @@ def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[st
         if len(ids) > max_length:
             raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {max_length}: shorten it")
         if tuple(ids) in seen:
-            raise ValueError(f"prompts {seen[tuple(ids)]!r} and {prompt!r} are the same to the tokenizer: rename a class")
+            other = seen[tuple(ids)]
+            raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
     batch = processor.tokenizer(list(prompts), padding=True, return_tensors="pt")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

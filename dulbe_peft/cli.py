@@ -1,7 +1,7 @@
 """The command line, `dulbe-peft` or `python -m dulbe_peft`.
 
-Every flag of `run` is a field of [`DualModeLoraConfig`], [`LearnerArguments`] or `StreamArguments`; a YAML file takes the
-same names. Flags win over the file, the file over the defaults.
+Every flag of `run` is a field of [`DualModeLoraConfig`], [`LearnerArguments`] or `StreamArguments`; a YAML file takes
+the same names. Flags win over the file, the file over the defaults.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class StreamArguments:
         default=None, metadata={"help": "Order of the classes: icarl, or a text file with one class name per line."}
     )
     order_seed: int | None = dataclasses.field(
-        default=None, metadata={"help": "Seed of a random class order (1993 in the paper's protocols); none: as in the data."}
+        default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
     )
     revision: str | None = dataclasses.field(default=None, metadata={"help": "Revision of a model on the Hub."})
     attn_implementation: str | None = dataclasses.field(
-        default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, where it trains faster."}
+        default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."}
     )
     resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
     dry_run: bool = dataclasses.field(
@@ -153,7 +153,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
         if not isinstance(loaded, dict):
-            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got {type(loaded).__name__}")
+            kind = type(loaded).__name__
+            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got a {kind}")
         for name in loaded:
             if name not in known:
                 close = difflib.get_close_matches(str(name), sorted(known), n=1)
@@ -255,11 +256,11 @@ def _load(folder: str, model: str | None) -> Any:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from dulbe_peft.data import load_data
-    from dulbe_peft.tasks import select_classes
+    from dulbe_peft.tasks import dataset_class_names, select_classes
 
     learner = _load(arguments.folder, arguments.model)
     data = load_data(arguments.data, split=arguments.split)
-    known = [name for name in data.class_names if name in set(learner.class_names)]
+    known = [name for name in dataset_class_names(data) or () if name in set(learner.class_names)]
     if not known:
         raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.folder!r}")
     figures = learner.evaluate(select_classes(data, known), known)
@@ -291,5 +292,6 @@ def _env(_: argparse.Namespace) -> int:
             print(f"{name}: not installed")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     print(f"python: {platform.python_version()} on {platform.platform()}")
-    print(f"accelerator: {'none' if accelerator is None else accelerator.type}, CPU threads: {torch.get_num_threads()}")
+    found = "none" if accelerator is None else accelerator.type
+    print(f"accelerator: {found}, CPU threads: {torch.get_num_threads()}")
     return 0

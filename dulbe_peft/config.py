@@ -28,7 +28,8 @@ def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
     """
     if name in PeftType.__members__:
         return PeftType[name]
-    member = str.__new__(PeftType, name)
+    kind: Any = PeftType
+    member: Any = str.__new__(PeftType, name)
     member._name_ = name
     member._value_ = name
     member.__objclass__ = PeftType
@@ -37,8 +38,8 @@ def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
         PeftType._member_names_.append(name)
         PeftType._member_map_[name] = member
         PeftType._value2member_map_[name] = member
-        if hasattr(PeftType, "_hashable_values_"):  # Python >= 3.13
-            PeftType._hashable_values_.append(name)
+        if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
+            kind._hashable_values_.append(name)
         type.__setattr__(PeftType, name, member)
     except (AttributeError, TypeError) as error:  # pragma: no cover - another implementation of enum
         raise RuntimeError(f"peft.PeftType cannot take the member {name!r}: its internals have changed") from error
@@ -80,14 +81,14 @@ class DualModeLoraConfig(PeftConfig):
     support_rank: int = field(
         default=128,
         metadata={
-            "help": "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a "
-            "layer and its data allow."
+            "help": "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to "
+            "what a layer and its data allow."
         },
     )
     target_modules: list[str] | str | None = field(
         default=None,
         metadata={
-            "help": "Names of the linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
+            "help": "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
             "None: k_proj, v_proj, fc1 and fc2. Inside a CLIPModel only the vision tower is adapted."
         },
     )
@@ -106,14 +107,14 @@ class DualModeLoraConfig(PeftConfig):
     )
     init_weights: bool = field(
         default=True,
-        metadata={"help": "True: every B starts at zero, so the output is the base model's. False: random B, for tests."},
+        metadata={"help": "True: every B starts at zero, the output is the base model's. False: random B."},
     )
     layers_to_transform: list[int] | int | None = field(
         default=None, metadata={"help": "Indices of the vision tower's blocks to adapt; None adapts all."}
     )
     layers_pattern: list[str] | str | None = field(
         default=None,
-        metadata={"help": "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found by itself."},
+        metadata={"help": "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found."},
     )
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Further modules to train in full and to save with the adapter."}
@@ -147,13 +148,11 @@ class DualModeLoraConfig(PeftConfig):
                     f"({self.target_modules!r}): name the layers in a list, or put the indices into the expression"
                 )
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError(
-                f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform: set both or neither"
-            )
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform")
         if self.task_type == TaskType.FEATURE_EXTRACTION:
             warnings.warn(
-                "task_type=FEATURE_EXTRACTION makes PEFT pass text-model arguments to the model, which every CLIP model "
-                "refuses: leave task_type unset",
+                "task_type=FEATURE_EXTRACTION makes PEFT pass text-model arguments to the model, which every CLIP "
+                "model refuses: leave task_type unset",
                 stacklevel=3,
             )
 

@@ -1,4 +1,4 @@
-"""The embedded demo: five tasks of two handwritten digits each, offline, with a tiny CLIP that comes with the package."""
+"""The embedded demo: five tasks of two handwritten digits, offline, with a tiny CLIP that comes with the package."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from dulbe_peft.layer import DualModeLinear, TextLoraLinear
 def export_lora(model: PeftModel, folder: str | Path) -> Path:
     """Write the active adapter as PEFT's own LoRA: A = stacked bases, B = stacked up-projections, alpha = rank.
 
-    History, current modes, text LoRA and `modules_to_save` are included. The factors are this adapter's, bit for bit; no
-    decomposition takes place.
+    History, current modes, text LoRA and `modules_to_save` are included. The factors are this adapter's, bit for bit;
+    no decomposition takes place.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
@@ -26,8 +26,9 @@ def export_lora(model: PeftModel, folder: str | Path) -> Path:
     Returns:
         The folder.
     """
-    adapter = model.base_model._active()
-    config = model.peft_config[adapter]
+    tuner: Any = model.base_model
+    adapter = tuner._active()
+    config: Any = model.peft_config[adapter]
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}

@@ -38,7 +38,8 @@ def probe_gradients(
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
     modes = {module: module.training for module in model.modules()}
     adapter = next(iter(layers.values())).active_adapters[0]
-    losses, total = [], 0
+    losses: list[torch.Tensor] = []
+    total = 0
     model.eval()
     try:
         for layer in layers.values():
@@ -67,7 +68,7 @@ def probe_gradients(
 
 def _check_loss(loss: torch.Tensor, size: int, index: int) -> None:
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
-        raise ValueError(f"loss_fn must return a scalar loss that depends on the model, got {loss!r} for batch {index}")
+        raise ValueError(f"loss_fn must return a scalar that depends on the model, got {loss!r} for batch {index}")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
 

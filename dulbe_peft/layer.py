@@ -5,8 +5,8 @@
 
 W_0 is never written to: the folded weight is a cache beside it, recomputed from W_0 and the saved factors by
 `DualModeLinear.folded_weight` alone. A model that learned and a model that was loaded therefore agree bit for bit, and
-disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight, and
-it keeps the pristine one beside it, so `unmerge` is exact too.
+disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight,
+and it keeps the pristine one beside it, so `unmerge` is exact too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -34,6 +34,10 @@ def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: 
 class DualModeLayer(BaseTunerLayer, nn.Module):
     """What the vision tower's and the text tower's layers share: merging, unmerging and the choice of branch."""
 
+    if TYPE_CHECKING:  # PEFT's base class carries no types
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -46,6 +50,10 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.register_state_dict_post_hook(_restore_pristine)
+
+    @property
+    def _linear(self) -> nn.Linear:
+        return cast(nn.Linear, self.get_base_layer())
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """The whole update of `adapter`, (d_out, d_in) in float32."""
@@ -73,7 +81,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             ValueError: `safe_merge` is set and an update is not finite.
         """
         for name in self._adapters_here(check_adapters_to_merge(self, adapter_names)):
-            weight = self.get_base_layer().weight
+            weight = self._linear.weight
             with torch.no_grad():
                 delta = self.get_delta_weight(name).to(weight.device)
                 merged = (weight.data.float() + delta).to(weight.dtype)
@@ -89,7 +97,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        weight = self.get_base_layer().weight
+        weight = self._linear.weight
         assert self._pristine_weight is not None
         weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
         self._pristine_weight = None
@@ -160,7 +168,7 @@ class DualModeLinear(DualModeLayer):
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
         """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history."""
         shared_rank, residual_rank = config.shared_rank, config.residual_rank
-        weight = self.get_base_layer().weight
+        weight = self._linear.weight
         device = weight.device
         cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank))[0]
         self.dulbe_P[adapter_name] = cpu_basis.contiguous().to(device)
@@ -194,7 +202,7 @@ class DualModeLinear(DualModeLayer):
         The one place where an effective weight is made. The result is cached until the adapter, the base weight or
         the history changes.
         """
-        base, history = self.get_base_layer().weight, self.dulbe_history_B[adapter]
+        base, history = self._linear.weight, self.dulbe_history_B[adapter]
         if history.shape[1] == 0:
             return base
         cached = self._folded
@@ -253,7 +261,7 @@ class DualModeLinear(DualModeLayer):
     # ------------------------------------------------------------------ forward
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self.get_base_layer()
+        linear = self._linear
         names = self._adapters_here(self.active_adapters)
         weight, extra = linear.weight, []
         for name in names:

@@ -49,7 +49,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class _Images(Dataset[tuple[torch.Tensor, int, int]]):
     """A dataset's images as pixel values with label and index, kept in memory while they fit."""
 
-    def __init__(self, dataset: Any, labels: Sequence[int] | None, processor: Any, cache_bytes: int) -> None:
+    def __init__(self, dataset: Any, labels: Any, processor: Any, cache_bytes: int) -> None:
         self.dataset = dataset
         self.labels = labels
         self.processor = processor
@@ -107,7 +107,7 @@ class ClassIncrementalLearner:
             raise ValueError(
                 f"model must come from get_peft_model(clip, DualModeLoraConfig(...)), got {type(model).__name__}"
             )
-        clip = model.get_base_model()
+        clip: Any = model.get_base_model()
         check_clip_like(clip)
         self.args = args or LearnerArguments()
         self.accelerator = _accelerator(self.args)
@@ -145,13 +145,13 @@ class ClassIncrementalLearner:
             class_names: the new classes, each with at least one image.
 
         Raises:
-            ValueError: an unknown, repeated or empty class, a label out of range, an unreadable image, a loss, gradient
-                or feature that is not finite.
+            ValueError: an unknown, repeated or empty class, a label out of range, an unreadable image, a loss,
+                gradient or feature that is not finite.
             TypeError: a class name is not a string.
         """
         names = check_class_names(class_names, seen=self.class_names)
         labels = checked_labels(dataset, names)
-        absent = sorted(set(range(len(names))) - set(int(label) for label in labels))
+        absent = sorted(set(range(len(names))) - {int(label) for label in labels})
         if absent:
             raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
         self._tokens((*self.class_names, *names))
@@ -291,7 +291,7 @@ class ClassIncrementalLearner:
     # ------------------------------------------------------------------ using
 
     @torch.no_grad()
-    def image_embeds(self, dataset: Any, labels: Sequence[int] | None = None) -> torch.Tensor:
+    def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
         images = self._images(dataset, labels)
         features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
@@ -390,7 +390,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ batches and prompts
 
-    def _images(self, dataset: Any, labels: Sequence[int] | None) -> _Images:
+    def _images(self, dataset: Any, labels: Any) -> _Images:
         cache = 0 if self.args.num_workers else self.args.pixel_cache_mb * 2**20
         return _Images(dataset, labels, self.processor, cache)
 
@@ -410,8 +410,8 @@ class ClassIncrementalLearner:
             pin_memory=self.accelerator.device.type == "cuda",
         )
         loader = self.accelerator.prepare_data_loader(loader)
-        bar = f"task {len(self.tasks) + 1} {title}"
-        yield from tqdm(loader, desc=bar, leave=False, disable=not self.args.progress)
+        bar = title if title == "encode" else f"task {len(self.tasks) + 1} {title}"
+        yield from tqdm(loader, desc=bar, leave=False, disable=None if self.args.progress else True)
 
     def _tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)

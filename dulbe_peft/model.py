@@ -24,9 +24,9 @@ TEXT_TOWER = "text_model"
 class DualModeLoraModel(BaseTuner):
     """A model whose vision tower learns through shared and residual modes, and whose text tower has plain LoRA.
 
-    Made by `peft.get_peft_model(model, DualModeLoraConfig(...))`; the `PeftModel` around it forwards every method here.
-    The methods act on the active adapter, of which there must be exactly one. A layer's name is its dotted path in the
-    model given to `get_peft_model`.
+    Made by `peft.get_peft_model(model, DualModeLoraConfig(...))`; the `PeftModel` around it forwards every method
+    here. The methods act on the active adapter, of which there must be exactly one. A layer's name is its dotted path
+    in the model given to `get_peft_model`.
 
     Attributes:
         model: the adapted model.
@@ -80,7 +80,8 @@ class DualModeLoraModel(BaseTuner):
             hint = ""
             if isinstance(linear, nn.MultiheadAttention):
                 hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
-            raise ValueError(f"target {name!r} is a {type(linear).__name__}, only torch.nn.Linear can be adapted{hint}")
+            kind = type(linear).__name__
+            raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
         rank = peft_config.shared_rank + peft_config.residual_rank
         if not self._in_text_tower(name) and rank > linear.in_features:
             raise ValueError(
@@ -159,8 +160,8 @@ class DualModeLoraModel(BaseTuner):
             modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
 
         Raises:
-            ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal, or
-                an adapter is merged. Nothing is changed then.
+            ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal,
+                or an adapter is merged. Nothing is changed then.
         """
         adapter = self._active()
         layers = self.dual_mode_layers()
@@ -186,7 +187,8 @@ class DualModeLoraModel(BaseTuner):
             return
         for layer in layers:
             layer.fold(adapter)
-        self.peft_config[adapter].history_rank = self.history_rank
+        config: Any = self.peft_config[adapter]
+        config.history_rank = self.history_rank
 
     @contextmanager
     def previous_task(self) -> Iterator[None]:
@@ -225,7 +227,7 @@ class DualModeLoraModel(BaseTuner):
         }
         if len(ranks) > 1:
             raise ValueError(f"layers of adapter {adapter_name!r} have histories of different ranks {sorted(ranks)}")
-        config.history_rank = max(ranks, default=0)
+        config.history_rank = max(ranks, default=0)  # type: ignore[attr-defined]
         return super()._get_adapter_state_dict(
             model=model,
             config=config,
@@ -313,7 +315,7 @@ def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinea
             )
         error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
         if not error < 1e-3:
-            raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}, expected < 1e-3")
+            raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")
 
 
 def register() -> None:

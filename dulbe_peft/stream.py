@@ -84,7 +84,8 @@ def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, A
             continue
         different = _differences(manifest.get("identity", {}), _plain(identity))
         if different:
-            raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; choose another output_dir")
+            names = ", ".join(different)
+            raise ValueError(f"{folder} belongs to another run: {names} differ; choose another output_dir")
         learner.restore(folder)
         tqdm.write(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
         progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))

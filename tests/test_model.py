@@ -88,9 +88,11 @@ def test_vit_b16_parameter_counts():
     from transformers import CLIPConfig, CLIPModel
 
     towers = {"num_hidden_layers": 12, "projection_dim": 512}
+    vision = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16}
+    text = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     config = CLIPConfig(
-        vision_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16, **towers},
-        text_config={"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, **towers},
+        vision_config={**vision, **towers},
+        text_config={**text, **towers},
     )
     with torch.device("meta"):
         clip = CLIPModel(config)
@@ -179,7 +181,8 @@ def test_disable_unmerge_and_unload_give_the_pristine_model(learned, pristine):
 def test_state_dict_carries_the_pristine_base_weights(learned, pristine, merged):
     if merged:
         learned.merge_adapter()
-    state = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in learned.state_dict().items()}
+    saved = learned.state_dict()
+    state = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in saved.items()}
     assert all(torch.equal(state[key], value) for key, value in pristine.state_dict().items())
     if merged:  # and loading it into a merged model leaves the same function
         before = image_features(learned)
@@ -198,7 +201,7 @@ def test_merge_and_unload(learned):
 def test_safe_merge_refuses_nan_and_changes_nothing(learned):
     next(learned.shared_parameters()).data[0, 0] = float("nan")
     before = {key: value.clone() for key, value in learned.state_dict().items()}
-    with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be broken"):
+    with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
         learned.merge_adapter(safe_merge=True)
     after = learned.state_dict()
     assert all(torch.equal(value, after[key]) or value.isnan().any() for key, value in before.items())
@@ -279,9 +282,10 @@ def test_reloading_over_a_history_of_another_length(learned, pristine, tmp_path)
     model.load_adapter(tmp_path / "long", "other")
     model.set_adapter("other")
     assert torch.equal(image_features(model), long)
-    assert get_peft_model_state_dict(model, adapter_name="default").keys() == get_peft_model_state_dict(
-        model, adapter_name="other"
-    ).keys()
+    assert (
+        get_peft_model_state_dict(model, adapter_name="default").keys()
+        == get_peft_model_state_dict(model, adapter_name="other").keys()
+    )
 
 
 def test_several_adapters(learned, pristine):
