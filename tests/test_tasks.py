@@ -291,6 +291,7 @@ def test_prompts():
         "a photo of {0} {}, a type of food.",
         "a photo of {x}, a type of food.",
     ]
+    assert format_prompts(["cat"], "{a} {} {0}") == ["{a} cat {0}"]
     for template in ("a photo.", "{} and {}", "a {name}"):
         with pytest.raises(ValueError, match="exactly once"):
             format_prompts(names, template)
