@@ -40,7 +40,7 @@ class StreamArguments:
     train_split: str = dataclasses.field(default="train", metadata={"help": "Name of the split to learn from."})
     test_split: str = dataclasses.field(default="test", metadata={"help": "Name of the split to test on."})
     class_order: str | None = dataclasses.field(
-        default=None, metadata={"help": "Order of the classes: icarl, or a text file with one class name per line."}
+        default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
     )
     order_seed: int | None = dataclasses.field(
         default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
@@ -207,7 +207,10 @@ def _tasks(stream: StreamArguments) -> Any:
     if order is not None and order != "icarl":
         if not Path(order).is_file():
             raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
-        order = Path(order).read_text(encoding="utf-8").splitlines()
+        lines = [line.strip() for line in Path(order).read_text(encoding="utf-8").splitlines()]
+        order = [line for line in lines if line]
+        if all(line.isdecimal() for line in order):
+            order = [int(line) for line in order]
     return class_incremental_tasks(
         load_data(stream.data, split=stream.train_split),
         load_data(stream.data, split=stream.test_split),

@@ -66,7 +66,8 @@ class _Images(Dataset[tuple[torch.Tensor, int, int]]):
             try:
                 pixels = pixel_values(self.processor, image)
             except (TypeError, ValueError, OSError) as error:
-                raise ValueError(f"image {index} of the dataset cannot be preprocessed: {error}") from error
+                name = getattr(self.dataset, "item_name", "item {}".format)(index)
+                raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error
             if self.cache is not None:
                 if pixels.nbytes * len(self) <= self.cache_bytes:
                     self.cache[index] = pixels

@@ -126,7 +126,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             OSError: the file cannot be written; one that was there is as it was.
         """
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
-        write_tensors(path, tensors, {"format": FORMAT, "groups": json.dumps(self.groups)})
+        # One entry: safetensors writes several in an order that changes from file to file.
+        write_tensors(path, tensors, {FORMAT: json.dumps(self.groups)})
 
     @classmethod
     def load(cls, path: str | Path) -> OccupationStatistics:
@@ -137,9 +138,9 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             ValueError: the file is damaged, of another format, or holds something else than finite square matrices.
         """
         tensors, metadata = read_tensors(path)
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}")
-        groups = _read_groups(path, metadata.get("groups", ""))
+        if FORMAT not in metadata:
+            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
+        groups = _read_groups(path, metadata[FORMAT])
         if {names[0] for names in groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {[g[0] for g in groups]}")
         stats = cls()

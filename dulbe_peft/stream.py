@@ -33,6 +33,9 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
         raise ValueError("tasks is empty: a stream needs at least one task")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
+    untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
+    if 0 < len(untested) < len(stream):
+        raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     identity = _identity(learner, stream)
     progress = _resume(learner, output, identity) if resume else None
     if progress is None:
@@ -120,16 +123,12 @@ def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict
 
 def _test(learner: Any, seen: list[Task]) -> dict[str, Any]:
     """Accuracy over all seen test images and on each seen task's, for the head and for the text classifier."""
-    return _pool([learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None])
-
-
-def _pool(rows: list[dict[str, float]]) -> dict[str, Any]:
+    rows = [learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None]
     images = sum(row["num_images"] for row in rows)
     pooled: dict[str, Any] = {}
-    for name in ("accuracy", "text_accuracy"):
-        if rows and name in rows[0]:
-            pooled[name] = sum(row[name] * row["num_images"] for row in rows) / images
-            pooled[f"{name}_by_task"] = [row[name] for row in rows]
+    for name in ("accuracy", "text_accuracy") if rows else ():
+        pooled[name] = sum(row[name] * row["num_images"] for row in rows) / images
+        pooled[f"{name}_by_task"] = [row[name] for row in rows]
     return pooled
 
 

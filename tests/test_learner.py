@@ -1,0 +1,435 @@
+"""Algorithm 1 against a literal transcription, and a stream saved, loaded, resumed and refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from peft import get_peft_model
+from PIL import Image
+from torch.nn import functional as F
+
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    allocate_modes,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.backbone import unit_image_embeds, unit_text_embeds
+from dulbe_peft.demo import DigitImages, demo_model_folder
+
+QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Handwritten digits, six of each class to learn from and four to test on."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == c)[:10] for c in range(10)])
+    train = np.concatenate([rows[start : start + 6] for start in range(0, 100, 10)])
+    test = np.setdiff1d(rows, train)
+    return tuple(DigitImages(data.images[part], data.target[part]) for part in (train, test))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_clip(demo_model_folder())
+
+
+def make_learner(base, seed=0, **fields):
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process-wide singleton with one precision
+    clip, processor = base
+    torch.manual_seed(seed)
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, "seed": seed, **fields}))
+
+
+def stream(digits, count=3, increment=2):
+    return class_incremental_tasks(*digits, increment=increment)[:count]
+
+
+def logits(learner, digits):
+    with torch.no_grad():
+        return learner.head(learner.image_embeds(digits[1]))
+
+
+def state(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+# ---------------------------------------------------------------------- the method
+
+
+def test_two_tasks_equal_a_literal_transcription(base, digits):
+    """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and a dense float32 weight."""
+    tasks = stream(digits, 2)
+    learner = make_learner(base)
+    literal = Literal(make_learner(base))
+    for task in tasks:
+        learner.learn_task(task.train, task.class_names)
+        literal.learn_task(task.train, task.class_names)
+    ours = {name: layer.folded_weight("default") for name, layer in learner.model.dual_mode_layers().items()}
+    for name, weight in literal.weights().items():
+        torch.testing.assert_close(ours[name], weight, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(logits(learner, digits), literal.logits(digits[1]), atol=2e-2, rtol=1e-3)
+
+
+class Literal:
+    """The same schedule with nothing shared or cached; only `allocate_modes` and the layers are the library's."""
+
+    def __init__(self, learner):
+        self.learner, self.args = learner, learner.args
+        self.model, self.clip = learner.model, learner.clip
+        self.inputs, self.old, self.head = {}, [], None
+
+    def weights(self):
+        return {n: layer.folded_weight("default") for n, layer in self.model.dual_mode_layers().items()}
+
+    def logits(self, dataset):
+        with torch.no_grad():
+            return self.head(unit_image_embeds(self.clip, self.pixels(dataset)))
+
+    def pixels(self, dataset):
+        images = [dataset[index]["image"] for index in range(len(dataset))]
+        return self.learner.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+
+    def text(self, names):
+        return unit_text_embeds(self.clip, self.learner._tokens(names))
+
+    def learn_task(self, dataset, names):
+        args, tau = self.args, self.learner.logit_scale
+        pixels, labels = self.pixels(dataset), torch.as_tensor(dataset.labels)
+        dense = copy.deepcopy(self.model).merge_and_unload().requires_grad_(True)
+        with torch.no_grad():
+            text = self.text(names)
+        F.cross_entropy(tau * unit_image_embeds(dense, pixels) @ text.T, labels).backward()
+        probe = {n: dense.get_submodule(n).weight.grad for n in self.model.dual_mode_layers()}
+        stats = {n: sum(x.T @ x for x in rows) for n, rows in self.inputs.items()}
+        self.model.begin_task(allocate_modes(probe, stats, shared_rank=1, residual_rank=2, support_rank=8))
+        teacher = copy.deepcopy(self.model)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        shared = list(self.model.shared_parameters())
+        optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
+        order = self.learner._order(len(labels), 0)
+        self.learner.tasks.append(names)
+        steps = [order[i : i + args.batch_size] for i in range(0, len(order), args.batch_size)]
+        with torch.no_grad():
+            old_text = self.text(self.old) if self.old else None
+        for step, rows in enumerate(steps):
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 + np.cos(np.pi * step / len(steps))) / 2
+            z = unit_image_embeds(self.clip, pixels[rows])
+            loss = F.cross_entropy(tau * z @ self.text(names).T, labels[rows])
+            gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
+            if old_text is not None:
+                with torch.no_grad():
+                    z_bar = unit_image_embeds(teacher.get_base_model(), pixels[rows])
+                kl = self.structure_loss(tau * z @ old_text.T, tau * z_bar @ old_text.T)
+                for parameter, gradient in zip(shared, torch.autograd.grad(kl, shared), strict=True):
+                    gradients[parameter] = gradients[parameter] + args.structure_weight * gradient
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            optimizer.step()
+        self.model.fold_task()
+        self.close(pixels, labels, names)
+
+    def structure_loss(self, student, teacher):
+        total = 0.0
+        for axis, temperature in ((1, self.args.class_temperature), (0, self.args.instance_temperature)):
+            p = (teacher.double() / temperature).softmax(axis)
+            log_q = (student.double() / temperature).log_softmax(axis)
+            total = total + temperature**2 * (p * (p.clamp(min=1e-300).log() - log_q)).sum(axis).mean()
+        return total
+
+    def close(self, pixels, labels, names):
+        handles = [
+            layer.register_forward_pre_hook(
+                lambda _, args, name=name: self.inputs.setdefault(name, []).append(args[0].detach().flatten(0, 1))
+            )
+            for name, layer in self.model.dual_mode_layers().items()
+        ]
+        with torch.no_grad():
+            z = unit_image_embeds(self.clip, pixels)
+            self.old += names
+            text = self.text(self.old)
+        for handle in handles:
+            handle.remove()
+        self.head = self.head or BridgeEnsembleHead(text.shape[1], logit_scale=self.learner.logit_scale)
+        self.head.add_classes(list(names), z, labels, text)
+
+
+def test_cached_and_online_teacher_agree(base, digits):
+    results = []
+    for teacher in ("cached", "online"):
+        learner = make_learner(base, teacher=teacher)
+        for task in stream(digits, 2):
+            learner.learn_task(task.train, task.class_names)
+        results.append(logits(learner, digits))
+    torch.testing.assert_close(*results, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structure_weight": 0.0},
+        {"text_embeds": "at_introduction"},
+        {"kl_reduction": "batchmean", "lr_schedule": "epoch"},
+        {"statistics_tokens": "patch"},
+        {"mixed_precision": "bf16"},
+    ],
+)
+def test_options_change_the_result(base, digits, fields):
+    outcomes = []
+    for options in ({}, fields):
+        learner = make_learner(base, learning_rate=1e-2, **options)
+        for task in stream(digits, 3):
+            learner.learn_task(task.train, task.class_names)
+        outcomes.append(logits(learner, digits))
+    assert torch.isfinite(outcomes[1]).all() and not torch.equal(*outcomes)
+
+
+def test_accuracy_rises_and_predictions_are_names(base, digits):
+    learner = make_learner(base, epochs=3)
+    for task in stream(digits, 5):
+        learner.learn_task(task.train, task.class_names)
+    figures = learner.evaluate(digits[1])
+    assert figures["accuracy"] > 0.7 and figures["num_images"] == 40
+    first = digits[1][0]["image"]
+    assert learner.predict(first) == learner.predict([first])
+    guesses = learner.predict([digits[1][i]["image"] for i in range(40)])
+    truth = [digits[1].class_names[label] for label in digits[1].labels]
+    assert np.mean([a == b for a, b in zip(guesses, truth, strict=True)]) == pytest.approx(figures["accuracy"])
+
+
+def test_zero_shot_is_the_pristine_model_s(base, digits):
+    learner = make_learner(base)
+    tasks = stream(digits, 2)
+    before = learner.zero_shot([(task.test, task.class_names) for task in tasks])
+    learner.learn_task(tasks[0].train, tasks[0].class_names)
+    assert learner.zero_shot([(task.test, task.class_names) for task in tasks]) == before
+
+
+# ---------------------------------------------------------------------- saving and resuming
+
+
+def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp_path):
+    learner = make_learner(base)
+    for task in stream(digits, 3):
+        learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    torch.save(logits(learner, digits), tmp_path / "logits.pt")
+    np.savez(tmp_path / "test.npz", images=digits[1].pixels, labels=digits[1].labels)
+    script = f"""
+        import numpy, torch
+        from dulbe_peft import ClassIncrementalLearner
+        from dulbe_peft.demo import DigitImages
+        torch.set_num_threads(1)
+        learner = ClassIncrementalLearner.from_pretrained({str(tmp_path / "learner")!r})
+        saved = numpy.load({str(tmp_path / "test.npz")!r})
+        with torch.no_grad():
+            logits = learner.head(learner.image_embeds(DigitImages(saved["images"], saved["labels"])))
+        assert torch.equal(logits, torch.load({str(tmp_path / "logits.pt")!r}))
+        assert len(learner.class_names) == 6 and learner.model.history_rank == 9
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    # and it goes on learning as the one that was never saved
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
+    task = stream(digits, 4)[3]
+    for one in (learner, again):
+        one.learn_task(task.train, task.class_names)
+    assert torch.equal(logits(learner, digits), logits(again, digits))
+
+
+def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tmp_path):
+    tasks = stream(digits, 3)
+    make_learner(base).run(tasks, tmp_path / "a")
+    make_learner(base).run(tasks, tmp_path / "b")
+    interrupted = make_learner(base)
+    with pytest.raises(RuntimeError, match="pulled"):
+        interrupted.run(
+            [*tasks[:2], tasks[2].__class__(_Pulled(tasks[2].train), tasks[2].test, tasks[2].class_names)],
+            tmp_path / "c",
+        )
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["task-001", "task-002"]
+    make_learner(base).run(tasks, tmp_path / "c")
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    for name in files:
+        if name.name in ("timings.json", "README.md"):
+            continue
+        for other in "bc":
+            assert (tmp_path / other / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), (other, name)
+    results = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert {"head", "text", "zero_shot", "configuration", "seed", "versions"} <= results.keys()
+    assert len(results["head"]["matrix"]) == 3 and 0 <= results["head"]["last_accuracy"] <= 1
+
+
+class _Pulled:
+    """A dataset whose reader breaks when the third image is read, as a pulled plug would."""
+
+    def __init__(self, dataset):
+        self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise RuntimeError("pulled")
+        return self.dataset[index]
+
+    def content_id(self, index):
+        return self.dataset.content_id(index)
+
+
+def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, tmp_path, capsys):
+    tasks = stream(digits, 3)
+    make_learner(base).run(tasks, tmp_path / "run")
+    expected = (tmp_path / "run" / "results.json").read_bytes()
+    with (tmp_path / "run" / "task-003" / "head.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    make_learner(base).run(tasks, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "stepping over" in said and "head.safetensors" in said and "resuming after task-002" in said
+    assert (tmp_path / "run" / "results.json").read_bytes() == expected
+
+
+def test_another_run_s_folder_is_refused(base, digits, tmp_path):
+    tasks = stream(digits, 2)
+    make_learner(base).run(tasks[:1], tmp_path)
+    with pytest.raises(ValueError, match="another run: arguments.learning_rate, arguments.seed, classes, data differ"):
+        make_learner(base, seed=3, learning_rate=0.5).run(tasks, tmp_path)
+    with pytest.raises(ValueError, match="already holds task-001 and resume is off"):
+        make_learner(base).run(tasks[:1], tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_damaged_folders_are_refused(learned_folder, tmp_path, file, damage, base):
+    import shutil
+
+    folder = tmp_path / "learner"
+    shutil.copytree(learned_folder, folder)
+    path = folder / file
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] if damage == "truncated" else content[:-3] + b"\xff\xff\xff")
+    with pytest.raises(CheckpointError, match=r"manifest|damaged|misses"):
+        ClassIncrementalLearner.from_pretrained(folder, base_model=copy.deepcopy(base[0]))
+
+
+@pytest.fixture(scope="module")
+def learned_folder(base, digits, tmp_path_factory):
+    learner = make_learner(base)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    folder = tmp_path_factory.mktemp("learned") / "learner"
+    learner.save_pretrained(folder)
+    return folder
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+class _Data(list):
+    """A dataset of (image, label) pairs."""
+
+
+def picture(value=0):
+    return Image.new("RGB", (8, 8), (value, value, value))
+
+
+@pytest.mark.parametrize(
+    ("data", "names", "error", "words"),
+    [
+        ([(picture(), 0)], ["a", "b"], ValueError, "class 'b' has no image"),
+        ([(picture(), 0)], ["a", "a"], ValueError, "'a'"),
+        ([(picture(), 0)], ["zero"], ValueError, "'zero', a class that was seen already"),
+        ([(picture(), 0)], [""], ValueError, "blank"),
+        ([(picture(), 0)], [7], TypeError, "must be a string, got 7"),
+        ([(picture(), 1)], ["a"], ValueError, "label"),
+        ([(picture(), -1)], ["a"], ValueError, "-1"),
+        ([(picture(), 0.5)], ["a"], TypeError, "0.5"),
+        ([(picture(), True)], ["a"], TypeError, "True"),
+        ([], ["a"], ValueError, "empty"),
+        ([("no image", 0)], ["a"], ValueError, "image 0"),
+        ([(torch.zeros(3, 16, 16, dtype=torch.uint8), 0)], ["a"], ValueError, "preprocessed"),
+        ([(torch.full((3, 16, 16), float("nan")), 0)], ["a"], ValueError, "NaN"),
+        ([(picture(), 0)], ["long " * 100], ValueError, "tokens"),
+    ],
+)
+def test_bad_tasks_change_nothing(base, digits, data, names, error, words):
+    learner = make_learner(base)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    before, scores = state(learner.model), logits(learner, digits)
+    flags = [p.requires_grad for p in learner.model.parameters()]
+    with pytest.raises(error, match=words):
+        learner.learn_task(_Data(data), names)
+    assert same(state(learner.model), before) and torch.equal(logits(learner, digits), scores)
+    assert [p.requires_grad for p in learner.model.parameters()] == flags and len(learner.tasks) == 1
+
+
+def test_a_diverging_task_is_taken_back(base, digits):
+    learner = make_learner(base, learning_rate=1e30)
+    before = state(learner.model)
+    task = stream(digits, 1)[0]
+    with pytest.raises(ValueError, match="nan|inf|NaN"):
+        learner.learn_task(task.train, task.class_names)
+    assert same(state(learner.model), before) and not learner.tasks and not learner.head.class_names
+
+
+def test_refused_constructions(base, digits):
+    clip, processor = base
+    with pytest.raises(ValueError, match="must come from get_peft_model"):
+        ClassIncrementalLearner(clip, processor)
+    tower = get_peft_model(copy.deepcopy(clip).vision_model, DualModeLoraConfig(residual_rank=2))
+    with pytest.raises(ValueError, match="has no get_image_features"):
+        ClassIncrementalLearner(tower, processor)
+    learner = make_learner(base)
+    with pytest.raises(ValueError, match="no task has been learned yet"):
+        learner.predict(picture())
+    with pytest.raises(ValueError, match="no task has been learned yet"):
+        learner.evaluate(digits[1])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ClassIncrementalLearner.from_pretrained("nowhere")
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="device 'cuda' was asked for, the accelerator of this machine is: none"):
+            make_learner(base, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
+        ({"batch_size": 2.0}, TypeError, "batch_size must be an int"),
+        ({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite and positive"),
+        ({"structure_weight": -1}, ValueError, "structure_weight"),
+        ({"kl_reduction": "sum"}, ValueError, "kl_reduction must be one of"),
+        ({"prompt_template": "a photo"}, ValueError, "exactly one {}"),
+    ],
+)
+def test_bad_arguments(fields, error, words):
+    with pytest.raises(error, match=words):
+        LearnerArguments(**fields)
