@@ -97,8 +97,6 @@ def allocate_layer(
     if shared_rank + residual_rank > width:
         raise ValueError(f"{name}: shared_rank {shared_rank} + residual_rank {residual_rank} exceed d_in = {width}")
     matrix = _to_float64(gradient, name)
-    if matrix.any():
-        matrix = matrix / matrix.abs().max()
     if support is None:
         basis = _dominant_directions(matrix, matrix.new_zeros(width, 0), shared_rank + residual_rank, name)
         shared, residual = basis[:, :shared_rank], basis[:, shared_rank:]
@@ -147,11 +145,7 @@ def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, 
     threshold = max(matrix.shape) * EPS64 * matrix.square().sum()
     found = min(count, int((squares > threshold).sum()))
     directions = projected.T @ vectors[:, :found] if wide else vectors[:, :found]
-    directions = F.normalize(directions, dim=0)
-    for _ in range(2):
-        directions = directions - avoid @ (avoid.T @ directions)
-        directions, triangle = torch.linalg.qr(directions)
-        directions = directions * triangle.diagonal().sign()
+    directions = torch.linalg.qr(F.normalize(directions, dim=0)).Q
     rest = orthonormal_complement(torch.cat([avoid, directions], dim=1), count - found)
     return torch.cat([_fix_signs(directions), rest], dim=1)
 

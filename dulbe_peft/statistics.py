@@ -203,7 +203,6 @@ def collect_statistics(
         for name, layer in layers.items():
             handles.append(layer.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
         for batch in batches:
-            collector.start_batch()
             forward_fn(model, batch)
             count += 1
     finally:
@@ -232,9 +231,6 @@ class _Collector:
         # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
         # memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
-
-    def start_batch(self) -> None:
-        self.inputs.clear()
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def accumulate(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

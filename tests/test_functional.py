@@ -203,6 +203,25 @@ def test_residual_stays_outside_the_support_where_the_gradient_lies_inside_it():
     assert energy(gradient, residual) < 1e-10 * energy(gradient, torch.eye(20))
 
 
+def test_rounding_of_a_gradient_inside_the_support_gives_no_direction():
+    occupied = historical_support(statistic(20), 7, 6)
+    exact = torch.linalg.qr(occupied.double()).Q
+    for rows in (15, 40):
+        _, residual = allocate_layer(randn(rows, 7, dtype=torch.float64) @ exact.T, occupied, 1, 6)
+        assert_orthonormal(occupied, residual)
+
+
+def test_faint_directions_stay_outside_the_support():
+    occupied, beyond = historical_support(statistic(20), 7, 6), torch.linalg.qr(randn(20, 20, dtype=torch.float64)).Q
+    beyond = torch.linalg.qr(beyond - occupied.double() @ (occupied.double().T @ beyond)).Q
+    for rows in (15, 40):
+        faint = randn(rows, 6, dtype=torch.float64) * torch.logspace(-1, -7, 6) @ beyond[:, :6].T
+        gradient = randn(rows, 7, dtype=torch.float64) @ occupied.double().T + faint
+        shared, residual = allocate_layer(gradient, occupied, 1, 6)
+        assert_orthonormal(shared, residual)
+        assert_orthonormal(occupied, residual)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_first_task_completes_a_rank_deficient_gradient(rank):
     gradient = randn(15, rank) @ randn(rank, 20, seed=1)

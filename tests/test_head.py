@@ -115,11 +115,13 @@ def test_features_are_normalised_here(head):
 
 def test_old_classes_keep_prototypes_and_weights_and_get_new_texts(head):
     visual, weights = head.visual_prototypes.clone(), head.reliability.clone()
+    assert head(randn(2, DIM)).shape == (2, 5)
     texts = randn(6, DIM, seed=7)
     head.add_classes(["fox"], features(3, 1, seed=5), [0, 0, 0], texts)
     assert torch.equal(head.visual_prototypes[:5], visual) and torch.equal(head.reliability[:5], weights)
     torch.testing.assert_close(head.text_embeds, F.normalize(texts, dim=1))
     assert head.class_names == ["ant", "bee", "cat", "dog", "eel", "fox"]
+    assert head(randn(2, DIM)).shape == (2, 6)
 
 
 def test_set_text_embeds_moves_the_text_end_alone(head):

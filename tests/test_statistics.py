@@ -397,7 +397,7 @@ GOOD = {FORMAT: '[["k", "v"]]'}
     ("tensors", "metadata", "message"),
     [
         ({"k": torch.eye(3)}, None, r"format \[\]"),
-        ({"k": torch.eye(3)}, {"other": "[]"}, "format ..'other'"),
+        ({"k": torch.eye(3)}, {"other": "[]"}, "format .'other'"),
         ({"k": torch.eye(3)}, {FORMAT: "["}, "damaged"),
         ({"k": torch.eye(3)}, {FORMAT: "7"}, "damaged"),
         ({"k": torch.eye(3)}, {FORMAT: '[["k", "k"]]'}, "each layer once"),
