@@ -9,6 +9,7 @@ from dulbe_peft.backbone import load_clip
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.data import ImageFolder, NpzImages, load_data
+from dulbe_peft.export import export_lora
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
@@ -38,6 +39,7 @@ __all__ = [
     "class_incremental_tasks",
     "collect_statistics",
     "cross_modal_loss",
+    "export_lora",
     "load_clip",
     "load_data",
     "probe_gradients",

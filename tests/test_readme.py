@@ -26,7 +26,10 @@ def test_python_blocks_run(tmp_path, monkeypatch, capsys):
 
 def test_commands_parse():
     commands = [
-        line.split("dulbe-peft ")[1] for block in blocks("bash") for line in block.splitlines() if "dulbe-peft " in line
+        line.split("dulbe-peft ")[1]
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if "dulbe-peft " in line
     ]
     assert len(commands) >= 5
     for command in commands:

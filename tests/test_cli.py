@@ -1,0 +1,124 @@
+"""The command line, in this process where that is enough and in one of its own where it is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from dulbe_peft.cli import _parser, _pick, _settings, main
+from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.demo import DIGITS, demo_model_folder
+
+QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Handwritten digits zero to three as labelled folders of PNG files."""
+    from sklearn.datasets import load_digits
+
+    root, data = tmp_path_factory.mktemp("photos"), load_digits()
+    for label in range(4):
+        for number, row in enumerate(np.flatnonzero(data.target == label)[:8]):
+            split = "train" if number < 5 else "test"
+            folder = root / split / DIGITS[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def test_run_evaluate_and_export(folders, tmp_path, capsys):
+    settings = {"increment": 2, "prompt_template": "a photo of the digit {}.", "epochs": 3}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    command = ["run", "--config", str(tmp_path / "run.yaml"), "--model", str(demo_model_folder())]
+    assert main([*command, "--data", str(folders), "--output", str(tmp_path / "out"), *QUICK]) == 0
+    said = capsys.readouterr().out
+    assert "task 2/2: 4 classes" in said and "bridge-prototype head" in said
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["configuration"]["arguments"]["epochs"] == 1  # the flag wins over the file
+    assert results["configuration"]["arguments"]["prompt_template"] == settings["prompt_template"]
+    assert results["class_names"] == [["one", "three"], ["two", "zero"]]
+
+    assert main(["evaluate", str(tmp_path / "out" / "task-002"), "--data", str(folders)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["accuracy"] == pytest.approx(results["head"]["last_accuracy"]) and figures["num_classes"] == 4
+
+    assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "lora")]) == 0
+    assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_dry_run_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--target-modules", "k_proj,v_proj"]) == 0
+    said = capsys.readouterr().out
+    assert "adapted visual layers: 8" in said and "trainable parameters: " in said
+    assert f"statistics: {4 * 96 * 96 * 4 / 2**20:.2f} MiB" in said  # k and v share one matrix in each of four blocks
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_field_is_a_flag():
+    names = {field.name for field in DualModeLoraConfig.own_fields()}
+    assert {"shared_rank", "residual_rank", "support_rank", "text_rank", "init_weights"} <= names
+    assert "history_rank" not in names and "peft_type" not in names
+    flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
+    arguments = _parser().parse_args([*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2"])
+    settings = _settings(arguments)
+    assert settings["target_modules"] == r".*\.fc1" and settings["init_weights"] is False
+    assert settings["layers_to_transform"] == [1, 2] and settings["text_target_modules"] == ["fc1", "fc2"]
+    listed = _settings(_parser().parse_args(["run", "--target-modules", "k_proj"]))
+    assert _pick(DualModeLoraConfig, listed).target_modules == ["k_proj"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "--model is required"),
+        (["run", "--model", "/no/such/model", "--data", "x", "--output", "y"], "x"),
+        (["run", "--model", "/no/such/model", "--dry-run"], "'/no/such/model' does not exist"),
+        (["run", "--config", "gone.yaml"], "'gone.yaml' does not exist"),
+        (["run", "--shared-rank", "0", "--residual-rank", "0", "--model", "x", "--dry-run"], "both 0"),
+        (["run", "--epochs", "0"], "epochs must be at least 1"),
+        (["evaluate", "gone", "--data", "x"], "'gone' does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and said.startswith("dulbe-peft: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("epoch: 3", "unknown setting 'epoch'; did you mean 'epochs'?"),
+        ("- 1", "must hold names and values"),
+        ("a: [", "is not YAML"),
+        ("epochs: three", "epochs must be an int, got 'three'"),
+    ],
+)
+def test_bad_yaml(content, words, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text(content)
+    assert main(["run", "--config", str(tmp_path / "bad.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_env(capsys):
+    assert main(["env"]) == 0
+    assert "torch: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_demo_reaches_what_it_promises(tmp_path):
+    command = [sys.executable, "-m", "dulbe_peft", "demo", "--output", str(tmp_path / "demo")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9
+    assert "before any training" in said and "task 5/5" in said
+    assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,88 @@
+"""The order of the modules: imports go down it, never up, and the lower ones stay free of heavy packages."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import sys
+from pathlib import Path
+
+import pytest
+
+import dulbe_peft
+
+ROOT = Path(__file__).parents[1]
+ORDER = [
+    "functional",
+    "statistics",
+    "allocation",
+    "config",
+    "layer",
+    "model",
+    "gradients",
+    "export",
+    "head",
+    "backbone",
+    "tasks",
+    "data",
+    "metrics",
+    "arguments",
+    "checkpoint",
+    "stream",
+    "learner",
+    "report",
+    "demo",
+    "cli",
+]
+ONLY = {
+    "functional": {"torch"},
+    "allocation": {"torch"},
+    "statistics": {"torch", "safetensors"},
+    "gradients": {"torch"},
+    "head": {"torch", "huggingface_hub"},
+    "tasks": {"numpy"},
+    "data": {"numpy", "PIL", "datasets"},
+    "metrics": {"numpy"},
+    "arguments": set(),
+    "checkpoint": set(),
+}
+
+
+def imports(module):
+    tree = ast.parse((ROOT / "dulbe_peft" / f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "dulbe_peft":
+            yield from (f"dulbe_peft.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            yield node.module
+
+
+def test_every_module_has_its_place():
+    found = {path.stem for path in (ROOT / "dulbe_peft").glob("*.py")} - {"__init__", "__main__"}
+    assert found == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_down(module):
+    for name in imports(module):
+        package, _, inner = name.partition(".")
+        if package == "dulbe_peft":
+            assert ORDER.index(inner) < ORDER.index(module), f"{module} imports {inner}, which stands above it"
+        elif module in ONLY and package not in sys.stdlib_module_names:
+            assert package in ONLY[module], f"{module} imports {package}"
+
+
+def test_one_version():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    version = setup["metadata"]["version"]
+    assert dulbe_peft.__version__ == version
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_everything_public_is_documented():
+    for name in dulbe_peft.__all__:
+        assert getattr(dulbe_peft, name).__doc__, name
