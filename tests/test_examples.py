@@ -1,0 +1,58 @@
+"""Every file in `examples/` runs, in a process of its own and a folder of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dulbe_peft.demo import demo_model_folder
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+HELPERS = {"demo_glyphs.py"}  # imported by pretrain_demo_clip.py, which tests/test_demo_model.py runs
+ELSEWHERE = {"pretrain_demo_clip.py"}
+
+
+def run(name, *arguments, cwd):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
+
+
+def test_adapt_clip(tmp_path):
+    said = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
+    assert "the loaded adapter gives the same features: True" in said
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_head_alone(tmp_path):
+    said = run("head_alone.py", cwd=tmp_path)
+    assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
+
+
+def test_image_folders(tmp_path):
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in range(4):
+            folder = tmp_path / "photos" / split / f"class {label}"
+            folder.mkdir(parents=True)
+            for number in range(3):
+                pixels = rng.integers(0, 60, (16, 16, 3), dtype=np.uint8)
+                pixels[4 * label : 4 * label + 4] += 150
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    arguments = ("photos", "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
+    said = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "task 2/2: 4 classes" in said and "A_last" in said
+    again = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
+
+
+def test_every_example_is_run_by_a_test():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    here = Path(__file__).read_text(encoding="utf-8")
+    missing = [name for name in scripts - HELPERS - ELSEWHERE if f'run("{name}"' not in here]
+    assert not missing
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(name in listed for name in scripts - HELPERS)
