@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 
 from dulbe_peft.config import PREFIX
+from dulbe_peft.files import write_tensors
 from dulbe_peft.layer import DualModeLinear, TextLoraLinear
 
 
@@ -44,14 +44,14 @@ def export_lora(model: PeftModel, folder: str | Path) -> Path:
         else:
             continue
         ranks[name] = down.shape[0]
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down.detach().contiguous().cpu()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up.detach().contiguous().cpu()
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
     saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    tensors |= {key: value.contiguous().cpu() for key, value in saved.items() if f".{PREFIX}" not in key}
+    tensors |= {key: value for key, value in saved.items() if f".{PREFIX}" not in key}
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     _lora_config(config, ranks, alphas).save_pretrained(str(target))
-    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensors(target / "adapter_model.safetensors", tensors, {"format": "pt"})
     return target
 
 

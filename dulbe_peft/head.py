@@ -21,8 +21,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from torch.nn import functional as F
 
+from dulbe_peft.files import read_tensors, replacing, write_tensors
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights, without_autocast
-from dulbe_peft.statistics import read_tensors, replacing, write_tensors
 
 CONFIG_FILE = "head_config.json"
 TENSORS_FILE = "head.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
@@ -25,7 +27,6 @@ from dulbe_peft.backbone import (
     check_clip_like,
     load_clip,
     load_processor,
-    pixel_values,
     tokenize,
     unit_image_embeds,
     unit_text_embeds,
@@ -34,46 +35,17 @@ from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
+from dulbe_peft.images import PixelDataset
 from dulbe_peft.model import DualModeLoraModel
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 from dulbe_peft.stream import run_stream
-from dulbe_peft.tasks import Task, check_class_names, checked_labels, format_prompts, read_sample
+from dulbe_peft.tasks import Task, check_class_names, checked_labels, format_prompts
 
 STATISTICS_FILE = "statistics.safetensors"
 LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class _Images(Dataset[tuple[torch.Tensor, int, int]]):
-    """A dataset's images as pixel values with label and index, kept in memory while they fit."""
-
-    def __init__(self, dataset: Any, labels: Any, processor: Any, cache_bytes: int) -> None:
-        self.dataset = dataset
-        self.labels = labels
-        self.processor = processor
-        self.cache_bytes = cache_bytes
-        self.cache: dict[int, torch.Tensor] | None = {} if cache_bytes else None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        pixels = self.cache.get(index) if self.cache is not None else None
-        if pixels is None:
-            image, _ = read_sample(self.dataset, index)
-            try:
-                pixels = pixel_values(self.processor, image)
-            except (TypeError, ValueError, OSError) as error:
-                name = getattr(self.dataset, "item_name", "item {}".format)(index)
-                raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error
-            if self.cache is not None:
-                if pixels.nbytes * len(self) <= self.cache_bytes:
-                    self.cache[index] = pixels
-                else:
-                    self.cache = None
-        return pixels, -1 if self.labels is None else int(self.labels[index]), index
 
 
 class ClassIncrementalLearner:
@@ -168,7 +140,7 @@ class ClassIncrementalLearner:
             raise
         self.tasks.append(names)
 
-    def _plan(self, images: _Images, names: Sequence[str]) -> torch.Tensor:
+    def _plan(self, images: PixelDataset, names: Sequence[str]) -> torch.Tensor:
         """Probe the new task, install its modes, and return the teacher's features, (n, d)."""
         teacher = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
         with torch.no_grad():
@@ -193,7 +165,7 @@ class ClassIncrementalLearner:
         self.model.begin_task(modes)
         return teacher
 
-    def _train(self, images: _Images, names: Sequence[str], teacher: torch.Tensor) -> None:
+    def _train(self, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor) -> None:
         args, old_names = self.args, self.class_names
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         steps = math.ceil(len(images) / args.batch_size)
@@ -260,7 +232,7 @@ class ClassIncrementalLearner:
             values = {"loss": losses.mean().item(), "epoch": epoch + 1, "task": len(self.tasks) + 1}
             self.accelerator.log(values, step=self._step)
 
-    def _close(self, images: _Images, names: Sequence[str]) -> None:
+    def _close(self, images: PixelDataset, names: Sequence[str]) -> None:
         """One pass with the finished model: features for the head and, on the way, the layers' input statistics."""
         features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
 
@@ -385,15 +357,20 @@ class ClassIncrementalLearner:
             ValueError: the folder belongs to a run with other settings, classes or data (the message names what
                 differs), or holds tasks and `resume` is off.
         """
-        if self.args.log_with and not self.accelerator.trackers:
-            self.accelerator.init_trackers("dulbe_peft")
-        return run_stream(self, tasks, output_dir, resume)
+        if not self.args.log_with:
+            return run_stream(self, tasks, output_dir, resume)
+        self.accelerator.project_configuration.logging_dir = str(output_dir)
+        self.accelerator.init_trackers("dulbe_peft")
+        try:
+            return run_stream(self, tasks, output_dir, resume)
+        finally:
+            self.accelerator.end_training()
 
     # ------------------------------------------------------------------ batches and prompts
 
-    def _images(self, dataset: Any, labels: Any) -> _Images:
+    def _images(self, dataset: Any, labels: Any) -> PixelDataset:
         cache = 0 if self.args.num_workers else self.args.pixel_cache_mb * 2**20
-        return _Images(dataset, labels, self.processor, cache)
+        return PixelDataset(dataset, labels, self.processor, cache)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         """The order of one epoch, a function of the seed, the task and the epoch alone."""
@@ -401,7 +378,7 @@ class ClassIncrementalLearner:
         generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _batches(self, images: _Images, title: str, order: list[int] | None = None) -> Iterator[Batch]:
+    def _batches(self, images: PixelDataset, title: str, order: list[int] | None = None) -> Iterator[Batch]:
         training = order is not None
         loader: Any = DataLoader(
             images,
@@ -437,6 +414,19 @@ class ClassIncrementalLearner:
             OSError: the folder cannot be written; a folder that was there is as it was.
         """
         checkpoint.commit_folder(Path(folder), self.write, {"tasks": [list(task) for task in self.tasks]})
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> Any:
+        """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
+
+        Returns:
+            huggingface_hub's CommitInfo.
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "learner"
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload learner")
 
     def write(self, folder: Path) -> None:
         """Write the learner's files into an existing folder, without a manifest."""
@@ -518,7 +508,7 @@ def _accelerator(args: LearnerArguments) -> Accelerator:
             found = "none" if available is None else available.type
             raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {found}")
     accelerator = Accelerator(
-        mixed_precision=args.mixed_precision, cpu=args.device == "cpu", log_with=args.log_with, project_dir="."
+        mixed_precision=args.mixed_precision, cpu=args.device == "cpu", log_with=args.log_with, project_dir="runs"
     )
     if accelerator.num_processes > 1:
         raise ValueError(f"the learner runs in one process, this launch has {accelerator.num_processes}")

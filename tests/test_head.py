@@ -466,7 +466,7 @@ def test_a_failed_save_leaves_the_old_files(head, tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("dulbe_peft.statistics.save_file", full)
+    monkeypatch.setattr("dulbe_peft.files.save_file", full)
     head.set_text_embeds(randn(5, DIM, seed=8))
     with pytest.raises(OSError, match="no space left"):
         head.save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ import dulbe_peft
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
+    "files",
     "functional",
     "statistics",
     "allocation",
@@ -25,6 +26,7 @@ ORDER = [
     "backbone",
     "tasks",
     "data",
+    "images",
     "metrics",
     "arguments",
     "checkpoint",
@@ -37,7 +39,8 @@ ORDER = [
 ONLY = {
     "functional": {"torch"},
     "allocation": {"torch"},
-    "statistics": {"torch", "safetensors"},
+    "files": {"torch", "safetensors"},
+    "statistics": {"torch"},
     "gradients": {"torch"},
     "head": {"torch", "huggingface_hub"},
     "tasks": {"numpy"},

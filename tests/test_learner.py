@@ -297,6 +297,11 @@ class _Pulled:
         return self.dataset.content_id(index)
 
 
+def test_trackers_of_accelerate(base, digits, tmp_path):
+    make_learner(base, log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
 def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, tmp_path, capsys):
     tasks = stream(digits, 3)
     make_learner(base).run(tasks, tmp_path / "run")

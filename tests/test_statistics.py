@@ -383,7 +383,7 @@ def test_a_failed_save_leaves_the_old_file(stats, tmp_path, monkeypatch):
         filename.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(dulbe_peft.statistics, "save_file", full)
+    monkeypatch.setattr(dulbe_peft.files, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         stats.save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

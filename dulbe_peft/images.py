@@ -1,0 +1,41 @@
+"""A dataset's images as the model takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from dulbe_peft.backbone import pixel_values
+from dulbe_peft.tasks import read_sample
+
+
+class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
+    """A dataset's images as pixel values with label and index, kept in memory while they fit."""
+
+    def __init__(self, dataset: Any, labels: Any, processor: Any, cache_bytes: int) -> None:
+        self.dataset = dataset
+        self.labels = labels
+        self.processor = processor
+        self.cache_bytes = cache_bytes
+        self.cache: dict[int, torch.Tensor] | None = {} if cache_bytes else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        pixels = self.cache.get(index) if self.cache is not None else None
+        if pixels is None:
+            image, _ = read_sample(self.dataset, index)
+            try:
+                pixels = pixel_values(self.processor, image)
+            except (TypeError, ValueError, OSError) as error:
+                name = getattr(self.dataset, "item_name", "item {}".format)(index)
+                raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error
+            if self.cache is not None:
+                if pixels.nbytes * len(self) <= self.cache_bytes:
+                    self.cache[index] = pixels
+                else:
+                    self.cache = None
+        return pixels, -1 if self.labels is None else int(self.labels[index]), index
