@@ -136,7 +136,7 @@ class ClassIncrementalLearner:
             self.model.fold_task()
             self._close(images, names)
         except BaseException:
-            set_peft_model_state_dict(self.model, before)
+            self._set_adapter_state(before)
             raise
         self.tasks.append(names)
 
@@ -153,7 +153,7 @@ class ClassIncrementalLearner:
             teacher[index] = features.detach()
             return cross_modal_loss(features, text, labels, self.logit_scale), len(index)
 
-        probe = probe_gradients(self.model, self._batches(images, "probe"), loss_fn)
+        probe = probe_gradients(self.model, self._batches(images, "probe", batch_size=self.args.batch_size), loss_fn)
         config = self.model.active_peft_config
         modes = allocate_modes(
             probe,
@@ -184,7 +184,7 @@ class ClassIncrementalLearner:
             for epoch in range(args.epochs):
                 losses = []
                 order = self._order(len(images), epoch)
-                for batch in self._batches(images, f"epoch {epoch + 1}/{args.epochs}", order):
+                for batch in self._batches(images, f"epoch {epoch + 1}/{args.epochs}", args.batch_size, order):
                     task_loss, structure_loss = self._losses(batch, tokens, old_text, teacher)
                     route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
                     optimizer.step()
@@ -378,11 +378,12 @@ class ClassIncrementalLearner:
         generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _batches(self, images: PixelDataset, title: str, order: list[int] | None = None) -> Iterator[Batch]:
-        training = order is not None
+    def _batches(
+        self, images: PixelDataset, title: str, batch_size: int | None = None, order: list[int] | None = None
+    ) -> Iterator[Batch]:
         loader: Any = DataLoader(
             images,
-            batch_size=self.args.batch_size if training else self.args.eval_batch_size,
+            batch_size=batch_size or self.args.eval_batch_size,
             sampler=order,
             num_workers=self.args.num_workers,
             pin_memory=self.accelerator.device.type == "cuda",
@@ -449,9 +450,12 @@ class ClassIncrementalLearner:
             CheckpointError: the folder is damaged or of another format.
         """
         checkpoint.read_manifest(folder)
-        set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
-        self.model.active_peft_config.history_rank = self.model.history_rank
+        self._set_adapter_state(load_file(folder / "adapter_model.safetensors"))
         self._restore_around(folder)
+
+    def _set_adapter_state(self, state: dict[str, torch.Tensor]) -> None:
+        set_peft_model_state_dict(self.model, state)
+        self.model.active_peft_config.history_rank = self.model.history_rank
 
     def _restore_around(self, folder: Path) -> None:
         state = _read_state(folder / LEARNER_FILE)
