@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.config import DualModeLoraConfig
 
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.call(arguments)
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
         print(f"dulbe-peft: {error}", file=sys.stderr)
         return 2
 

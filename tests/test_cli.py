@@ -109,6 +109,12 @@ def test_bad_yaml(content, words, capsys, tmp_path):
     assert words in capsys.readouterr().err
 
 
+def test_a_damaged_folder_is_one_line_and_status_2(tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text("{")
+    assert main(["evaluate", str(tmp_path), "--data", "x"]) == 2
+    assert "manifest.json is damaged" in capsys.readouterr().err
+
+
 def test_env(capsys):
     assert main(["env"]) == 0
     assert "torch: " in capsys.readouterr().out
