@@ -204,6 +204,19 @@ def test_options_change_the_result(base, digits, fields):
     assert torch.isfinite(outcomes[1]).all() and not torch.equal(*outcomes)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"eval_batch_size": 64, "progress": True}]
+)
+def test_how_images_are_read_does_not_matter(base, digits, fields):
+    outcomes = []
+    for options in ({}, fields):
+        learner = make_learner(base, **options)
+        for task in stream(digits, 2):
+            learner.learn_task(task.train, task.class_names)
+        outcomes.append(logits(learner, digits))
+    assert torch.equal(*outcomes)
+
+
 def test_accuracy_rises_and_predictions_are_names(base, digits):
     learner = make_learner(base, epochs=3)
     for task in stream(digits, 5):
