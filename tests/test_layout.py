@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import sys
 from pathlib import Path
 
@@ -89,3 +90,17 @@ def test_one_version():
 def test_everything_public_is_documented():
     for name in dulbe_peft.__all__:
         assert getattr(dulbe_peft, name).__doc__, name
+
+
+def test_nothing_is_left_for_later():
+    marks = re.compile("TO" + "DO|FIX" + "ME|XX" + "X")
+    for folder in ("dulbe_peft", "tests", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".md"):
+                assert not marks.search(path.read_text(encoding="utf-8")), path
+
+
+def test_the_site_has_every_page():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert f": {path.relative_to(ROOT / 'docs').as_posix()}\n" in nav, path

@@ -1,17 +1,27 @@
-"""The README's Python, block after block in one namespace, and its commands' spelling."""
+"""The README's Python, block after block in one namespace, and the spelling of commands and options in all pages."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from dulbe_peft.cli import _parser
+import pytest
+import yaml
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.cli import StreamArguments, _fields, _parser
+from dulbe_peft.config import DualModeLoraConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+SETTINGS = {
+    field.name: field for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in _fields(cls)
+}
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_python_blocks_run(tmp_path, monkeypatch, capsys):
@@ -37,6 +47,24 @@ def test_commands_parse():
 
 
 def test_ci_runs_the_readme_s_test_command():
-    script = (Path(__file__).parents[1] / ".ci" / "run").read_text(encoding="utf-8")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     command = next(line for block in blocks("bash") for line in block.splitlines() if "pytest" in line)
     assert command.split("&&")[1].strip() in script
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_pages_name_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for block in blocks("yaml", text):
+        assert set(yaml.safe_load(block)) <= set(SETTINGS)
+    for name, value in re.findall(r'`(\w+)="(\w+)"', text):
+        assert value in SETTINGS[name].metadata.get("choices", (value,)), f"{name}={value!r}"
+    for name in re.findall(r"`(\w+)=[\d\[]", text):
+        assert name in SETTINGS, name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / page).parent.joinpath(target).is_file(), target
