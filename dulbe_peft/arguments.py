@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+# Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
+MACHINE_SETTINGS = ("device", "log_with", "num_workers", "pixel_cache_mb", "progress")
+
 
 @dataclass(frozen=True)
 class LearnerArguments:
@@ -67,7 +70,7 @@ class LearnerArguments:
     num_workers: int = field(default=0, metadata={"help": "Processes that read images; 0 reads in the main process."})
     pixel_cache_mb: int = field(
         default=1024,
-        metadata={"help": "Keep a task's preprocessed images in memory up to so many MiB; 0 reads every pass."},
+        metadata={"help": "Keep a task's preprocessed images in memory up to so many MiB; 0: read every pass."},
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu, or an accelerator's type such as cuda."})
     mixed_precision: str = field(

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPProcessor
 
 try:  # transformers >= 5.6 keeps a PIL backend apart; before that CLIPImageProcessor itself needs no torchvision
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as PilImageProcessor
 except ImportError:  # pragma: no cover - older transformers
     from transformers import CLIPImageProcessor as PilImageProcessor  # type: ignore[assignment]
+
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_clip(
@@ -44,8 +46,6 @@ def load_clip(
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(name, revision=revision)
     if config.model_type != "clip":
         raise ValueError(f"{name!r} holds a model of type {config.model_type!r}, expected 'clip'")
@@ -58,9 +58,9 @@ def load_clip(
 def load_processor(name: str, model: Any, revision: str | None = None) -> CLIPProcessor:
     """The processor of `name`; the image half falls back to CLIP's evaluation transform at the model's image size."""
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    try:
+    if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
         image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
-    except (OSError, ValueError):
+    else:
         size = model.config.vision_config.image_size
         image_processor = PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     return CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer)
@@ -103,7 +103,7 @@ def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[st
             other = seen[tuple(ids)]
             raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
-    batch = processor.tokenizer(list(prompts), padding=True, return_tensors="pt")
+    batch = processor.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 

@@ -23,17 +23,28 @@ class CheckpointError(Exception):
     """A saved folder is damaged, of another format, or does not fit what it is loaded into."""
 
 
-def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str, Any]) -> None:
+def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str, Any], replace: bool = False) -> None:
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`.
 
     Args:
-        folder: the folder to make; one that is already there is replaced.
+        folder: the folder to make; one that an earlier call made is replaced.
         write: called with the temporary folder.
+        replace: replace also a folder without a manifest, such as a damaged one.
         fields: JSON-ready entries of the manifest beside `format_version` and `files`.
 
     Raises:
+        FileExistsError: `folder` is a file, or holds something else than what an earlier call wrote.
         OSError: the disk is full or not writable; nothing is left behind and `folder` is as it was.
     """
+    if (
+        not replace
+        and folder.exists()
+        and not (folder / MANIFEST).is_file()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
+        raise FileExistsError(
+            f"{str(folder)!r} exists and holds no {MANIFEST}: choose another folder, nothing is replaced"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -50,13 +61,25 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
             os.chmod(path, 0o666 & ~_umask())
             _sync(path)
         _sync(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        _sync(folder.parent)
+        _put_in_place(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename; a folder that was there steps aside first and comes back where the rename fails."""
+    aside = temporary.with_name(temporary.name + ".old")
+    if folder.exists():
+        os.replace(folder, aside)
+    try:
+        os.replace(temporary, folder)
+    except BaseException:
+        if aside.exists():
+            os.replace(aside, folder)
+        raise
+    _sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

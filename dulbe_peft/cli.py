@@ -13,15 +13,12 @@ import json
 import platform
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.config import DualModeLoraConfig
-
-_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +185,7 @@ def _run(arguments: argparse.Namespace) -> int:
     tasks = None if stream.dry_run else _tasks(stream)
     clip, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
-    model = get_peft_model(clip, config)
+    model = get_peft_model(clip, config, revision=stream.revision)
     if tasks is None:
         print(_describe(model))
         return 0
@@ -202,19 +199,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _tasks(stream: StreamArguments) -> Any:
     from dulbe_peft.data import load_data
-    from dulbe_peft.tasks import class_incremental_tasks
+    from dulbe_peft.tasks import class_incremental_tasks, dataset_class_names
 
+    train, test = (load_data(stream.data, split=split) for split in (stream.train_split, stream.test_split))
     order: Any = stream.class_order
     if order is not None and order != "icarl":
         if not Path(order).is_file():
             raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
         lines = [line.strip() for line in Path(order).read_text(encoding="utf-8").splitlines()]
         order = [line for line in lines if line]
-        if all(line.isdecimal() for line in order):
+        if not set(order) <= set(dataset_class_names(train) or ()) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
     return class_incremental_tasks(
-        load_data(stream.data, split=stream.train_split),
-        load_data(stream.data, split=stream.test_split),
+        train,
+        test,
         increment=stream.increment,
         initial_increment=stream.initial_increment,
         class_order=order,
@@ -289,13 +287,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _env(_: argparse.Namespace) -> int:
     import torch
 
-    for name in _VERSIONED:
-        try:
-            print(f"{name}: {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            print(f"{name}: not installed")
+    from dulbe_peft.stream import library_versions
+
+    for name, version in library_versions().items():
+        print(f"{name}: {version}")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    print(f"python: {platform.python_version()} on {platform.platform()}")
+    print(f"platform: {platform.platform()}")
     found = "none" if accelerator is None else accelerator.type
     print(f"accelerator: {found}, CPU threads: {torch.get_num_threads()}")
     return 0

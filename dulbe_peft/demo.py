@@ -73,10 +73,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
         epochs=4, prompt_template="a photo of the digit {}.", seed=seed, device="cpu", progress=progress
     )
     learner = ClassIncrementalLearner(model, processor, args=args)
-    tasks = digit_tasks()
-    zero_shot = learner.zero_shot([(task.test, task.class_names) for task in tasks])
-    print(f"zero-shot accuracy on ten handwritten digits, before any training: {100 * zero_shot[-1]:.1f} %")
-    results = learner.run(tasks, output_dir)
+    results = learner.run(digit_tasks(), output_dir)
     plot_results(results, Path(output_dir) / "accuracy.png")
     print(format_summary(results))
     print(f"written: {Path(output_dir) / 'results.json'} and {Path(output_dir) / 'accuracy.png'}")

@@ -43,7 +43,7 @@ def probe_gradients(
     model.eval()
     try:
         for layer in layers.values():
-            layer._probe_weight = layer.folded_weight(adapter).detach().clone().requires_grad_()
+            layer._probe_weight = layer.folded_weight(adapter).detach().requires_grad_()
         weights = [layer._probe_weight for layer in layers.values()]
         for batch in batches:
             loss, size = loss_fn(model, batch)
@@ -54,7 +54,7 @@ def probe_gradients(
         if not total:
             raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
         gradients = {
-            name: torch.zeros_like(weight) if weight.grad is None else weight.grad / total
+            name: torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(total)
             for (name, _), weight in zip(layers.items(), weights, strict=True)
         }
     finally:

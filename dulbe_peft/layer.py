@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.functional import without_autocast
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -159,7 +160,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        self._folded: tuple[str, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._folded: tuple[tuple[str, int, int], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._probe_weight: torch.Tensor | None = None
         self._history_only = False
         self._active_adapter = adapter_name
@@ -205,18 +206,21 @@ class DualModeLinear(DualModeLayer):
         base, history = self._linear.weight, self.dulbe_history_B[adapter]
         if history.shape[1] == 0:
             return base
+        versions = (0, 0) if torch.compiler.is_compiling() else (base._version, history._version)
         cached = self._folded
-        if cached is not None and cached[0] == adapter and cached[1] is base and cached[2] is history:
+        if cached is not None and cached[0] == (adapter, *versions) and cached[1] is base and cached[2] is history:
             return cached[3]
-        with torch.inference_mode(False), torch.no_grad():
-            folded = torch.addmm(base.detach().float(), history, self.dulbe_history_P[adapter].T).to(base.dtype)
-        self._folded = (adapter, base, history, folded)
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(base):
+            down = self.dulbe_history_P[adapter].float().T
+            folded = torch.addmm(base.detach().float(), history.float(), down).to(base.dtype)
+        self._folded = ((adapter, *versions), base, history, folded)
         return folded
 
     def current_delta(self, adapter: str) -> torch.Tensor:
         """B P' of the current task's modes, (d_out, d_in) in float32."""
         up = torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
-        return up.float() @ self.dulbe_P[adapter].float().T
+        with without_autocast(up):
+            return up.float() @ self.dulbe_P[adapter].float().T
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """History and current modes together, (d_out, d_in) in float32.
@@ -227,7 +231,8 @@ class DualModeLinear(DualModeLayer):
         if adapter not in self.dulbe_shared_B:
             raise self._missing(adapter)
         history_up, history_down = self.dulbe_history_B[adapter].float(), self.dulbe_history_P[adapter].float()
-        return torch.addmm(self.current_delta(adapter), history_up, history_down.T)
+        with without_autocast(history_up):
+            return torch.addmm(self.current_delta(adapter), history_up, history_down.T)
 
     def is_trained(self, adapter: str) -> bool:
         """Whether any current up-projection differs from zero."""
@@ -342,7 +347,9 @@ class TextLoraLinear(DualModeLayer):
         """
         if adapter not in self.dulbe_text_A:
             raise self._missing(adapter)
-        return self.scaling[adapter] * (self.dulbe_text_B[adapter].float() @ self.dulbe_text_A[adapter].float())
+        down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()
+        with without_autocast(up):
+            return self.scaling[adapter] * (up @ down)
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.base_layer(x)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
 from dulbe_peft.allocation import allocate_modes
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import (
     check_clip_like,
     load_clip,
@@ -84,17 +85,23 @@ class ClassIncrementalLearner:
         check_clip_like(clip)
         self.args = args or LearnerArguments()
         self.accelerator = _accelerator(self.args)
-        self.model = model.to(self.accelerator.device)
+        self.model = model.to(self.accelerator.device).eval()
         self.clip = clip
         self.processor = processor
         self.logit_scale = math.exp(float(clip.logit_scale.detach()))
         dim = clip.config.projection_dim
-        self.head = head or BridgeEnsembleHead(
-            dim,
-            num_depths=self.args.num_depths,
-            reliability_temperature=self.args.reliability_temperature,
-            logit_scale=self.logit_scale,
-        )
+        if head is None:
+            head = BridgeEnsembleHead(
+                dim,
+                num_depths=self.args.num_depths,
+                reliability_temperature=self.args.reliability_temperature,
+                logit_scale=self.logit_scale,
+            )
+        self.head = head
+        if self.head.class_names:
+            raise ValueError(
+                f"head already has {len(self.head.class_names)} classes: give an empty one, or load a learner"
+            )
         if self.head.embed_dim != dim:
             raise ValueError(f"head takes features of {self.head.embed_dim} dimensions, the model gives {dim}")
         self.head.to(self.accelerator.device)
@@ -128,8 +135,9 @@ class ClassIncrementalLearner:
         if absent:
             raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
         self._tokens((*self.class_names, *names))
-        images = self._images(dataset, labels)
-        before = {k: v.clone() for k, v in get_peft_model_state_dict(self.model, save_embedding_layers=False).items()}
+        images = self._training_images(dataset, labels)
+        before = _clone(get_peft_model_state_dict(self.model, save_embedding_layers=False))
+        head_before, step = _clone(self.head.state_dict()), self._step
         try:
             teacher = self._plan(images, names)
             self._train(images, names, teacher)
@@ -137,6 +145,9 @@ class ClassIncrementalLearner:
             self._close(images, names)
         except BaseException:
             self._set_adapter_state(before)
+            self.head.load_state_dict(head_before)
+            self.model.zero_grad(set_to_none=True)
+            self._step = step
             raise
         self.tasks.append(names)
 
@@ -179,6 +190,7 @@ class ClassIncrementalLearner:
         tokens = self._tokens(names)
         with torch.no_grad():
             old_text = self._text_embeds(old_names) if old_names else None
+        optimizer.zero_grad(set_to_none=True)
         self.model.train()
         try:
             for epoch in range(args.epochs):
@@ -266,7 +278,7 @@ class ClassIncrementalLearner:
     @torch.no_grad()
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
-        images = self._images(dataset, labels)
+        images = PixelDataset(dataset, labels, self.processor, cache_bytes=0)
         features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
         for pixels, _, index in self._batches(images, "encode"):
             with self.accelerator.autocast():
@@ -368,9 +380,10 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ batches and prompts
 
-    def _images(self, dataset: Any, labels: Any) -> PixelDataset:
-        cache = 0 if self.args.num_workers else self.args.pixel_cache_mb * 2**20
-        return PixelDataset(dataset, labels, self.processor, cache)
+    def _training_images(self, dataset: Any, labels: Any) -> PixelDataset:
+        """A task's images, read in several passes and kept where that cannot change them."""
+        kept = self.args.num_workers == 0 and self.args.teacher == "cached"
+        return PixelDataset(dataset, labels, self.processor, self.args.pixel_cache_mb * 2**20 if kept else 0)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         """The order of one epoch, a function of the seed, the task and the epoch alone."""
@@ -388,9 +401,10 @@ class ClassIncrementalLearner:
             num_workers=self.args.num_workers,
             pin_memory=self.accelerator.device.type == "cuda",
         )
-        loader = self.accelerator.prepare_data_loader(loader)
         bar = title if title == "encode" else f"task {len(self.tasks) + 1} {title}"
-        yield from tqdm(loader, desc=bar, leave=False, disable=None if self.args.progress else True)
+        # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
+        for batch in tqdm(loader, desc=bar, leave=False, disable=None if self.args.progress else True):
+            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
 
     def _tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
@@ -450,8 +464,10 @@ class ClassIncrementalLearner:
             CheckpointError: the folder is damaged or of another format.
         """
         checkpoint.read_manifest(folder)
-        self._set_adapter_state(load_file(folder / "adapter_model.safetensors"))
+        saved = load_file(folder / "adapter_model.safetensors")
+        _check_fits(saved, get_peft_model_state_dict(self.model, save_embedding_layers=False), folder)
         self._restore_around(folder)
+        self._set_adapter_state(saved)
 
     def _set_adapter_state(self, state: dict[str, torch.Tensor]) -> None:
         set_peft_model_state_dict(self.model, state)
@@ -459,8 +475,9 @@ class ClassIncrementalLearner:
 
     def _restore_around(self, folder: Path) -> None:
         state = _read_state(folder / LEARNER_FILE)
-        self.head = BridgeEnsembleHead.from_pretrained(folder).to(self.accelerator.device)
+        head = BridgeEnsembleHead.from_pretrained(folder).to(self.accelerator.device)
         self.statistics = OccupationStatistics.load(folder / STATISTICS_FILE)
+        self.head = head
         self.tasks = [tuple(task) for task in state["tasks"]]
         self._step = state["step"]
 
@@ -476,7 +493,7 @@ class ClassIncrementalLearner:
         Args:
             folder: the saved folder.
             base_model: the pristine CLIPModel; None loads the one the adapter's configuration names.
-            args: settings; None takes the saved ones.
+            args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -488,13 +505,39 @@ class ClassIncrementalLearner:
         checkpoint.read_manifest(folder)
         state = _read_state(folder / LEARNER_FILE)
         if base_model is None:
-            name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-            base_model, _ = load_clip(name, attn_implementation=state["attn_implementation"])
+            config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            name, revision = config["base_model_name_or_path"], config.get("revision")
+            base_model, _ = load_clip(name, revision, attn_implementation=state["attn_implementation"])
         model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
-        learner = cls(model, processor, args=args or LearnerArguments(**state["arguments"]))
+        learner = cls(model, processor, args=args or _portable(state["arguments"]))
         learner._restore_around(folder)
         return learner
+
+
+def _clone(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], folder: Path) -> None:
+    """The adapter in a folder must be this learner's but for the length of its history."""
+    strange = sorted(saved.keys() ^ own.keys())
+    for name in sorted(saved.keys() & own.keys()):
+        free = "dulbe_history_" in name
+        if (
+            saved[name].ndim != own[name].ndim
+            or saved[name].shape[: 1 if free else None] != own[name].shape[: 1 if free else None]
+        ):
+            strange.append(name)
+    if strange:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit this learner's: {len(strange)} tensors differ in name or shape, "
+            f"the first is {strange[0]!r}"
+        )
+
+
+def _portable(saved: dict[str, Any]) -> LearnerArguments:
+    return LearnerArguments(**{name: value for name, value in saved.items() if name not in MACHINE_SETTINGS})
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -508,7 +551,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 def _accelerator(args: LearnerArguments) -> Accelerator:
     if args.device not in ("auto", "cpu"):
         available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if available is None or available.type != torch.device(args.device).type:
+        if available is None or available.type != args.device:
             found = "none" if available is None else available.type
             raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {found}")
     accelerator = Accelerator(

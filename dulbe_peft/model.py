@@ -109,6 +109,27 @@ class DualModeLoraModel(BaseTuner):
             layer.requires_grad_(False)  # a further adapter is not trained before it is made active
         self._replace_module(parent, target_name, layer, target)
 
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Merge as PEFT does; a `safe_merge` that is refused leaves every layer as it was."""
+        if safe_merge:
+            self._check_finite(adapter_names)
+        super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        """Merge and unload as PEFT does; a `safe_merge` that is refused leaves every layer as it was."""
+        if safe_merge:
+            self._check_finite(adapter_names)
+        return super().merge_and_unload(progressbar, safe_merge, adapter_names)
+
+    def _check_finite(self, adapter_names: list[str] | None) -> None:
+        for layer in self.modules():
+            if isinstance(layer, DualModeLayer):
+                for name in layer._adapters_here(adapter_names or layer.active_adapters):
+                    if not torch.isfinite(layer.get_delta_weight(name)).all():
+                        raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+
     def unload(self) -> nn.Module:
         """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
         for layer in self.modules():

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
+from dulbe_peft.arguments import MACHINE_SETTINGS
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.data import fingerprint
 from dulbe_peft.metrics import accuracy_matrix, summarize
@@ -22,8 +23,7 @@ from dulbe_peft.tasks import Task
 RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-_INCIDENTAL = ("device", "eval_batch_size", "log_with", "num_workers", "pixel_cache_mb", "progress")
-_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy")
+_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
 def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
@@ -43,6 +43,8 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
             raise ValueError(f"the learner has already learned {len(learner.tasks)} tasks: a stream starts with none")
         _refuse_old_folders(output, resume)
         progress = {"rows": [], "seconds": [], "zero_shot": _zero_shot(learner, stream)}
+        if progress["zero_shot"]:
+            tqdm.write(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
     for index in range(len(learner.tasks), len(stream)):
         started = time.perf_counter()
         learner.learn_task(stream[index].train, stream[index].class_names)
@@ -59,7 +61,7 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
 
 def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
     """What must be the same for a run to be the same run."""
-    arguments = {k: v for k, v in asdict(learner.args).items() if k not in _INCIDENTAL}
+    arguments = {k: v for k, v in asdict(learner.args).items() if k not in MACHINE_SETTINGS}
     config = learner.model.active_peft_config.to_dict()
     for name in ("history_rank", "inference_mode", "peft_version"):
         config.pop(name)
@@ -118,7 +120,8 @@ def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict
         kept = {k: v for k, v in progress.items() if k != "seconds"}
         checkpoint.write_json(temporary / PROGRESS_FILE, kept)
 
-    checkpoint.commit_folder(folder, write, {"identity": identity, "tasks": [list(task) for task in learner.tasks]})
+    fields = {"identity": identity, "tasks": [list(task) for task in learner.tasks]}
+    checkpoint.commit_folder(folder, write, fields, replace=True)
 
 
 def _test(learner: Any, seen: list[Task]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -
         "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
         "class_names": identity["classes"],
         "seed": learner.args.seed,
-        "versions": {name: _version(name) for name in _VERSIONED} | {"python": platform.python_version()},
+        "versions": library_versions(),
     }
     rows = progress["rows"]
     if all("accuracy" in row for row in rows):
@@ -170,8 +173,12 @@ def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -
     return results
 
 
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

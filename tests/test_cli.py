@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from dulbe_peft.cli import _parser, _pick, _settings, main
+from dulbe_peft.cli import StreamArguments, _parser, _pick, _settings, _tasks, main
 from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
@@ -51,6 +51,15 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys):
 
     assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "lora")]) == 0
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+@pytest.mark.parametrize("order", ["two\none\n\nthree\nzero\n", "2\n0\n1\n3"])
+def test_class_order_from_a_file(folders, tmp_path, order):
+    """Names, or numbers of the classes in sorted order: one, three, two, zero."""
+    (tmp_path / "order.txt").write_text(order)
+    arguments = ["run", "--data", str(folders), "--increment", "1", "--class-order", str(tmp_path / "order.txt")]
+    tasks = _tasks(_pick(StreamArguments, _settings(_parser().parse_args(arguments))))
+    assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
 def test_dry_run_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):

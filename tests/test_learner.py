@@ -22,12 +22,14 @@ from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
+    OccupationStatistics,
     allocate_modes,
     class_incremental_tasks,
     load_clip,
 )
 from dulbe_peft.backbone import unit_image_embeds, unit_text_embeds
 from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.images import PixelDataset
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 
@@ -204,9 +206,7 @@ def test_options_change_the_result(base, digits, fields):
     assert torch.isfinite(outcomes[1]).all() and not torch.equal(*outcomes)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"eval_batch_size": 64, "progress": True}]
-)
+@pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
 def test_how_images_are_read_does_not_matter(base, digits, fields):
     outcomes = []
     for options in ({}, fields):
@@ -418,6 +418,99 @@ def test_a_diverging_task_is_taken_back(base, digits):
     assert same(state(learner.model), before) and not learner.tasks and not learner.head.class_names
 
 
+def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
+    """Also what an interrupted step left in `.grad`: the task learned again equals one learned in peace."""
+    learner, calm = make_learner(base), make_learner(base)
+    first, second = stream(digits, 2)
+    for one in (learner, calm):
+        one.learn_task(first.train, first.class_names)
+    with monkeypatch.context() as patch:
+        patch.setattr(OccupationStatistics, "merge", lambda *_: (_ for _ in ()).throw(ValueError("no room")))
+        with pytest.raises(ValueError, match="no room"):
+            learner.learn_task(second.train, second.class_names)
+    assert learner.head.class_names == list(first.class_names) and learner.model.active_peft_config.history_rank == 3
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    for one in (learner, calm):
+        one.learn_task(second.train, second.class_names)
+    assert torch.equal(logits(learner, digits), logits(calm, digits))
+
+
+def test_no_image_set_outlives_its_use(base, digits):
+    import gc
+
+    learner = make_learner(base)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    learner.evaluate(task.test, task.class_names)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is PixelDataset]
+
+
+def test_an_online_teacher_reads_the_images_in_every_pass(base, digits):
+    reads = []
+
+    class Counted(_Pulled):
+        def __getitem__(self, index):
+            reads.append(index)
+            return self.dataset[index]
+
+    task = stream(digits, 1)[0]
+    for teacher, passes in (("cached", 1), ("online", 4)):  # probe, two epochs, close
+        reads.clear()
+        make_learner(base, teacher=teacher, epochs=2).learn_task(Counted(task.train), task.class_names)
+        assert len(reads) == passes * len(task.train)
+
+
+def test_a_bf16_learner_and_its_reload_agree(base, digits, tmp_path):
+    learner = make_learner(base, mixed_precision="bf16", learning_rate=1e-2)
+    for task in stream(digits, 2):
+        learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
+    assert torch.equal(logits(learner, digits), logits(again, digits))
+
+
+def test_a_folder_of_something_else_is_not_replaced(learned_folder, base, digits, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    learner = make_learner(base)
+    with pytest.raises(FileExistsError, match="nothing is replaced"):
+        learner.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_restoring_what_does_not_fit_changes_nothing(learned_folder, base):
+    clip, processor = base
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=3))
+    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK))
+    before = state(learner.model)
+    with pytest.raises(CheckpointError, match="does not fit this learner's"):
+        learner.restore(learned_folder)
+    assert same(state(learner.model), before) and not learner.tasks
+
+
+def test_the_machine_s_settings_do_not_travel(digits, base, tmp_path):
+    learner = make_learner(base, num_workers=2, pixel_cache_mb=7)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
+    assert (again.args.num_workers, again.args.pixel_cache_mb, again.args.device) == (0, 1024, "auto")
+    assert again.args.batch_size == learner.args.batch_size
+
+
+def test_a_damaged_image_processor_is_no_reason_for_another_one(tmp_path, base):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_folder(), folder)
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises((OSError, ValueError)):
+        load_clip(folder)
+    (folder / "preprocessor_config.json").unlink()
+    assert load_clip(folder)[1].image_processor.crop_size["height"] == base[0].config.vision_config.image_size
+
+
 def test_refused_constructions(base, digits):
     clip, processor = base
     with pytest.raises(ValueError, match="must come from get_peft_model"):
@@ -426,6 +519,10 @@ def test_refused_constructions(base, digits):
     with pytest.raises(ValueError, match="has no get_image_features"):
         ClassIncrementalLearner(tower, processor)
     learner = make_learner(base)
+    full = BridgeEnsembleHead(64)
+    full.add_classes(["a"], torch.ones(1, 64), torch.tensor([0]), torch.ones(1, 64))
+    with pytest.raises(ValueError, match="head already has 1 classes"):
+        ClassIncrementalLearner(learner.model, processor, head=full)
     with pytest.raises(ValueError, match="no task has been learned yet"):
         learner.predict(picture())
     with pytest.raises(ValueError, match="no task has been learned yet"):

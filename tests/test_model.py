@@ -18,6 +18,7 @@ from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
 import dulbe_peft
 from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases
+from dulbe_peft.layer import DualModeLayer
 
 CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
 PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
@@ -199,12 +200,16 @@ def test_merge_and_unload(learned):
 
 
 def test_safe_merge_refuses_nan_and_changes_nothing(learned):
-    next(learned.shared_parameters()).data[0, 0] = float("nan")
-    before = {key: value.clone() for key, value in learned.state_dict().items()}
+    *_, last = learned.shared_parameters()
+    last.data[0, 0] = float("nan")
+    layers = [module for module in learned.modules() if isinstance(module, DualModeLayer)]
+    before = [layer.base_layer.weight.clone() for layer in layers]
     with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
         learned.merge_adapter(safe_merge=True)
-    after = learned.state_dict()
-    assert all(torch.equal(value, after[key]) or value.isnan().any() for key, value in before.items())
+    with pytest.raises(ValueError, match="NaNs detected"):
+        learned.merge_and_unload(safe_merge=True)
+    assert not any(layer.merged for layer in layers)
+    assert all(torch.equal(layer.base_layer.weight, weight) for layer, weight in zip(layers, before, strict=True))
 
 
 def test_copies_are_equal(learned):
@@ -243,6 +248,25 @@ def test_native_transformers_loading(learned, pristine, tmp_path):
     pristine.load_adapter(str(tmp_path))
     assert torch.equal(image_features(pristine), image_features(learned))
     assert torch.equal(text_features(pristine), text_features(learned))
+
+
+def test_effective_weight_follows_every_change_of_its_factors(learned, pristine):
+    """In-place changes, another precision and an enclosing autocast: never a stale or a rounded weight."""
+    layer = next(iter(learned.dual_mode_layers().values()))
+    before = layer.folded_weight("default").clone()
+    with torch.no_grad():
+        layer.base_layer.weight.mul_(2)
+    torch.testing.assert_close(layer.folded_weight("default"), before + layer.base_layer.weight / 2)
+    layer.base_layer.load_state_dict({k: v / 2 for k, v in layer.base_layer.state_dict().items()})
+    assert torch.equal(layer.folded_weight("default"), before)
+    layer._folded = None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.folded_weight("default"), before)
+        delta = layer.get_delta_weight("default")
+    assert torch.equal(layer.get_delta_weight("default"), delta)
+    learned.to(torch.bfloat16)
+    assert layer.folded_weight("default").dtype == torch.bfloat16
+    assert torch.isfinite(learned.get_image_features(pixel_values=PIXELS.bfloat16()).pooler_output).all()
 
 
 @pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
