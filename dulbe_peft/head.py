@@ -379,7 +379,10 @@ def _check_names(class_names: Sequence[str], seen: Sequence[str]) -> list[str]:
 
 
 def _check_labels(labels: torch.Tensor | Sequence[int], count: int, names: Sequence[str]) -> torch.Tensor:
-    indices = torch.as_tensor(labels)
+    try:
+        indices = torch.as_tensor(labels)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"labels must be integers, got {labels!r:.100}") from error
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise TypeError(f"labels must be integers, got {indices.dtype}")
     if indices.shape != (count,):
