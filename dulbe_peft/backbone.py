@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPProcessor
+from transformers import AutoConfig, AutoTokenizer, CLIPModel, CLIPProcessor
 
 try:  # transformers >= 5.6 keeps a PIL backend apart; before that CLIPImageProcessor itself needs no torchvision
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as PilImageProcessor
@@ -59,7 +59,7 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> CLIPPr
     """The processor of `name`; the image half falls back to CLIP's evaluation transform at the model's image size."""
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
-        image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
+        image_processor = PilImageProcessor.from_pretrained(name, revision=revision or "main")
     else:
         size = model.config.vision_config.image_size
         image_processor = PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})

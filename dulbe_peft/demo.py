@@ -66,6 +66,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
     """
     import torch
 
+    torch.set_num_threads(1)  # a model this small only waits for a second thread
     torch.manual_seed(seed)
     clip, processor = load_clip(demo_model_folder())
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
