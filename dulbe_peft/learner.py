@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,20 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from huggingface_hub import HfApi
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from dulbe_peft import checkpoint
+from dulbe_peft import saving
 from dulbe_peft.allocation import allocate_modes
-from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
+from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import (
     check_clip_like,
-    load_clip,
-    load_processor,
     tokenize,
     unit_image_embeds,
     unit_text_embeds,
 )
-from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
@@ -41,10 +33,6 @@ from dulbe_peft.model import DualModeLoraModel
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 from dulbe_peft.stream import run_stream
 from dulbe_peft.tasks import Task, check_class_names, checked_labels, format_prompts
-
-STATISTICS_FILE = "statistics.safetensors"
-LEARNER_FILE = "learner.json"
-PROCESSOR_FOLDER = "processor"
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -144,7 +132,7 @@ class ClassIncrementalLearner:
             self.model.fold_task()
             self._close(images, names)
         except BaseException:
-            self._set_adapter_state(before)
+            saving.set_adapter_state(self.model, before)
             self.head.load_state_dict(head_before)
             self.model.zero_grad(set_to_none=True)
             self._step = step
@@ -428,7 +416,7 @@ class ClassIncrementalLearner:
         Raises:
             OSError: the folder cannot be written; a folder that was there is as it was.
         """
-        checkpoint.commit_folder(Path(folder), self.write, {"tasks": [list(task) for task in self.tasks]})
+        saving.save(self, Path(folder))
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> Any:
         """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
@@ -436,26 +424,11 @@ class ClassIncrementalLearner:
         Returns:
             huggingface_hub's CommitInfo.
         """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / "learner"
-            self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload learner")
+        return saving.push(self, repo_id, private, token)
 
     def write(self, folder: Path) -> None:
         """Write the learner's files into an existing folder, without a manifest."""
-        self.model.save_pretrained(str(folder), save_embedding_layers=False)
-        self.head.save_pretrained(folder)
-        self.statistics.save(folder / STATISTICS_FILE)
-        self.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-        state = {
-            "arguments": asdict(self.args),
-            "attn_implementation": self.clip.config._attn_implementation,
-            "step": self._step,
-            "tasks": [list(task) for task in self.tasks],
-        }
-        checkpoint.write_json(folder / LEARNER_FILE, state)
+        saving.write(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Take over the state that `save_pretrained` or `run` wrote, in place of this learner's.
@@ -463,23 +436,7 @@ class ClassIncrementalLearner:
         Raises:
             CheckpointError: the folder is damaged or of another format.
         """
-        checkpoint.read_manifest(folder)
-        saved = load_file(folder / "adapter_model.safetensors")
-        _check_fits(saved, get_peft_model_state_dict(self.model, save_embedding_layers=False), folder)
-        self._restore_around(folder)
-        self._set_adapter_state(saved)
-
-    def _set_adapter_state(self, state: dict[str, torch.Tensor]) -> None:
-        set_peft_model_state_dict(self.model, state)
-        self.model.active_peft_config.history_rank = self.model.history_rank
-
-    def _restore_around(self, folder: Path) -> None:
-        state = _read_state(folder / LEARNER_FILE)
-        head = BridgeEnsembleHead.from_pretrained(folder).to(self.accelerator.device)
-        self.statistics = OccupationStatistics.load(folder / STATISTICS_FILE)
-        self.head = head
-        self.tasks = [tuple(task) for task in state["tasks"]]
-        self._step = state["step"]
+        saving.restore(self, folder)
 
     @classmethod
     def from_pretrained(
@@ -499,53 +456,14 @@ class ClassIncrementalLearner:
             FileNotFoundError: there is no such folder.
             CheckpointError: the folder is damaged or of another format.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"learner folder {str(folder)!r} does not exist")
-        checkpoint.read_manifest(folder)
-        state = _read_state(folder / LEARNER_FILE)
-        if base_model is None:
-            config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            name, revision = config["base_model_name_or_path"], config.get("revision")
-            base_model, _ = load_clip(name, revision, attn_implementation=state["attn_implementation"])
-        model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
-        processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
-        learner = cls(model, processor, args=args or _portable(state["arguments"]))
-        learner._restore_around(folder)
+        model, processor, state = saving.load_model(Path(folder), base_model)
+        learner = cls(model, processor, args=args or saving.portable(state["arguments"]))
+        saving.restore_around(learner, Path(folder))
         return learner
 
 
 def _clone(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-
-
-def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], folder: Path) -> None:
-    """The adapter in a folder must be this learner's but for the length of its history."""
-    strange = sorted(saved.keys() ^ own.keys())
-    for name in sorted(saved.keys() & own.keys()):
-        free = "dulbe_history_" in name
-        if (
-            saved[name].ndim != own[name].ndim
-            or saved[name].shape[: 1 if free else None] != own[name].shape[: 1 if free else None]
-        ):
-            strange.append(name)
-    if strange:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit this learner's: {len(strange)} tensors differ in name or shape, "
-            f"the first is {strange[0]!r}"
-        )
-
-
-def _portable(saved: dict[str, Any]) -> LearnerArguments:
-    return LearnerArguments(**{name: value for name, value in saved.items() if name not in MACHINE_SETTINGS})
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    state = json.loads(path.read_text(encoding="utf-8"))
-    missing = {"arguments", "attn_implementation", "step", "tasks"} - set(state)
-    if missing:
-        raise CheckpointError(f"{path} misses {sorted(missing)}")
-    return state
 
 
 def _accelerator(args: LearnerArguments) -> Accelerator:

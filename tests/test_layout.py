@@ -32,6 +32,7 @@ ORDER = [
     "arguments",
     "checkpoint",
     "stream",
+    "saving",
     "learner",
     "report",
     "demo",
