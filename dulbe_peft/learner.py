@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from dulbe_peft.backbone import (
     unit_image_embeds,
     unit_text_embeds,
 )
+from dulbe_peft.distributed import (
+    copy_from_main,
+    gather_rows,
+    on_main_process,
+    own_part,
+    own_rows,
+    refuse_sharded,
+    sum_over_processes,
+    world,
+)
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
@@ -39,6 +50,9 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 class ClassIncrementalLearner:
     """Learns tasks of new classes with a CLIP model, its dual-mode adapter and a bridge-prototype head.
+
+    Under `accelerate launch` every process calls every method with the same data; each works on its share of every
+    batch, all end with the same state, and one writes.
 
     Args:
         model: `get_peft_model(CLIPModel, DualModeLoraConfig(...))`.
@@ -73,7 +87,9 @@ class ClassIncrementalLearner:
         check_clip_like(clip)
         self.args = args or LearnerArguments()
         self.accelerator = _accelerator(self.args)
+        refuse_sharded(model)
         self.model = model.to(self.accelerator.device).eval()
+        copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         self.clip = clip
         self.processor = processor
         self.logit_scale = math.exp(float(clip.logit_scale.detach()))
@@ -147,21 +163,22 @@ class ClassIncrementalLearner:
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
-            with self.accelerator.autocast():
-                features = unit_image_embeds(self.clip, pixels)
+            features = self._encode_images(pixels, len(index))
             teacher[index] = features.detach()
             return cross_modal_loss(features, text, labels, self.logit_scale), len(index)
 
-        probe = probe_gradients(self.model, self._batches(images, "probe", batch_size=self.args.batch_size), loss_fn)
+        probe = probe_gradients(self.model, self._training_batches(images, "probe", range(len(images))), loss_fn)
+        sum_over_processes(probe.values())
         config = self.model.active_peft_config
-        modes = allocate_modes(
+        allocate = partial(
+            allocate_modes,
             probe,
             self.statistics,
             shared_rank=config.shared_rank,
             residual_rank=config.residual_rank,
             support_rank=config.support_rank,
         )
-        self.model.begin_task(modes)
+        self.model.begin_task(on_main_process(allocate))
         return teacher
 
     def _train(self, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor) -> None:
@@ -184,9 +201,10 @@ class ClassIncrementalLearner:
             for epoch in range(args.epochs):
                 losses = []
                 order = self._order(len(images), epoch)
-                for batch in self._batches(images, f"epoch {epoch + 1}/{args.epochs}", args.batch_size, order):
+                for batch in self._training_batches(images, f"epoch {epoch + 1}/{args.epochs}", order):
                     task_loss, structure_loss = self._losses(batch, tokens, old_text, teacher)
                     route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
+                    sum_over_processes(p.grad for p in parameters if p.grad is not None)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                     if per_step:
@@ -203,16 +221,15 @@ class ClassIncrementalLearner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy over the current classes and the structure loss over the old ones, from one forward pass."""
         pixels, labels, index = batch
-        with self.accelerator.autocast():
-            features = unit_image_embeds(self.clip, pixels)
-            text = unit_text_embeds(self.clip, tokens)
+        features = self._encode_images(pixels, len(index))
+        text = self._encode_text(tokens)
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
         if old_text is None or self.args.structure_weight == 0:
             return task_loss, None
         reference = teacher[index]
         if self.args.teacher == "online":
-            with torch.no_grad(), self.model.previous_task(), self.accelerator.autocast():
-                reference = unit_image_embeds(self.clip, pixels)
+            with torch.no_grad(), self.model.previous_task():
+                reference = self._encode_images(pixels, len(index))
         structure_loss = bidirectional_kl(
             self.logit_scale * features @ old_text.T,
             self.logit_scale * reference @ old_text.T,
@@ -238,17 +255,15 @@ class ClassIncrementalLearner:
 
         def forward_fn(_: nn.Module, batch: Batch) -> None:
             pixels, _labels, index = batch
-            with self.accelerator.autocast():
+            with self._autocast():
                 features[index] = unit_image_embeds(self.clip, pixels)
 
         statistics = OccupationStatistics()
-        collect_statistics(
-            self.model,
-            self._batches(images, "close"),
-            forward_fn,
-            into=statistics,
-            tokens=self.args.statistics_tokens,
-        )
+        if own_part(range(len(images))):
+            batches = self._batches(images, "close")
+            collect_statistics(self.model, batches, forward_fn, into=statistics, tokens=self.args.statistics_tokens)
+        statistics.sum_over_processes(features.device)
+        sum_over_processes([features])
         with torch.no_grad():
             new_text = self._text_embeds(names)
             if not self.tasks:
@@ -269,8 +284,9 @@ class ClassIncrementalLearner:
         images = PixelDataset(dataset, labels, self.processor, cache_bytes=0)
         features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
         for pixels, _, index in self._batches(images, "encode"):
-            with self.accelerator.autocast():
+            with self._autocast():
                 features[index] = unit_image_embeds(self.clip, pixels)
+        sum_over_processes([features])
         return features
 
     def predict(self, images: Any) -> list[str]:
@@ -379,20 +395,52 @@ class ClassIncrementalLearner:
         generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _batches(
-        self, images: PixelDataset, title: str, batch_size: int | None = None, order: list[int] | None = None
-    ) -> Iterator[Batch]:
+    def _training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
+        """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
+        size = self.args.batch_size
+        batches = [list(order[start : start + size]) for start in range(0, len(order), size)]
+        labels = torch.as_tensor(images.labels)
+        loaded = self._load(images, title, [own_rows(batch) for batch in batches])
+        for batch, (pixels, _, _) in zip(batches, loaded, strict=True):
+            index = torch.tensor(batch)
+            yield send_to_device((pixels, labels[index], index), self.accelerator.device, non_blocking=True)
+
+    def _batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
+        """Batches of this process's part of the images."""
+        size, part = self.args.eval_batch_size, own_part(range(len(images)))
+        batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
+        for batch in self._load(images, title, batches):
+            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
+
+    def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterable[Batch]:
         loader: Any = DataLoader(
             images,
-            batch_size=batch_size or self.args.eval_batch_size,
-            sampler=order,
+            batch_sampler=batches,
             num_workers=self.args.num_workers,
             pin_memory=self.accelerator.device.type == "cuda",
         )
         bar = title if title == "encode" else f"task {len(self.tasks) + 1} {title}"
+        hidden = not self.args.progress or world()[0] > 0
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
-        for batch in tqdm(loader, desc=bar, leave=False, disable=None if self.args.progress else True):
-            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
+        return tqdm(loader, desc=bar, leave=False, disable=hidden or None)
+
+    def _autocast(self) -> torch.autocast:
+        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
+        return torch.autocast(
+            self.accelerator.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16"
+        )
+
+    def _encode_images(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
+        """Unit features of a batch of `total` images, (total, d), from the pixels of this process's rows."""
+        with self._autocast():
+            return gather_rows(unit_image_embeds(self.clip, pixels), total)
+
+    def _encode_text(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Unit text embeddings, (classes, d); each process encodes its rows."""
+        total = len(tokens["input_ids"])
+        rows = own_rows(range(total))
+        with self._autocast():
+            return gather_rows(unit_text_embeds(self.clip, {k: v[rows] for k, v in tokens.items()}), total)
 
     def _tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
@@ -402,11 +450,8 @@ class ClassIncrementalLearner:
 
     def _text_embeds(self, names: Sequence[str]) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
-        rows = []
-        for start in range(0, len(names), 256):
-            with self.accelerator.autocast():
-                rows.append(unit_text_embeds(self.clip, self._tokens(names[start : start + 256])))
-        return torch.cat(rows)
+        chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
+        return torch.cat([self._encode_text(self._tokens(chunk)) for chunk in chunks])
 
     # ------------------------------------------------------------------ saving
 
@@ -472,9 +517,8 @@ def _accelerator(args: LearnerArguments) -> Accelerator:
         if available is None or available.type != args.device:
             found = "none" if available is None else available.type
             raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {found}")
-    accelerator = Accelerator(
-        mixed_precision=args.mixed_precision, cpu=args.device == "cpu", log_with=args.log_with, project_dir="runs"
-    )
-    if accelerator.num_processes > 1:
-        raise ValueError(f"the learner runs in one process, this launch has {accelerator.num_processes}")
+    accelerator = Accelerator(cpu=args.device == "cpu", log_with=args.log_with, project_dir="runs")
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU") and not kind.startswith("MULTI_"):
+        raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights, use MULTI_GPU")
     return accelerator

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.distributed import on_main_process, sum_over_processes
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
 
@@ -114,6 +115,17 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
             else:
                 self._matrices.update(dict.fromkeys(names, term.detach().to(torch.float32).clone()))
+
+    def sum_over_processes(self, device: torch.device) -> None:
+        """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
+
+        A process that had no image may be empty; the first one is not.
+        """
+        layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
+        for names, shape in layout:
+            if names[0] not in self._matrices:
+                self._matrices.update(dict.fromkeys(names, torch.zeros(shape, device=device)))
+            sum_over_processes([self._matrices[names[0]]])
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata.

@@ -15,6 +15,7 @@ import dulbe_peft
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "files",
+    "distributed",
     "functional",
     "statistics",
     "allocation",
@@ -39,6 +40,7 @@ ORDER = [
     "cli",
 ]
 ONLY = {
+    "distributed": {"torch"},
     "functional": {"torch"},
     "allocation": {"torch"},
     "files": {"torch", "safetensors"},

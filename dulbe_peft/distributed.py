@@ -1,0 +1,118 @@
+"""Several processes, as `accelerate launch` starts them: who holds which rows, and what is summed or copied.
+
+Every process holds the whole model. Of each training batch it encodes its own rows, gathers the features of all, and
+computes every loss on the whole batch; gradients flow back through its own rows alone. Its gradients are then its part
+of the whole batch's, of the cross-entropy and of the structure loss, whose instance term couples all rows, alike: they
+are **summed** over processes, never averaged. That happens here, in the open: gradients that are routed to chosen
+parameters bypass the hooks of a data-parallel wrapper, so the model is never wrapped in one.
+
+| what | how it is combined |
+| --- | --- |
+| gradients of a step, probe gradients | `sum_over_processes` |
+| statistics of a task, features of a pass | `sum_over_processes`; each image in one process |
+| bases, decisions, anything on disk | `on_main_process`: made once, copied to all |
+
+With one process every function here returns what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import distributed, nn
+
+T = TypeVar("T")
+
+
+def world() -> tuple[int, int]:
+    """This process's number and how many there are."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def own_rows(rows: Sequence[T]) -> list[T]:
+    """This process's rows of a batch that all know; each has as many, the last ones filled up with first rows."""
+    rank, size = world()
+    share = -(-len(rows) // size)
+    return [rows[i % len(rows)] for i in range(rank * share, (rank + 1) * share)]
+
+
+def own_part(rows: Sequence[T]) -> Sequence[T]:
+    """This process's part of `rows`, each row in exactly one process; may be empty."""
+    rank, size = world()
+    share = -(-len(rows) // size)
+    return rows[rank * share : (rank + 1) * share]
+
+
+def gather_rows(own: torch.Tensor, total: int) -> torch.Tensor:
+    """The rows of all processes, (total, ...), from what each made of its `own_rows`; gradients reach one's own."""
+    rank, size = world()
+    if size == 1:
+        return own
+    parts = [torch.empty_like(own) for _ in range(size)]
+    distributed.all_gather(parts, own.detach().contiguous())
+    parts[rank] = own
+    return torch.cat(parts)[:total]
+
+
+@torch.no_grad()
+def sum_over_processes(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace each tensor by its sum over all processes, in place; tensors of one dtype travel in common buffers."""
+    if world()[1] == 1:
+        return
+    buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        buffers.setdefault(tensor.dtype, []).append(tensor)
+    for group in buffers.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        distributed.all_reduce(flat)
+        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+@torch.no_grad()
+def copy_from_main(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace each tensor by the first process's, in place."""
+    if world()[1] > 1:
+        for tensor in tensors:
+            copy = tensor.contiguous()
+            distributed.broadcast(copy, src=0)
+            tensor.copy_(copy)
+
+
+def on_main_process(make: Callable[[], T]) -> T:
+    """What `make` returns in the first process, in all of them; what it raises there is raised in all."""
+    rank, size = world()
+    if size == 1:
+        return make()
+    outcome: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            outcome[0] = make()
+        except Exception as error:
+            outcome[1] = error
+    distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast(T, outcome[0])
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise where parameters are spread over processes: the method reads whole weights and whole gradients.
+
+    Raises:
+        ValueError: a parameter is a DTensor or one of FSDP's or DeepSpeed ZeRO-3's.
+    """
+    kinds = {type(module).__name__ for module in model.modules()}
+    found = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
+            found.append(name)
+    if found:
+        raise ValueError(
+            f"{found[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3): dual-mode adapters "
+            "need whole weights in every process, launch without sharding"
+        )
