@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("folder", help="a task folder of a run, or what save_pretrained wrote")
     export.add_argument("output", help="folder for the LoRA adapter")
     export.add_argument("--model", help="the base model, where it is not where it was")
+    export.add_argument(
+        "--compress-to", type=int, metavar="RANK", help="best approximation of this rank; prints its relative error"
+    )
     export.set_defaults(call=_export)
 
     env = commands.add_parser("env", help="print versions and the accelerator, for a bug report")
@@ -271,9 +274,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from dulbe_peft.export import export_lora
+    from dulbe_peft.export import COMPRESSION_FILE, export_lora
 
-    print(f"written: {export_lora(_load(arguments.folder, arguments.model).model, arguments.output)}")
+    model = _load(arguments.folder, arguments.model).model
+    folder = export_lora(model, arguments.output, arguments.compress_to)
+    if arguments.compress_to is not None:
+        report = json.loads((folder / COMPRESSION_FILE).read_text(encoding="utf-8"))
+        errors = {name: row["relative_error"] for name, row in report["layers"].items()}
+        worst = max(errors, key=errors.__getitem__)
+        print(f"relative error {report['relative_error']:.2e} over all layers, most in {worst}: {errors[worst]:.2e}")
+    print(f"written: {folder}")
     return 0
 
 

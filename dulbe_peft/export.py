@@ -1,70 +1,144 @@
-"""The same update as a stock LoRA adapter, which loads without this package."""
+"""The same update as a stock LoRA adapter, which loads without this package.
+
+dW = [B_1 ... B_t] [P_1 ... P_t]'            exact: LoRA's B and A; every task adds r_S + r_R to their rank
+B = Q_B R_B,  P = Q_P R_P,  R_B R_P' = U S V'
+dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')  compressed: the best approximation of rank k, by a small SVD
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 
 from dulbe_peft.config import PREFIX
-from dulbe_peft.files import write_tensors
+from dulbe_peft.files import replacing, write_tensors
 from dulbe_peft.layer import DualModeLinear, TextLoraLinear
 
+COMPRESSION_FILE = "compression.json"
 
-def export_lora(model: PeftModel, folder: str | Path) -> Path:
+
+class _Factors(NamedTuple):
+    """A layer's update, scale * up @ down."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+
+def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = None) -> Path:
     """Write the active adapter as PEFT's own LoRA: A = stacked bases, B = stacked up-projections, alpha = rank.
 
-    History, current modes, text LoRA and `modules_to_save` are included. The factors are this adapter's, bit for bit;
-    no decomposition takes place.
+    History, current modes, text LoRA and `modules_to_save` are included, also while the adapter is merged or
+    disabled. Without `compress_to` the factors are this adapter's, bit for bit; no decomposition takes place.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
         folder: where `adapter_config.json` and `adapter_model.safetensors` go; made if it is not there.
+        compress_to: replace every update of a higher rank by its best approximation of this rank, and write
+            `compression.json` beside the adapter: `rank`, the `relative_error` over all layers, and per layer its
+            `rank`, `rank_before` and `relative_error`; an error is |dW - dW_k|_F / |dW|_F.
 
     Returns:
         The folder.
+
+    Raises:
+        TypeError: `compress_to` is not an int.
+        ValueError: `compress_to` is below 1, an update to compress is not finite, or not exactly one adapter is
+            active. Nothing is written then.
     """
+    if compress_to is not None and (isinstance(compress_to, bool) or not isinstance(compress_to, int)):
+        raise TypeError(f"compress_to must be an int or None, got {compress_to!r}")
+    if compress_to is not None and compress_to < 1:
+        raise ValueError(f"compress_to must be at least 1, got {compress_to}")
     tuner: Any = model.base_model
     adapter = tuner._active()
-    config: Any = model.peft_config[adapter]
-    tensors: dict[str, torch.Tensor] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for name, layer in model.get_base_model().named_modules():
+    layers = _factors(model.get_base_model(), adapter)
+    report = None
+    if compress_to is not None:
+        layers, report = _compress(layers, compress_to)
+    saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    tensors = {key: value for key, value in saved.items() if f".{PREFIX}" not in key}
+    for name, factors in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = factors.down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = factors.up
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _lora_config(model.peft_config[adapter], layers).save_pretrained(str(target))
+    write_tensors(target / "adapter_model.safetensors", tensors, {"format": "pt"})
+    if report is None:
+        (target / COMPRESSION_FILE).unlink(missing_ok=True)
+    else:
+        with replacing(target / COMPRESSION_FILE) as path:
+            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def _factors(base: Any, adapter: str) -> dict[str, _Factors]:
+    """Layer name -> its whole update, history first; the layer's own tensors."""
+    layers = {}
+    for name, layer in base.named_modules():
         if isinstance(layer, DualModeLinear) and adapter in layer.dulbe_P:
             down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1).T
             current = [layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]]
             up = torch.cat([layer.dulbe_history_B[adapter], *current], dim=1)
-            alphas[name] = down.shape[0]
+            layers[name] = _Factors(down, up.detach(), 1.0)
         elif isinstance(layer, TextLoraLinear) and adapter in layer.dulbe_text_A:
-            down, up = layer.dulbe_text_A[adapter], layer.dulbe_text_B[adapter]
-            alphas[name] = config.text_alpha
-        else:
-            continue
-        ranks[name] = down.shape[0]
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up
-    saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    tensors |= {key: value for key, value in saved.items() if f".{PREFIX}" not in key}
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    _lora_config(config, ranks, alphas).save_pretrained(str(target))
-    write_tensors(target / "adapter_model.safetensors", tensors, {"format": "pt"})
-    return target
+            down, up = layer.dulbe_text_A[adapter].detach(), layer.dulbe_text_B[adapter].detach()
+            layers[name] = _Factors(down, up, layer.scaling[adapter])
+    return layers
 
 
-def _lora_config(config: Any, ranks: dict[str, int], alphas: dict[str, float]) -> LoraConfig:
-    """A configuration with the visual layers' rank as the default, and the text layers' as patterns."""
+def _compress(layers: dict[str, _Factors], rank: int) -> tuple[dict[str, _Factors], dict[str, Any]]:
+    compressed, rows = {}, {}
+    lost = total = 0.0
+    for name, factors in layers.items():
+        compressed[name], left_out, whole = _truncate(name, factors, rank)
+        lost, total = lost + left_out, total + whole
+        rows[name] = {
+            "rank_before": len(factors.down),
+            "rank": len(compressed[name].down),
+            "relative_error": _ratio(left_out, whole),
+        }
+    return compressed, {"rank": rank, "relative_error": _ratio(lost, total), "layers": rows}
+
+
+def _truncate(name: str, factors: _Factors, rank: int) -> tuple[_Factors, float, float]:
+    """The best factors of at most `rank`, and the squared Frobenius norms of what is left out and of the whole."""
+    down, up = factors.down.double(), factors.up.double()
+    if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+        raise ValueError(f"the update of layer {name!r} holds NaN or infinity: it cannot be compressed")
+    left, left_core = torch.linalg.qr(up)
+    right, right_core = torch.linalg.qr(down.T)
+    u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
+    energy = (factors.scale * values) ** 2
+    if len(down) <= rank:
+        return factors, 0.0, energy.sum().item()
+    root = values[:rank].sqrt()
+    short_up, short_down = left @ (u[:, :rank] * root), (root[:, None] * vh[:rank]) @ right.T
+    kept = _Factors(short_down.to(factors.down.dtype), short_up.to(factors.up.dtype), factors.scale)
+    return kept, energy[rank:].sum().item(), energy.sum().item()
+
+
+def _ratio(lost: float, total: float) -> float:
+    return (lost / total) ** 0.5 if total > 0 else 0.0
+
+
+def _lora_config(config: Any, layers: dict[str, _Factors]) -> LoraConfig:
+    """A configuration with the highest rank as the default, and the layers that differ as patterns."""
+    ranks = {name: len(factors.down) for name, factors in layers.items()}
+    alphas = {name: factors.scale * ranks[name] for name, factors in layers.items()}
     rank = max(ranks.values())
-    different = {name for name in ranks if ranks[name] != rank or alphas[name] != rank}
+    different = sorted(name for name in ranks if ranks[name] != rank or alphas[name] != rank)
     return LoraConfig(
         r=rank,
         lora_alpha=rank,
         target_modules=sorted(ranks),
-        rank_pattern={f"^{name}": ranks[name] for name in sorted(different)},
-        alpha_pattern={f"^{name}": alphas[name] for name in sorted(different)},
+        rank_pattern={f"^{name}": ranks[name] for name in different},
+        alpha_pattern={f"^{name}": alphas[name] for name in different},
         modules_to_save=config.modules_to_save,
         base_model_name_or_path=config.base_model_name_or_path,
         revision=config.revision,

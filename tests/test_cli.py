@@ -51,6 +51,10 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys):
 
     assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "lora")]) == 0
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "short"), "--compress-to", "2"]) == 0
+    report = json.loads((tmp_path / "short" / "compression.json").read_text())
+    assert f"relative error {report['relative_error']:.2e} over all layers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("order", ["two\none\n\nthree\nzero\n", "2\n0\n1\n3"])
