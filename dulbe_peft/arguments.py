@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
@@ -15,6 +15,7 @@ class LearnerArguments:
 
     Raises:
         ValueError: a value is out of its range; the message names the field.
+        TypeError: a value is of another type.
 
     Reference:
         "Implementation Details"; where the paper is silent, `docs/decisions.md`.
@@ -82,10 +83,12 @@ class LearnerArguments:
     progress: bool = field(default=True, metadata={"help": "Show progress bars."})
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "eval_batch_size", "num_depths"):
+        for name in ("epochs", "batch_size", "eval_batch_size"):
             _check_int(name, getattr(self, name), 1)
-        for name in ("seed", "num_workers", "pixel_cache_mb"):
+        for name in ("num_workers", "pixel_cache_mb"):
             _check_int(name, getattr(self, name), 0)
+        _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_int("num_depths", self.num_depths, 2, 1000)
         for name in ("learning_rate", "class_temperature", "instance_temperature", "reliability_temperature"):
             _check_number(name, getattr(self, name), positive=True)
         _check_number("structure_weight", self.structure_weight, positive=False)
@@ -93,19 +96,25 @@ class LearnerArguments:
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
                 raise ValueError(f"{f.name} must be one of {list(choices)}, got {getattr(self, f.name)!r}")
+        if not isinstance(self.progress, bool):
+            raise TypeError(f"progress must be true or false, got {self.progress!r}")
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be a text such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         if not isinstance(self.prompt_template, str) or self.prompt_template.count("{}") != 1:
             raise ValueError(f"prompt_template must be a text with exactly one {{}}, got {self.prompt_template!r}")
 
 
-def _check_int(name: str, value: object, least: int) -> None:
+def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def _check_number(name: str, value: object, positive: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    if not 0 <= value <= sys.float_info.max or (positive and value == 0):
         raise ValueError(f"{name} must be finite and {'positive' if positive else 'at least 0'}, got {value}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, CLIPModel, CLIPProcessor
@@ -73,6 +74,13 @@ def check_clip_like(model: nn.Module) -> None:
             raise ValueError(f"{type(model).__name__} has no {name}: a CLIPModel, with both towers, is needed here")
 
 
+def check_processor(processor: Any) -> None:
+    """Raise a `TypeError` unless `processor` has an image processor and a tokenizer, as a CLIPProcessor does."""
+    for name in ("image_processor", "tokenizer"):
+        if not hasattr(processor, name):
+            raise TypeError(f"processor must be a CLIPProcessor or like one, got {processor!r:.100} without {name}")
+
+
 def unit_image_embeds(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
     """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width)."""
     return _unit(model.get_image_features(pixel_values=pixel_values))  # type: ignore[operator]
@@ -114,6 +122,7 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
         image: a PIL image, or a float tensor (3, height, width) that is already preprocessed.
 
     Raises:
+        TypeError: the image is something else; a path or an address is never opened.
         ValueError: the tensor is not floating point or not (3, height, width), or not finite.
     """
     if isinstance(image, torch.Tensor):
@@ -122,7 +131,12 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
                 f"a tensor image must be preprocessed, float (3, height, width), got {image.dtype} "
                 f"{tuple(image.shape)}; pass PIL images to have them preprocessed"
             )
+        image = image.float()
         if not torch.isfinite(image).all():
             raise ValueError("a tensor image holds NaN or infinity")
-        return image.float()
+        return image
+    if not isinstance(image, Image.Image):
+        raise TypeError(
+            f"it is {image!r:.100}, a {type(image).__name__}; a PIL image or a preprocessed tensor is needed"
+        )
     return processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]

@@ -27,13 +27,15 @@ def probe_gradients(
         Layer name -> G, (out_features, in_features), in the base weight's dtype, on its device.
 
     Raises:
-        ValueError: there is no batch, a batch size is not positive, or a loss or gradient is not finite.
+        ValueError: there is no batch, a batch size is not positive, a loss or gradient is not finite, or the loss does
+            not depend on any adapted layer.
+        TypeError: the model is no such model, or `loss_fn` returns no pair.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation", the prospective gradient; appendix
         "Prospective-gradient estimation".
     """
-    layers: dict[str, Any] = model.dual_mode_layers()  # type: ignore[operator]
+    layers = _layers(model)
     if any(layer.merged for layer in layers.values()):
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
     modes = {module: module.training for module in model.modules()}
@@ -46,13 +48,14 @@ def probe_gradients(
             layer._probe_weight = layer.folded_weight(adapter).detach().requires_grad_()
         weights = [layer._probe_weight for layer in layers.values()]
         for batch in batches:
-            loss, size = loss_fn(model, batch)
-            _check_loss(loss, size, len(losses))
+            loss, size = _checked_loss(loss_fn(model, batch), len(losses))
             (loss * size).backward(inputs=weights)
             losses.append(loss.detach())
             total += size
         if not total:
             raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
+        if all(weight.grad is None for weight in weights):
+            raise ValueError("the loss of loss_fn has no gradient in any adapted layer: it must run the vision tower")
         gradients = {
             name: torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(total)
             for (name, _), weight in zip(layers.items(), weights, strict=True)
@@ -66,11 +69,27 @@ def probe_gradients(
     return gradients
 
 
-def _check_loss(loss: torch.Tensor, size: int, index: int) -> None:
+def _layers(model: nn.Module) -> dict[str, Any]:
+    if not hasattr(model, "dual_mode_layers"):
+        raise TypeError(
+            f"model must come from get_peft_model(model, DualModeLoraConfig(...)), got {type(model).__name__}"
+        )
+    layers: dict[str, Any] = model.dual_mode_layers()  # type: ignore[operator]
+    if not layers:
+        raise ValueError("model has no dual-mode layer to probe")
+    return layers
+
+
+def _checked_loss(result: Any, index: int) -> tuple[torch.Tensor, int]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        kind = type(result).__name__
+        raise TypeError(f"loss_fn must return the pair (mean loss, batch size), got a {kind} for batch {index}")
+    loss, size = result
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
         raise ValueError(f"loss_fn must return a scalar that depends on the model, got {loss!r} for batch {index}")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
+    return loss, size
 
 
 def _check_finite(losses: list[torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
@@ -103,13 +122,13 @@ def route_gradients(
 
     Raises:
         ValueError: a loss is not a scalar, or (where looking costs no device synchronisation, that is on the CPU) not
-            finite, or the weight is negative or not finite. No gradient is touched then.
+            finite, `task_loss` has no gradient, or the weight is negative or not finite. No gradient is touched then.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
     for name, loss in (("task_loss", task_loss), ("structure_loss", structure_loss)):
-        if loss is None:
+        if loss is None and name == "structure_loss":
             continue
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
@@ -117,6 +136,8 @@ def route_gradients(
             raise ValueError(f"{name} is {loss.item()}, expected a finite number")
     if not 0 <= structure_weight < float("inf"):
         raise ValueError(f"structure_weight must be finite and at least 0, got {structure_weight}")
+    if not task_loss.requires_grad:
+        raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
     routed = structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad
     trainable = [p for p in model.parameters() if p.requires_grad]

@@ -9,7 +9,7 @@ Needs neither peft nor transformers: it works on any model's image and text feat
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch.nn import functional as F
 
 from dulbe_peft.files import read_tensors, replacing, write_tensors
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights, without_autocast
+from dulbe_peft.tasks import check_class_names
 
 CONFIG_FILE = "head_config.json"
 TENSORS_FILE = "head.safetensors"
 FORMAT = "dulbe-bridge-ensemble-head-1"
 NAMES_KEY = "_extra_state"
+MAX_DEPTHS = 1000
 
 
 class BridgeEnsembleHead(nn.Module):
@@ -70,7 +72,9 @@ class BridgeEnsembleHead(nn.Module):
         if isinstance(embed_dim, bool) or not isinstance(embed_dim, int) or embed_dim < 2:
             raise ValueError(f"embed_dim must be an int of at least 2, got {embed_dim!r}")
         for field, value in (("reliability_temperature", reliability_temperature), ("logit_scale", logit_scale)):
-            if not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{field} must be a number, got {value!r}")
+            if not 0 < value <= sys.float_info.max:
                 raise ValueError(f"{field} must be positive and finite, got {value!r}")
         values = _depths(num_depths, depths)
         self.embed_dim = embed_dim
@@ -127,7 +131,7 @@ class BridgeEnsembleHead(nn.Module):
         Reference:
             v_c, rho_c(alpha_k) and pi_c(alpha_k) in "Reliability-Guided Bridge-Prototype Ensemble".
         """
-        names = _check_names(class_names, self._class_names)
+        names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
         texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         indices = _check_labels(labels, len(images), names).to(images.device)
@@ -350,32 +354,19 @@ class BridgeEnsembleHead(nn.Module):
 
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:
     if depths is None:
-        if isinstance(num_depths, bool) or not isinstance(num_depths, int) or num_depths < 2:
-            raise ValueError(f"num_depths must be an int of at least 2 (or pass depths=[...]), got {num_depths!r}")
+        if isinstance(num_depths, bool) or not isinstance(num_depths, int) or not 2 <= num_depths <= MAX_DEPTHS:
+            limits = f"at least 2 (or pass depths=[...]) and at most {MAX_DEPTHS}"
+            raise ValueError(f"num_depths must be an int of {limits}, got {num_depths!r}")
         return torch.linspace(0, 1, num_depths)
-    values = torch.as_tensor(depths, dtype=torch.float32, device="cpu").clone()
+    if len(depths) > MAX_DEPTHS:
+        raise ValueError(f"depths must be at most {MAX_DEPTHS} numbers, got {len(depths)}")
+    try:
+        values = torch.as_tensor(depths, dtype=torch.float32, device="cpu").clone()
+    except (RuntimeError, ValueError) as error:
+        raise TypeError(f"depths must be numbers, got {depths!r:.100}") from error
     if values.ndim != 1 or not len(values) or not ((values >= 0) & (values <= 1)).all():
-        raise ValueError(f"depths must be a non-empty list of numbers in [0, 1], got {depths!r}")
+        raise ValueError(f"depths must be a non-empty list of numbers in [0, 1], got {depths!r:.100}")
     return values
-
-
-def _check_names(class_names: Sequence[str], seen: Sequence[str]) -> list[str]:
-    if isinstance(class_names, str):
-        raise TypeError(f"class_names must be a list of strings, got the string {class_names!r}")
-    names = list(class_names)
-    if not names:
-        raise ValueError("class_names is empty: expected at least one class")
-    taken = set(seen)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"class names must be strings, got {name!r}")
-        if not name.strip():
-            raise ValueError(f"class names must not be empty, got {name!r}")
-        if name in taken:
-            where = "was added before" if name in seen else "appears twice"
-            raise ValueError(f"class {name!r} {where}: every class is added once")
-        taken.add(name)
-    return names
 
 
 def _check_labels(labels: torch.Tensor | Sequence[int], count: int, names: Sequence[str]) -> torch.Tensor:
@@ -401,7 +392,7 @@ def _check_state(state: dict[str, Any], embed_dim: int, num_depths: int) -> None
     """Raise unless a state dict's entries form a head of this width and number of depths."""
     names = _decode_names(state[NAMES_KEY])
     if names:
-        _check_names(names, ())
+        check_class_names(names)
     classes = len(names)
     shapes = {
         "visual_prototypes": (classes, embed_dim),
@@ -433,7 +424,7 @@ def _encode_names(names: list[str]) -> torch.Tensor:
 def _decode_names(state: torch.Tensor) -> list[str]:
     try:
         names = json.loads(bytes(state.tolist()).decode())
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"class names in the state are damaged: {error}") from error
     if not isinstance(names, list):
         raise TypeError(f"class names in the state must be a list, got {names!r}")

@@ -5,19 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
 
 from dulbe_peft.backbone import pixel_values
+from dulbe_peft.data import to_rgb
 from dulbe_peft.tasks import read_sample
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
-    """A dataset's images as pixel values with label and index, kept in memory while they fit."""
+    """A dataset's images as pixel values with label and index, kept in memory while they fit.
 
-    def __init__(self, dataset: Any, labels: Any, processor: Any, cache_bytes: int) -> None:
+    Args:
+        dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs.
+        labels: label of each image, (n,); None: -1.
+        processor: has an `image_processor`.
+        image_size: height and width in pixels that the model takes.
+        cache_bytes: how much to keep at most.
+    """
+
+    def __init__(self, dataset: Any, labels: Any, processor: Any, image_size: int, cache_bytes: int) -> None:
         self.dataset = dataset
         self.labels = labels
         self.processor = processor
+        self.image_size = image_size
         self.cache_bytes = cache_bytes
         self.cache: dict[int, torch.Tensor] | None = {} if cache_bytes else None
 
@@ -29,7 +40,12 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         if pixels is None:
             image, _ = read_sample(self.dataset, index)
             try:
+                if isinstance(image, Image.Image) and image.mode != "RGB":
+                    image = to_rgb(image)
                 pixels = pixel_values(self.processor, image)
+                if pixels.shape[1:] != (self.image_size, self.image_size):
+                    size = f"{self.image_size} x {self.image_size}"
+                    raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
             except (TypeError, ValueError, OSError) as error:
                 name = getattr(self.dataset, "item_name", "item {}".format)(index)
                 raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error

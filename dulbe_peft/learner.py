@@ -22,6 +22,7 @@ from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import (
     check_clip_like,
+    check_processor,
     tokenize,
     unit_image_embeds,
     unit_text_embeds,
@@ -85,6 +86,9 @@ class ClassIncrementalLearner:
             )
         clip: Any = model.get_base_model()
         check_clip_like(clip)
+        check_processor(processor)
+        if args is not None and not isinstance(args, LearnerArguments):
+            raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         self.args = args or LearnerArguments()
         self.accelerator = _accelerator(self.args)
         refuse_sharded(model)
@@ -281,7 +285,7 @@ class ClassIncrementalLearner:
     @torch.no_grad()
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
-        images = PixelDataset(dataset, labels, self.processor, cache_bytes=0)
+        images = PixelDataset(dataset, labels, self.processor, self._image_size, cache_bytes=0)
         features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
         for pixels, _, index in self._batches(images, "encode"):
             with self._autocast():
@@ -387,7 +391,12 @@ class ClassIncrementalLearner:
     def _training_images(self, dataset: Any, labels: Any) -> PixelDataset:
         """A task's images, read in several passes and kept where that cannot change them."""
         kept = self.args.num_workers == 0 and self.args.teacher == "cached"
-        return PixelDataset(dataset, labels, self.processor, self.args.pixel_cache_mb * 2**20 if kept else 0)
+        cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
+        return PixelDataset(dataset, labels, self.processor, self._image_size, cache_bytes)
+
+    @property
+    def _image_size(self) -> int:
+        return self.clip.config.vision_config.image_size
 
     def _order(self, size: int, epoch: int) -> list[int]:
         """The order of one epoch, a function of the seed, the task and the epoch alone."""

@@ -10,7 +10,8 @@ pair. Where the labels can be had alone (`.labels`, `.targets`, a "label" column
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,14 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
         seen: names that are taken already, for example by earlier tasks.
 
     Raises:
-        TypeError: `names` is a single string, or a name is not a string.
-        ValueError: there is no name; a name is blank, holds a NUL or cannot be written as UTF-8; or it occurs twice,
-            here or in `seen`.
+        TypeError: `names` is a single string or has no order, or a name is not a string.
+        ValueError: there is no name; a name is blank, holds a control character such as NUL, or cannot be written as
+            UTF-8; or it occurs twice, here or in `seen`.
     """
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
+    if isinstance(names, Set) or not isinstance(names, Iterable):
+        raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
     taken = set(seen)
     checked: list[str] = []
     positions: dict[str, int] = {}
@@ -51,8 +54,8 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
         name = str(name)  # numpy's strings are a subclass that JSON and pickle need not meet
         if not name.strip():
             raise ValueError(f"class_names[{position}] is {name!r}; a class name must not be blank")
-        if "\0" in name:
-            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not hold a NUL character")
+        if any(unicodedata.category(character) == "Cc" for character in name):
+            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not hold control characters")
         try:
             name.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -84,13 +87,19 @@ def format_prompts(class_names: Iterable[str], template: str, style: str = "verb
 
     Raises:
         TypeError: `template` is not a string.
-        ValueError: `template` does not hold "{}" exactly once, or `style` is unknown.
+        ValueError: `template` does not hold "{}" exactly once, `style` is unknown, or two classes give one prompt.
     """
     if not isinstance(template, str):
         raise TypeError(f"template must be a string, got {template!r} of type {type(template).__name__}")
     if template.count("{}") != 1:
         raise ValueError(f'template is {template!r}; it must hold "{{}}" exactly once, where the class name goes')
-    return [template.replace("{}", format_class_name(name, style)) for name in class_names]
+    prompts: dict[str, str] = {}
+    for name in class_names:
+        prompt = template.replace("{}", format_class_name(name, style))
+        if prompt in prompts:
+            raise ValueError(f"classes {prompts[prompt]!r} and {name!r} give the same prompt {prompt!r}: rename one")
+        prompts[prompt] = name
+    return list(prompts)
 
 
 def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
@@ -98,9 +107,12 @@ def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
 
     Raises:
         TypeError: the sample has another form, or its label is no integer.
-        ValueError: the mapping lacks a key.
+        ValueError: there is no such sample, or the mapping lacks a key.
     """
-    sample = dataset[index]
+    try:
+        sample = dataset[index]
+    except (IndexError, KeyError) as error:
+        raise ValueError(f"dataset has length {len(dataset)} but no sample {index}: {error!r}") from error
     if isinstance(sample, Mapping):
         if "image" not in sample or "label" not in sample:
             raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
@@ -266,6 +278,8 @@ def _resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, .
             return np.arange(num_classes)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(f"seed must be an int, got {seed!r} of type {type(seed).__name__}")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
         return np.random.RandomState(seed).permutation(num_classes).astype(np.int64)
     if isinstance(class_order, str):
         if class_order != "icarl":
@@ -273,6 +287,8 @@ def _resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, .
         if num_classes != len(ICARL_CIFAR100_ORDER):
             raise ValueError(f'class_order "icarl" is for the 100 classes of CIFAR-100, got {num_classes} classes')
         return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
+    if not isinstance(class_order, Iterable):
+        raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
     entries = list(class_order)
     if entries and all(isinstance(entry, str) for entry in entries):
         labels = {name: label for label, name in enumerate(class_names)}

@@ -257,7 +257,7 @@ def test_select_classes_relabels_by_name():
 
 
 def test_class_names_are_data():
-    odd = ["naïve", "../../etc/passwd", "🦊" * 3, "x" * 300, "{name} {}", "%s", "a\nb", np.str_("numpy")]
+    odd = ["naïve", "../../etc/passwd", "🦊" * 3, "x" * 300, "{name} {}", "%s", "\u202eab", np.str_("numpy")]
     checked = check_class_names(odd)
     assert checked == tuple(odd) and all(type(name) is str for name in checked)
     assert Task(None, None, ["a"]).class_names == ("a",)
@@ -273,7 +273,10 @@ def test_class_names_are_data():
         (["cat", ""], ValueError, r"class_names\[1\] is ''"),
         ([" \t"], ValueError, "blank"),
         (["cat", "dog", "cat"], ValueError, r"class_names\[2\] and \[0\] are both 'cat'"),
-        (["c\0t"], ValueError, "NUL"),
+        (["c\0t"], ValueError, "control characters"),
+        (["a\nb"], ValueError, "control characters"),
+        ({"cat", "dog"}, TypeError, "which has no order"),
+        (3, TypeError, "got 3"),
         (["\udcff"], ValueError, "UTF-8"),
         (["bird"], ValueError, "'bird', a class that was seen already"),
     ],
