@@ -9,18 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.files import naming, replacing, sync
+
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
 class CheckpointError(Exception):
-    """A saved folder is damaged, of another format, or does not fit what it is loaded into."""
+    """A saved folder is damaged, in use, of another format, or does not fit what it is loaded into."""
 
 
 def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str, Any], replace: bool = False) -> None:
@@ -29,8 +35,8 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
     Args:
         folder: the folder to make; one that an earlier call made is replaced.
         write: called with the temporary folder.
+        fields: JSON-ready entries of the manifest beside `format_version`, `versions`, `files` and `sha256`.
         replace: replace also a folder without a manifest, such as a damaged one.
-        fields: JSON-ready entries of the manifest beside `format_version` and `files`.
 
     Raises:
         FileExistsError: `folder` is a file, or holds something else than what an earlier call wrote.
@@ -45,26 +51,31 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         raise FileExistsError(
             f"{str(folder)!r} exists and holds no {MANIFEST}: choose another folder, nothing is replaced"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        os.chmod(temporary, 0o777 & ~_umask())
-        write(temporary)
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        listing = {
-            path.relative_to(temporary).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size}
-            for path in files
-        }
-        manifest = {"format_version": FORMAT_VERSION, "files": listing, **fields}
-        write_json(temporary / MANIFEST, manifest)
-        for path in [*files, temporary / MANIFEST]:
-            os.chmod(path, 0o666 & ~_umask())
-            _sync(path)
-        _sync(temporary)
-        _put_in_place(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with naming(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            write(temporary)
+            _seal(temporary, fields)
+            _put_in_place(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _seal(folder: Path, fields: dict[str, Any]) -> None:
+    """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    listing = {
+        path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size} for path in files
+    }
+    manifest = {"format_version": FORMAT_VERSION, "versions": library_versions(), "files": listing, **fields}
+    write_json(folder / MANIFEST, {**manifest, "sha256": json_sha256(manifest)})
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in [*folder.rglob("*"), folder]:
+        os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
+        sync(path)
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -78,12 +89,30 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         if aside.exists():
             os.replace(aside, folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def clear_leftovers(parent: Path, names: str) -> None:
+    """Remove what killed processes left in `parent` while they wrote; the caller keeps living ones out.
+
+    A folder that had stepped aside for a new one that never came is put back.
+
+    Args:
+        parent: where `commit_folder` and `write_json` wrote.
+        names: regular expression of what they were to write.
+    """
+    leftover = re.compile(rf"\.({names})\.[a-z0-9_]{{8}}(\.old)?")
+    for path in sorted(parent.iterdir()):
+        match = leftover.fullmatch(path.name)
+        if match and match[2] and not (parent / match[1]).exists():
+            os.replace(path, parent / match[1])
+        elif match:
+            shutil.rmtree(path)
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, after every file it lists has been checked against it.
+    """The manifest of `folder`, after it and every file it lists have been checked.
 
     Raises:
         CheckpointError: the folder, its manifest or one of its files is missing, damaged or of a newer format.
@@ -91,8 +120,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        version, files = manifest["format_version"], manifest["files"]
-        expected = {str(name): (str(entry["sha256"]), int(entry["size"])) for name, entry in files.items()}
+        version = manifest["format_version"]
+        if version == FORMAT_VERSION and manifest.pop("sha256") != json_sha256(manifest):
+            raise ValueError("its SHA-256 differs from the one it holds")
+        expected = {str(name): (entry["sha256"], entry["size"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -109,26 +140,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, through a temporary file and a rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write `content` as JSON with sorted keys, whole or not at all."""
+    with replacing(path) as temporary:
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def json_sha256(content: Any) -> str:
+    """Hexadecimal SHA-256 of what `content` is as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

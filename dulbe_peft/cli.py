@@ -12,12 +12,17 @@ import difflib
 import json
 import platform
 import re
+import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.config import DualModeLoraConfig
 
 
@@ -54,13 +59,40 @@ class StreamArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 2 for an error of the user's."""
+    """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.call(arguments)
+        with _terminable():
+            return arguments.call(arguments)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
         print(f"dulbe-peft: {error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Make SIGTERM an exception, as SIGINT is one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _stopped(arguments: argparse.Namespace, argv: list[str], number: signal.Signals) -> int:
+    """Say how to go on with a stream that was stopped; returns the exit status."""
+    print(f"dulbe-peft: stopped by {number.name}", file=sys.stderr)
+    if arguments.call in (_run, _demo):
+        off = arguments.call is _run and not _settings(arguments).get("resume", True)
+        command = [sys.executable, "-m", "dulbe_peft", *argv, *(["--resume"] if off else [])]
+        print(f"finished tasks are kept; to go on:\n{shlex.join(command)}", file=sys.stderr)
+    return 128 + number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -296,8 +328,6 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _env(_: argparse.Namespace) -> int:
     import torch
-
-    from dulbe_peft.stream import library_versions
 
     for name, version in library_versions().items():
         print(f"{name}: {version}")

@@ -1,4 +1,7 @@
-"""Tensor files: safetensors only, whole or not there, finite, readable by whom the umask allows."""
+"""Files that are whole or not there, on the disk when a call returns, readable by whom the umask allows.
+
+Tensor files are safetensors only, and finite.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,49 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
+
+    Raises:
+        OSError: the file cannot be written; the message has `path`, and a file that was there is as it was.
+    """
     path = Path(path)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    temporary = folder / path.name
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
+    with naming(path):
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary = folder / path.name
         try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
             yield temporary
-        except SafetensorError as error:
+            # safetensors writes files that only their owner can read.
+            os.chmod(temporary, mode)
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while something is written into an OSError that names `path`, as a full disk's does not."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        if error.errno is None:
             raise OSError(f"{path} cannot be written: {error}") from error
-        # safetensors writes files that only their owner can read.
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of entries, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        temporary.unlink(missing_ok=True)
-        folder.rmdir()
+        os.close(descriptor)
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -41,6 +41,7 @@ from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
 from dulbe_peft.images import PixelDataset
+from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.model import DualModeLoraModel
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 from dulbe_peft.stream import run_stream
@@ -431,7 +432,7 @@ class ClassIncrementalLearner:
         bar = title if title == "encode" else f"task {len(self.tasks) + 1} {title}"
         hidden = not self.args.progress or world()[0] > 0
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
-        return tqdm(loader, desc=bar, leave=False, disable=hidden or None)
+        return until_stopped(tqdm(loader, desc=bar, leave=False, disable=hidden or None))
 
     def _autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""

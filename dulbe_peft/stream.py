@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
 from dulbe_peft.arguments import MACHINE_SETTINGS
-from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.data import fingerprint
+from dulbe_peft.distributed import on_main_process
+from dulbe_peft.interrupts import stop_between_batches
+from dulbe_peft.lock import only_process
 from dulbe_peft.metrics import accuracy_matrix, summarize
 from dulbe_peft.tasks import Task
 
 RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-_VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
+LOCK_FILE = ".lock"
+_TASK_FOLDER = r"task-\d{3,}"
 
 
 def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
@@ -36,6 +41,32 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
+    with ExitStack() as held:
+        held.enter_context(stop_between_batches())
+        held.enter_context(_dead_readers_named(output))
+        on_main_process(partial(_occupy, output, held))
+        return _run(learner, stream, output, resume)
+
+
+def _occupy(output: Path, held: ExitStack) -> None:
+    """Keep other runs out of the folder, and remove what killed ones left in it."""
+    held.enter_context(only_process(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
+
+
+@contextmanager
+def _dead_readers_named(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"a process that reads images died ({error}); finished tasks are kept in {output}, run again to go on"
+        ) from error
+
+
+def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[str, Any]:
     identity = _identity(learner, stream)
     progress = _resume(learner, output, identity) if resume else None
     if progress is None:
@@ -53,9 +84,9 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
         _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
         tqdm.write(_line(progress, index, len(stream), len(learner.class_names)))
     results = _results(learner, progress, identity)
-    checkpoint.write_json(output / RESULTS_FILE, results)
     timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds_per_task": progress["seconds"]}
-    checkpoint.write_json(output / TIMINGS_FILE, timings)
+    for name, content in ((TIMINGS_FILE, timings), (RESULTS_FILE, results)):
+        on_main_process(partial(checkpoint.write_json, output / name, content))
     return results
 
 
@@ -73,15 +104,22 @@ def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
     }
 
 
+def _task_folders(output: Path) -> list[Path]:
+    """The newest first."""
+    folders = [path for path in output.iterdir() if re.fullmatch(_TASK_FOLDER, path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
+
+
 def _refuse_old_folders(output: Path, resume: bool) -> None:
-    old = sorted(path.name for path in output.glob("task-*"))
+    old = _task_folders(output)
     if old:
         why = "none of them is valid" if resume else "resume is off"
-        raise ValueError(f"{str(output)!r} already holds {old[0]} and {why}: choose another folder or remove them")
+        first = old[-1].name
+        raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
 
 
 def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    for folder in sorted(output.glob("task-*"), reverse=True):
+    for folder in _task_folders(output):
         try:
             manifest = checkpoint.read_manifest(folder)
         except CheckpointError as error:
@@ -93,6 +131,10 @@ def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, A
             raise ValueError(f"{folder} belongs to another run: {names} differ; choose another output_dir")
         learner.restore(folder)
         tqdm.write(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+        changed = _differences({"of": manifest["versions"]}, {"of": library_versions()})
+        if changed:
+            names = ", ".join(name.removeprefix("of.") for name in changed)
+            tqdm.write(f"{folder.name} was written with other versions of {names}: the last bits may differ")
         progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
         progress["seconds"] = [None] * len(progress["rows"])
         return progress
@@ -120,8 +162,12 @@ def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict
         kept = {k: v for k, v in progress.items() if k != "seconds"}
         checkpoint.write_json(temporary / PROGRESS_FILE, kept)
 
-    fields = {"identity": identity, "tasks": [list(task) for task in learner.tasks]}
-    checkpoint.commit_folder(folder, write, fields, replace=True)
+    fields = {
+        "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
+        "identity": identity,
+        "tasks": [list(task) for task in learner.tasks],
+    }
+    on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
 
 
 def _test(learner: Any, seen: list[Task]) -> dict[str, Any]:
@@ -171,14 +217,3 @@ def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -
             "last_accuracy": zero_shot[-1],
         }
     return results
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on."""
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions

@@ -15,6 +15,7 @@ import dulbe_peft
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "files",
+    "interrupts",
     "distributed",
     "functional",
     "statistics",
@@ -32,6 +33,7 @@ ORDER = [
     "metrics",
     "arguments",
     "checkpoint",
+    "lock",
     "stream",
     "saving",
     "learner",
@@ -52,6 +54,8 @@ ONLY = {
     "metrics": {"numpy"},
     "arguments": set(),
     "checkpoint": set(),
+    "interrupts": set(),
+    "lock": set(),
 }
 
 
