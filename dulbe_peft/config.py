@@ -7,6 +7,8 @@ work as for PEFT's own methods. Everything that depends on the enumeration's int
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +18,7 @@ from peft.utils import PeftType, TaskType
 
 PEFT_TYPE_NAME = "DULBE"
 PREFIX = "dulbe_"
+MAX_HISTORY_RANK = 2**16  # beyond any stream; a file that claims more is refused before memory is taken for it
 DEFAULT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
 TEXT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
 
@@ -58,6 +61,25 @@ def _check_rank(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 0, got {value}")
 
 
+def _check_names(name: str, value: Any, or_expression: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, str) and or_expression:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{name} is {value!r}, which is no regular expression: {error}") from error
+    elif not isinstance(value, (list, set, tuple)) or not all(isinstance(entry, str) for entry in value):
+        kinds = "a list of strings or a regular expression" if or_expression else "a list of strings"
+        raise TypeError(f"{name} must be {kinds}, got {value!r}")
+
+
+def _check_indices(value: Any) -> None:
+    for entry in value if isinstance(value, (list, tuple, set)) else [value]:
+        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
+            raise TypeError(f"layers_to_transform must be an int or a list of ints, got {value!r}")
+
+
 @dataclass
 class DualModeLoraConfig(PeftConfig):
     """Configuration of [`DualModeLoraModel`]: frozen-basis shared and residual modes in a CLIP vision tower.
@@ -65,8 +87,9 @@ class DualModeLoraConfig(PeftConfig):
     The help text of every field stands in its metadata; the command line and the documentation read it from there.
 
     Raises:
-        TypeError: a rank is not an int.
-        ValueError: a rank is negative, both visual ranks are zero, or fields contradict each other.
+        TypeError: a value is of another type, such as a rank that is not an int.
+        ValueError: a rank is negative, both visual ranks are zero, an expression is none, or fields contradict each
+            other.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".
@@ -135,10 +158,19 @@ class DualModeLoraConfig(PeftConfig):
             raise ValueError("support_rank must be at least 1, got 0")
         if isinstance(self.text_alpha, bool) or not isinstance(self.text_alpha, (int, float)):
             raise TypeError(f"text_alpha must be a number, got {self.text_alpha!r}")
+        if not math.isfinite(self.text_alpha):
+            raise ValueError(f"text_alpha must be finite, got {self.text_alpha}")
+        if self.history_rank > MAX_HISTORY_RANK:
+            raise ValueError(f"history_rank must be at most {MAX_HISTORY_RANK}, got {self.history_rank}")
+        for name in ("target_modules", "exclude_modules"):
+            _check_names(name, getattr(self, name), or_expression=True)
+        for name in ("text_target_modules", "modules_to_save"):
+            _check_names(name, getattr(self, name), or_expression=False)
         for name in ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save"):
             value = getattr(self, name)
             if isinstance(value, (list, set, tuple)):
                 setattr(self, name, sorted(value))
+        _check_indices(self.layers_to_transform)
         if isinstance(self.target_modules, list) and not self.target_modules:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":

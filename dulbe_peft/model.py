@@ -19,6 +19,7 @@ from dulbe_peft.config import DEFAULT_TARGET_MODULES, DULBE, PREFIX, TEXT_TARGET
 from dulbe_peft.layer import DualModeLayer, DualModeLinear, TextLoraLinear
 
 TEXT_TOWER = "text_model"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class DualModeLoraModel(BaseTuner):
@@ -41,6 +42,25 @@ class DualModeLoraModel(BaseTuner):
     }
 
     # ------------------------------------------------------------------ injection
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        _check_adapter_name(adapter_name)
+        if any(isinstance(m, DualModeLayer) and m._adapters_here([adapter_name]) for m in model.modules()):
+            raise ValueError(
+                f"the model already has the adapter {adapter_name!r}: call its unload() before wrapping it again, or "
+                "add_adapter() with another name"
+            )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Inject as PEFT does, after a check of the name.
+
+        Raises:
+            ValueError: the name is empty, holds a separator, or is taken by PyTorch's containers.
+            TypeError: the name is not a string.
+        """
+        _check_adapter_name(adapter_name)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     @staticmethod
     def _in_text_tower(key: str) -> bool:
@@ -83,7 +103,13 @@ class DualModeLoraModel(BaseTuner):
             kind = type(linear).__name__
             raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
         rank = peft_config.shared_rank + peft_config.residual_rank
-        if not self._in_text_tower(name) and rank > linear.in_features:
+        if self._in_text_tower(name):
+            if peft_config.text_rank > linear.in_features:
+                raise ValueError(
+                    f"text_rank = {peft_config.text_rank} exceeds in_features = {linear.in_features} of layer "
+                    f"{name!r}: lower it"
+                )
+        elif rank > linear.in_features:
             raise ValueError(
                 f"shared_rank + residual_rank = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
                 "lower the ranks or leave the layer out"
@@ -181,6 +207,7 @@ class DualModeLoraModel(BaseTuner):
             modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
 
         Raises:
+            TypeError: `modes` is no mapping to [`ModeBases`].
             ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal,
                 or an adapter is merged. Nothing is changed then.
         """
@@ -264,9 +291,10 @@ class DualModeLoraModel(BaseTuner):
         """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers.
 
         Raises:
-            ValueError: no visual key of the file names a layer of the model.
+            ValueError: no visual key of the file names a layer of the model, a key is missing or unknown, or a tensor
+                has the wrong shape or type or is not finite.
         """
-        known = model.state_dict().keys()
+        known = model.state_dict()
         saved = [key for key in state_dict if f".{PREFIX}" in key and not cls._in_text_tower(key)]
         best: dict[str, torch.Tensor] = {}
         found = -1
@@ -285,6 +313,7 @@ class DualModeLoraModel(BaseTuner):
                 f"none of the adapter's {len(saved)} keys fits a layer of {type(model).__name__}; the first is "
                 f"{saved[0]!r}: the adapter was saved from another architecture, or targets other layers"
             )
+        _check_saved(best, known, adapter_name)
         return best
 
 
@@ -300,6 +329,49 @@ def _with_vision_model(key: str) -> str:
 
 
 _KEY_RENAMES: tuple[Callable[[str], str], ...] = (str, _without_vision_model, _with_vision_model)
+
+
+def _check_adapter_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"adapter name must be a string, got {name!r}")
+    if not name or set(name) & set("./\\") or hasattr(nn.ParameterDict, name):
+        raise ValueError(
+            f"adapter name {name!r} cannot be used: it becomes a part of parameter names and of folder names, so it "
+            "must not be empty, hold '.', '/' or '\\', or be the name of a method of nn.ParameterDict"
+        )
+
+
+def _check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
+    """Raise unless a file's tensors are the adapter's: the same keys and shapes, but for the history's length, finite.
+
+    A file without text LoRA fits a model with one, and the other way round.
+    """
+    own = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
+    theirs = {key for key in saved if f".{PREFIX}" in key}
+    for text in (False, True):
+        ours = {key for key in own if DualModeLoraModel._in_text_tower(key) is text}
+        got = {key for key in theirs if DualModeLoraModel._in_text_tower(key) is text}
+        if ours != got and not (text and not (ours and got)):
+            missing, unknown = sorted(ours - got), sorted(got - ours)
+            raise ValueError(
+                f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]} "
+                f"({len(missing)} and {len(unknown)} in all)"
+            )
+    ranks = set()
+    for key in sorted(own & theirs):
+        tensor, compared = saved[key], slice(1) if ".dulbe_history_" in key else slice(None)
+        if tensor.ndim != known[key].ndim or tensor.shape[compared] != known[key].shape[compared]:
+            shapes = f"{tuple(tensor.shape)}, the model's {tuple(known[key].shape)}"
+            raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
+        if ".dulbe_history_" in key:
+            ranks.add(tensor.shape[1])
+    if len(ranks) > 1:
+        raise ValueError(f"the saved adapter's history has different ranks {sorted(ranks)} in different layers")
+    for key, tensor in saved.items():
+        if key in theirs and tensor.dtype not in _FLOATS:
+            raise ValueError(f"the saved adapter's {key!r} has type {tensor.dtype}, expected floating point")
+        if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
+            raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")
 
 
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
@@ -318,6 +390,8 @@ def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
 
 
 def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinear], adapter: str) -> None:
+    if not isinstance(modes, Mapping) or not all(isinstance(value, ModeBases) for value in modes.values()):
+        raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
     missing, unknown = sorted(set(layers) - set(modes)), sorted(set(modes) - set(layers))
     if missing or unknown:
         raise ValueError(
@@ -326,14 +400,14 @@ def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinea
         )
     for name, layer in layers.items():
         ranks = (layer.dulbe_shared_B[adapter].shape[1], layer.dulbe_residual_B[adapter].shape[1])
-        bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
-        got = (modes[name].shared.shape[1], modes[name].residual.shape[1])
-        if got != ranks or bases.shape[0] != layer.in_features:
+        got = (modes[name].shared.shape, modes[name].residual.shape)
+        if got != ((layer.in_features, ranks[0]), (layer.in_features, ranks[1])):
             raise ValueError(
                 f"bases of layer {name!r} have shapes {tuple(modes[name].shared.shape)} and "
                 f"{tuple(modes[name].residual.shape)}, expected ({layer.in_features}, {ranks[0]}) and "
                 f"({layer.in_features}, {ranks[1]})"
             )
+        bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
         error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
         if not error < 1e-3:
             raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")
