@@ -21,6 +21,7 @@ from typing import Any
 from dulbe_peft.files import naming, replacing, sync
 
 MANIFEST = "manifest.json"
+MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
@@ -65,7 +66,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
 
 def _seal(folder: Path, fields: dict[str, Any]) -> None:
     """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MODEL_CARD)
     listing = {
         path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size} for path in files
     }
@@ -79,17 +80,19 @@ def _seal(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename; a folder that was there steps aside first and comes back where the rename fails."""
+    """Rename; a folder that was there steps aside first and comes back where something fails."""
     aside = temporary.with_name(temporary.name + ".old")
-    if folder.exists():
-        os.replace(folder, aside)
     try:
+        if folder.exists():
+            os.replace(folder, aside)
         os.replace(temporary, folder)
+        sync(folder.parent)
     except BaseException:
+        if not temporary.exists():
+            os.replace(folder, temporary)
         if aside.exists():
             os.replace(aside, folder)
         raise
-    sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -108,7 +111,7 @@ def clear_leftovers(parent: Path, names: str) -> None:
         if match and match[2] and not (parent / match[1]).exists():
             os.replace(path, parent / match[1])
         elif match:
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

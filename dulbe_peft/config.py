@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from peft.config import PeftConfig
-from peft.utils import PeftType, TaskType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
+
+from dulbe_peft.hub import has_file
 
 PEFT_TYPE_NAME = "DULBE"
 PREFIX = "dulbe_"
@@ -187,6 +189,24 @@ class DualModeLoraConfig(PeftConfig):
                 "model refuses: leave task_type unset",
                 stacklevel=3,
             )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
+        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle is refused.
+
+        Raises:
+            ValueError: the folder or repository holds `adapter_model.bin` and no `adapter_model.safetensors`.
+        """
+        where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
+        source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
+        if not has_file(source, prefix + SAFETENSORS_WEIGHTS_NAME, **where) and has_file(
+            source, prefix + WEIGHTS_NAME, **where
+        ):
+            raise ValueError(
+                f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}: only safetensors "
+                "files are read"
+            )
+        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data, sets as sorted lists, so that the same adapter gives the same file."""

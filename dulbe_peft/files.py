@@ -73,6 +73,22 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file's header; no tensor is read, and no memory is taken for one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no safetensors file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file, on the CPU.
 

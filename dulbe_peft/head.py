@@ -9,6 +9,7 @@ Needs neither peft nor transformers: it works on any model's image and text feat
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from torch.nn import functional as F
 
-from dulbe_peft.files import read_tensors, replacing, write_tensors
+from dulbe_peft import hub
+from dulbe_peft.files import read_tensors, replacing, tensor_shapes, write_tensors
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights, without_autocast
 from dulbe_peft.tasks import check_class_names
 
@@ -47,6 +47,7 @@ class BridgeEnsembleHead(nn.Module):
         text_embeds: e_c, (C, d), unit vectors.
         reliability: pi_c, (C, K_b), rows sum to 1, fixed when the class arrives.
         depths: alpha_k, (K_b,); 0 is the visual end.
+        source: `repo_id` and `commit` on the Hub that the head was loaded from, or None; kept when it is saved.
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
@@ -86,6 +87,7 @@ class BridgeEnsembleHead(nn.Module):
         self.register_buffer("depths", values)
         self._class_names: list[str] = []
         self._ensemble: torch.Tensor | None = None
+        self.source: dict[str, str] | None = None
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_depths={self.num_depths}, classes={len(self._class_names)}"
@@ -286,6 +288,8 @@ class BridgeEnsembleHead(nn.Module):
             "logit_scale": self.logit_scale,
             "class_names": self._class_names,
         }
+        if self.source:
+            config["source"] = self.source
         tensors = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         write_tensors(folder / TENSORS_FILE, tensors, {"format": FORMAT})
         with replacing(folder / CONFIG_FILE) as path:
@@ -299,29 +303,28 @@ class BridgeEnsembleHead(nn.Module):
 
         Args:
             source: a folder, or the id of a repository on the Hub.
-            revision: branch, tag or commit on the Hub.
+            revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
             token: of the Hub.
             cache_dir: where downloads are kept.
 
         Raises:
-            FileNotFoundError: there is no such folder, or a file is missing from it.
+            FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
             ValueError: a file is damaged, of another format, or the two do not fit each other.
         """
-        folder = Path(source)
+        folder, commit = Path(source), None
         if not folder.is_dir():
-            _check_repo_id(source)
-            for file in (CONFIG_FILE, TENSORS_FILE):
-                path = hf_hub_download(str(source), file, revision=revision, token=token, cache_dir=cache_dir)
-                folder = Path(path).parent
+            folder, commit = hub.fetch(source, (CONFIG_FILE, TENSORS_FILE), revision, token, cache_dir)
         config = _read_config(folder / CONFIG_FILE)
+        names, saved_source = config.pop("class_names"), config.pop("source", None)
+        _check_size(folder / TENSORS_FILE, names, config["embed_dim"])
         tensors, _ = read_tensors(folder / TENSORS_FILE)
-        names = config.pop("class_names")
         try:
             head = cls(**config, depths=tensors.get("depths"))
             state = {**tensors, NAMES_KEY: _encode_names(names)}
             head.load_state_dict(state)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"head in {str(source)!r} cannot be loaded: {error}") from error
+        head.source = {"repo_id": str(source), "commit": commit} if commit else saved_source
         return head.eval()
 
     def push_to_hub(
@@ -339,15 +342,15 @@ class BridgeEnsembleHead(nn.Module):
         Returns:
             huggingface_hub's CommitInfo.
         """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                revision=revision,
+            return hub.upload(
+                Path(folder),
+                repo_id,
                 commit_message=commit_message,
+                private=private,
+                token=token,
+                revision=revision,
                 create_pr=create_pr,
             )
 
@@ -443,15 +446,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has format {found!r}, expected {FORMAT!r}")
     del config["format"]
     expected = {"embed_dim", "reliability_temperature", "logit_scale", "class_names"}
-    if set(config) != expected:
+    if set(config) - {"source"} != expected:
         raise ValueError(f"{path} has the fields {sorted(config)}, expected {sorted(expected)}")
     return config
 
 
-def _check_repo_id(source: str | Path) -> None:
-    if isinstance(source, Path):
-        raise FileNotFoundError(f"folder {str(source)!r} does not exist")
-    try:
-        validate_repo_id(source)
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
+def _check_size(path: Path, class_names: Any, embed_dim: Any) -> None:
+    """Raise where the header promises more numbers than the configuration's head can have; none has been read yet."""
+    if not isinstance(class_names, list) or not isinstance(embed_dim, int):
+        return  # refused by what follows
+    numbers = sum(math.prod(shape) for shape in tensor_shapes(path).values())
+    most = len(class_names) * (2 * embed_dim + MAX_DEPTHS) + MAX_DEPTHS
+    if numbers > most:
+        raise ValueError(f"{path} holds {numbers} numbers, a head of {len(class_names)} classes at most {most}")

@@ -15,6 +15,7 @@ import dulbe_peft
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "files",
+    "hub",
     "interrupts",
     "distributed",
     "functional",
@@ -35,6 +36,7 @@ ORDER = [
     "checkpoint",
     "lock",
     "stream",
+    "card",
     "saving",
     "learner",
     "report",
@@ -46,6 +48,8 @@ ONLY = {
     "functional": {"torch"},
     "allocation": {"torch"},
     "files": {"torch", "safetensors"},
+    "hub": {"huggingface_hub"},
+    "card": {"huggingface_hub"},
     "statistics": {"torch"},
     "gradients": {"torch"},
     "head": {"torch", "huggingface_hub"},
