@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.functional import without_autocast
+from dulbe_peft.linear import updated_linear
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -279,11 +280,7 @@ class DualModeLinear(DualModeLayer):
                 extra.append((self.dulbe_P[name], up))
         if self._probe_weight is not None:
             weight = self._probe_weight
-        result = F.linear(x, weight, linear.bias)
-        for down, up in extra:
-            hidden = self._cast_input_dtype(x, down.dtype) @ down
-            result = result + F.linear(hidden, up).to(result.dtype)
-        return result
+        return updated_linear(x, weight, linear.bias, extra)
 
     # ------------------------------------------------------------------ state
 

@@ -1,0 +1,92 @@
+"""The fused update against the same sum written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.linear import updated_linear
+
+
+def written_out(x, weight, bias, down, up):
+    return F.linear(x, weight, bias) + x @ down @ up.T
+
+
+def problem(shape, dtype=torch.float32, bias=True):
+    generator = torch.Generator().manual_seed(3)
+    make = lambda *size: torch.randn(*size, generator=generator, dtype=dtype)  # noqa: E731
+    x, weight, down, up = make(*shape, 12), make(20, 12), make(12, 3), make(20, 3)
+    return [x.requires_grad_(), weight, make(20) if bias else None, down, up.requires_grad_()]
+
+
+def gradients(function, arguments, cotangent):
+    x, _, _, _, up = arguments
+    result = function(*arguments)
+    return [result.detach(), *torch.autograd.grad(result, [x, up], cotangent)]
+
+
+def fused(x, weight, bias, down, up):
+    return updated_linear(x, weight, bias, [(down, up)])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4), ()])
+def test_value_and_gradients_equal_the_written_sum(shape, bias):
+    arguments = problem(shape, bias=bias)
+    cotangent = torch.randn(*shape, 20, generator=torch.Generator().manual_seed(4))
+    exact = [a if a is None else a.detach().double().requires_grad_(a.requires_grad) for a in arguments]
+    for got, expected in zip(
+        gradients(fused, arguments, cotangent), gradients(written_out, exact, cotangent.double()), strict=True
+    ):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_tokens_without_gradient_are_skipped_and_get_zero():
+    arguments = problem((4, 9))
+    cotangent = torch.zeros(4, 9, 20)
+    cotangent[:, 0] = torch.randn(4, 20, generator=torch.Generator().manual_seed(4))
+    got, expected = gradients(fused, arguments, cotangent), gradients(written_out, arguments, cotangent)
+    for left, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=2e-5)
+    assert not got[1][:, 1:].any()
+
+
+def test_a_gradient_of_zeros_gives_zeros():
+    got = gradients(fused, problem((2, 5)), torch.zeros(2, 5, 20))
+    assert not got[1].any() and not got[2].any()
+
+
+@pytest.mark.parametrize("last", [float("nan"), float("inf")])
+def test_not_finite_gradients_are_not_skipped(last):
+    cotangent = torch.zeros(2, 5, 20)
+    cotangent[0, 0] = last
+    assert not torch.isfinite(gradients(fused, problem((2, 5)), cotangent)[1][0, 0]).any()
+
+
+def test_an_input_without_gradient_costs_none():
+    x, *rest = problem((2, 5))
+    fused(x.detach(), *rest).sum().backward()
+    assert x.grad is None and rest[-1].grad is not None
+
+
+def test_differentiating_twice_is_an_error_not_a_wrong_number():
+    arguments = problem((2, 5))
+    (first,) = torch.autograd.grad(fused(*arguments).square().sum(), arguments[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_half_precision_weights_keep_a_float32_update():
+    x, weight, bias, down, up = problem((2, 5))
+    got = fused(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), down, up)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), written_out(x, weight, bias, down, up), rtol=0.05, atol=0.2)
+
+
+def test_what_is_kept_for_backward_is_the_projection_not_the_input():
+    arguments = problem((4, 9))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        fused(*arguments)
+    assert sorted(kept) == sorted([(20, 12), (12, 3), (20, 3), (36, 3)])
