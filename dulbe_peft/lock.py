@@ -78,7 +78,7 @@ def _acquire(path: Path, purpose: str) -> int | None:
 
 def _lock(file: int) -> bool | None:
     """Whether we got the POSIX lock; None where the file system has none. A forked child does not inherit it."""
-    import fcntl  # not on every system, unlike everything else here
+    import fcntl  # not on every system, where the package can be imported all the same
 
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,9 +145,9 @@ def _started(pid: int) -> str:
 
 
 def _in_use(path: Path, purpose: str, file: int) -> CheckpointError:
-    for _ in range(20):  # whoever has just made the file writes its name next
+    for _ in range(20):  # whoever has just made it, or taken it over, writes its name next
         holder = _holder(file)
-        if holder:
+        if not _is_free(holder, unreadable_is_free=True):
             break
         time.sleep(0.05)
     who = f"process {holder['pid']} on host {holder['host']!r}" if holder else "an unknown process"

@@ -1,0 +1,220 @@
+"""Folders that are whole or not there: what a manifest catches, and what is left when writing fails at any point."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import stat
+from pathlib import Path
+
+import pytest
+
+import dulbe_peft
+from dulbe_peft.checkpoint import (
+    CheckpointError,
+    clear_leftovers,
+    commit_folder,
+    library_versions,
+    read_manifest,
+    write_json,
+)
+
+
+def fill(text):
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "a.txt").write_text(text)
+        write_json(folder / "b.json", {"text": text})
+
+    return write
+
+
+def content(root):
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    commit_folder(tmp_path / "saved", fill("old"), {"tasks": [["cat"]]})
+    return tmp_path / "saved"
+
+
+def test_the_manifest_says_what_wrote_the_folder_and_what_is_in_it(folder):
+    manifest = read_manifest(folder)
+    assert manifest["format_version"] == 1 and manifest["tasks"] == [["cat"]]
+    assert manifest["versions"] == library_versions() and manifest["versions"]["dulbe_peft"] == dulbe_peft.__version__
+    assert {name: entry["size"] for name, entry in manifest["files"].items()} == {
+        "b.json": len((folder / "b.json").read_bytes()),
+        "inner/a.txt": 3,
+    }
+
+
+def test_modes_are_those_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        commit_folder(tmp_path / "saved", fill("x"), {})
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    assert modes == {0o640}
+    assert {stat.S_IMODE((tmp_path / "saved" / name).stat().st_mode) for name in (".", "inner")} == {0o750}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m["files"].pop("b.json"), "SHA-256 differs"),
+        (lambda m: m["tasks"].append(["dog"]), "SHA-256 differs"),
+        (lambda m: m["versions"].update(torch="1.0"), "SHA-256 differs"),
+        (lambda m: m["files"].update({"../b.json": {"sha256": "", "size": 1}}), "SHA-256 differs"),
+        (lambda m: m.pop("sha256"), "KeyError: 'sha256'"),
+        (lambda m: m.pop("format_version"), "KeyError: 'format_version'"),
+        (lambda m: m.update(format_version=2), "has format version 2, this library reads 1"),
+        (lambda m: m.update(format_version=None), "has format version None, this library reads 1"),
+    ],
+)
+def test_a_changed_manifest_is_refused(folder, change, words):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=words):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "7", '"a"', "[" * 100_000, "\0", "{}", '{"format_version": 1}']
+)
+def test_what_is_no_manifest_is_refused(folder, text):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+        read_manifest(folder)
+
+
+def test_flipped_bits_cut_and_repeated_bytes_are_found_or_mean_the_same(folder):
+    whole, before = read_manifest(folder), (folder / "manifest.json").read_bytes()
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(500):
+        damaged, place = bytearray(before), generator.randrange(len(before))
+        kind = generator.randrange(3)
+        if kind == 0:
+            damaged[place] ^= 1 << generator.randrange(8)
+        else:
+            damaged[place : place + generator.randrange(1, 40)] = damaged[:20] if kind == 1 else b""
+        (folder / "manifest.json").write_bytes(damaged)
+        try:
+            assert read_manifest(folder) == whole
+        except CheckpointError:
+            refused += 1
+    assert refused > 450
+
+
+def test_a_missing_or_changed_file_is_named(folder):
+    (folder / "inner" / "a.txt").write_text("odd")
+    with pytest.raises(CheckpointError, match=r"a\.txt is damaged"):
+        read_manifest(folder)
+    (folder / "inner" / "a.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"misses 'inner/a\.txt'"):
+        read_manifest(folder)
+    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+        read_manifest(folder.parent)
+
+
+def test_a_folder_of_others_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    with pytest.raises(FileExistsError, match="mine' exists and holds no manifest"):
+        commit_folder(tmp_path / "mine", fill("new"), {})
+    assert content(tmp_path) == {"mine/thesis.txt": b"all of it"}
+
+
+# ---------------------------------------------------------------------- writing that fails
+
+STEPS = ["mkdtemp", "mkdir", "write_text", "touch", "chmod", "fsync", "replace"]
+
+
+class Failing:
+    """Raises in its n-th call, and not before or after."""
+
+    def __init__(self, function, call, error):
+        self.function, self.call, self.error, self.calls = function, call, error, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+
+def patch(monkeypatch, step, call, error):
+    owner = {"mkdtemp": "tempfile", "chmod": "os", "fsync": "os", "replace": "os"}.get(step, "pathlib.Path")
+    if owner == "pathlib.Path":
+        failing = Failing(getattr(Path, step), call, error)
+        monkeypatch.setattr(Path, step, lambda *args, **kwargs: failing(*args, **kwargs))
+    else:
+        module = __import__(owner)
+        failing = Failing(getattr(module, step), call, error)
+        monkeypatch.setattr(module, step, failing)
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(step, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) for step in STEPS]
+    + [("mkdtemp", OSError(errno.EROFS, os.strerror(errno.EROFS))), ("chmod", OSError("no number"))]
+    + [("replace", KeyboardInterrupt()), ("fsync", SystemExit(143)), ("write_text", RuntimeError("out of memory"))],
+)
+@pytest.mark.parametrize("existing", [True, False])
+def test_whatever_fails_leaves_all_as_it_was(tmp_path, monkeypatch, step, error, existing):
+    """Each call of a step fails once; an OSError's message has the folder, whatever was being written."""
+    if existing:
+        commit_folder(tmp_path / "saved", fill("old"), {})
+    before = content(tmp_path)
+    for call in range(1, 100):
+        with monkeypatch.context() as context:
+            failing = patch(context, step, call, error)
+            try:
+                commit_folder(tmp_path / "saved", fill("new"), {})
+            except type(error) as raised:
+                if isinstance(error, OSError):
+                    assert raised.errno == error.errno and str(tmp_path / "saved") in str(raised)
+                assert content(tmp_path) == before
+                assert [path.name for path in tmp_path.iterdir()] == (["saved"] if existing else [])
+            else:
+                break
+    assert call > 1 and failing.calls == call - 1
+    assert read_manifest(tmp_path / "saved") and [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (tmp_path / "saved" / "inner" / "a.txt").read_text() == "new"
+
+
+def test_json_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, {"b": 1, "a": "ä"})
+    assert path.read_text(encoding="utf-8") == '{\n  "a": "ä",\n  "b": 1\n}\n'
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ä", "b": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+# ---------------------------------------------------------------------- what killed processes leave
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    for name in (".task-003.a1b2c3d4", ".task-002.a1b2c3d4.old", ".results.json.__345678", "task-002", ".task-003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    for name in (".lock", ".task-003.short", ".other.a1b2c3d4", ".task-004.a1b2c3d4"):
+        (tmp_path / name).write_text(name)
+    clear_leftovers(tmp_path, r"task-\d+|results\.json")
+    left = {".lock", ".task-003.short", ".other.a1b2c3d4", ".task-003", "task-002"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_a_folder_that_stepped_aside_for_one_that_never_came_is_put_back(folder):
+    before = content(folder)
+    os.replace(folder, folder.with_name(".saved.a1b2c3d4.old"))
+    folder.with_name(".saved.a1b2c3d4").mkdir()
+    clear_leftovers(folder.parent, "saved")
+    assert content(folder) == before and [path.name for path in folder.parent.iterdir()] == ["saved"]
