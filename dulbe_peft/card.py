@@ -21,13 +21,18 @@ CLASSIFIERS = (("zero_shot", "zero-shot"), ("text", "text classifier"), ("head",
 
 
 def model_card(
-    learner: Any, repo_id: str | None, results: dict[str, Any] | None = None, dataset_name: str | None = None
+    learner: Any,
+    repo_id: str | None,
+    statistics: bool = True,
+    results: dict[str, Any] | None = None,
+    dataset_name: str | None = None,
 ) -> str:
     """README.md of a saved learner: a YAML header for the Hub, and Markdown.
 
     Args:
         learner: a `ClassIncrementalLearner`.
         repo_id: where it will be; None writes a placeholder into the snippets.
+        statistics: whether they are saved with it.
         results: what `ClassIncrementalLearner.run` returned; accuracies in it become the header's model-index.
         dataset_name: of the images that `results` are about.
     """
@@ -36,12 +41,12 @@ def model_card(
     count = f"{len(learner.class_names)} classes in {len(learner.tasks)} tasks"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base = config.base_model_name_or_path
+    goes_on = ", and the statistics that are needed to go on learning" if statistics and learner.statistics else ""
     sections = [
         f"# {title}",
         f"A CLIP model that learned {count}, one task after the other, without keeping images of old ones: a "
-        "dual-mode low-rank adapter for PEFT, a bridge-prototype head"
-        + (", and the input statistics that are needed to go on learning." if learner.statistics else ".")
-        + f" Made with `dulbe_peft`. Base model: `{base}`.",
+        f"dual-mode low-rank adapter for PEFT, a bridge-prototype head{goes_on}. Made with `dulbe_peft`. "
+        f"Base model: `{base}`.",
         "## Use",
         _snippets(source, base),
         "## Classes",
@@ -122,7 +127,8 @@ def _results(results: dict[str, Any]) -> str:
 
 def _settings(learner: Any) -> str:
     config = learner.model.active_peft_config
-    values = {field.name: getattr(config, field.name) for field in config.own_fields()}
+    plain = config.to_dict()
+    values = {field.name: plain[field.name] for field in config.own_fields()}
     values |= {name: value for name, value in asdict(learner.args).items() if name not in MACHINE_SETTINGS}
     return _fenced("json", json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False))
 

@@ -342,13 +342,13 @@ class BridgeEnsembleHead(nn.Module):
         Returns:
             huggingface_hub's CommitInfo.
         """
+        repo_id = hub.create(repo_id, private, token)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return hub.upload(
                 Path(folder),
                 repo_id,
                 commit_message=commit_message,
-                private=private,
                 token=token,
                 revision=revision,
                 create_pr=create_pr,

@@ -58,25 +58,34 @@ def fetch(
     return folder, folder.name
 
 
+def create(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Make a repository where it does not exist yet, and return its whole id, owner/name.
+
+    Args:
+        repo_id: name, or owner/name.
+        private: visibility of a new repository; None: the owner's default.
+        token: of the Hub; None takes the one that is stored on the machine.
+    """
+    return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+
+
 def upload(
     folder: Path,
     repo_id: str,
     *,
     commit_message: str,
     replaces: Sequence[str] = (),
-    private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
     create_pr: bool = False,
 ) -> Any:
-    """Upload a folder as one commit to a repository, which is made where it does not exist.
+    """Upload a folder as one commit to a repository.
 
     Args:
         folder: its files go to the repository's root.
-        repo_id: name, or owner/name.
+        repo_id: owner/name.
         commit_message: first line of the commit.
         replaces: files that are removed from the repository where the folder does not hold them.
-        private: visibility of a new repository; None: the owner's default.
         token: of the Hub; None takes the one that is stored on the machine.
         revision: branch, made where it does not exist; None: the main branch.
         create_pr: open a pull request instead of writing to the branch.
@@ -85,7 +94,6 @@ def upload(
         huggingface_hub's CommitInfo.
     """
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     absent = [name for name in replaces if not (folder / name).exists()]

@@ -66,6 +66,7 @@ class ClassIncrementalLearner:
         tasks: the class names of every finished task, in order.
         head: the [`BridgeEnsembleHead`] over all seen classes.
         statistics: the [`OccupationStatistics`] of all finished tasks.
+        source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
 
     Raises:
         ValueError: the model is not CLIP-like or has no dual-mode adapter, or the head does not fit.
@@ -116,6 +117,7 @@ class ClassIncrementalLearner:
         self.head.to(self.accelerator.device)
         self.statistics = OccupationStatistics()
         self.tasks: list[tuple[str, ...]] = []
+        self.source: dict[str, str] | None = None
         self._step = 0
 
     @property
@@ -138,6 +140,11 @@ class ClassIncrementalLearner:
                 gradient or feature that is not finite.
             TypeError: a class name is not a string.
         """
+        if self.tasks and not self.statistics:
+            raise ValueError(
+                "this learner holds no statistics of its finished tasks (it was published without them): it can "
+                "predict and evaluate, but not tell which directions a new task may use"
+            )
         names = check_class_names(class_names, seen=self.class_names)
         labels = checked_labels(dataset, names)
         absent = sorted(set(range(len(names))) - {int(label) for label in labels})
@@ -473,13 +480,42 @@ class ClassIncrementalLearner:
         """
         saving.save(self, Path(folder))
 
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> Any:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        statistics: bool = True,
+        results: dict[str, Any] | str | Path | None = None,
+        dataset_name: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload class-incremental learner",
+        create_pr: bool = False,
+    ) -> Any:
         """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
+
+        Args:
+            repo_id: name, or owner/name.
+            statistics: upload also what is needed to go on learning; without it the learner predicts and evaluates.
+            results: what `run` returned, or its `results.json`: uploaded, and put into the model card.
+            dataset_name: of the images that the results are about, for the model card.
+            private: visibility of a new repository; None: the owner's default.
+            token: of the Hub; None takes the one that is stored on the machine.
+            revision: branch, made where it does not exist; None: the main branch.
+            commit_message: first line of the commit.
+            create_pr: open a pull request instead of writing to the branch.
 
         Returns:
             huggingface_hub's CommitInfo.
+
+        Raises:
+            ValueError: the results are of another learner.
         """
-        return saving.push(self, repo_id, private, token)
+        commit = {"revision": revision, "commit_message": commit_message, "create_pr": create_pr}
+        return on_main_process(
+            lambda: saving.push(self, repo_id, statistics, results, dataset_name, private, token, commit)
+        )
 
     def write(self, folder: Path) -> None:
         """Write the learner's files into an existing folder, without a manifest."""
@@ -496,24 +532,33 @@ class ClassIncrementalLearner:
     @classmethod
     def from_pretrained(
         cls,
-        folder: str | Path,
+        source: str | Path,
         base_model: nn.Module | None = None,
         args: LearnerArguments | None = None,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> ClassIncrementalLearner:
-        """Load what `save_pretrained` wrote, onto a pristine base model.
+        """Load what `save_pretrained` wrote or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:
-            folder: the saved folder.
+            source: the saved folder, or the id of a repository on the Hub.
             base_model: the pristine CLIPModel; None loads the one the adapter's configuration names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
+            revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
+            token: of the Hub; None takes the one that is stored on the machine.
+            cache_dir: where downloads are kept; None: the Hub client's cache.
 
         Raises:
-            FileNotFoundError: there is no such folder.
-            CheckpointError: the folder is damaged or of another format.
+            FileNotFoundError: there is no such folder, repository or revision.
+            CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
-        model, processor, state = saving.load_model(Path(folder), base_model)
+        folder, origin = saving.locate(source, revision, token, cache_dir)
+        model, processor, state = saving.load_model(folder, base_model)
         learner = cls(model, processor, args=args or saving.portable(state["arguments"]))
-        saving.restore_around(learner, Path(folder))
+        saving.restore_around(learner, folder)
+        learner.source = origin or learner.source
         return learner
 
 
