@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 import warnings
+import zipfile
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dulbe_peft.hub import has_file
 
@@ -80,6 +83,14 @@ def _check_indices(value: Any) -> None:
     for entry in value if isinstance(value, (list, tuple, set)) else [value]:
         if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
             raise TypeError(f"layers_to_transform must be an int or a list of ints, got {value!r}")
+
+
+def _holds_only_tensors(path: Path) -> bool:
+    """Whether a local file is torch.save's archive and names no class or function but those of plain tensors."""
+    try:
+        return zipfile.is_zipfile(path) and not get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a damaged archive: the reader of opcodes promises no kinds of errors
+        return False
 
 
 @dataclass
@@ -194,13 +205,19 @@ class DualModeLoraConfig(PeftConfig):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
         """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle is refused.
 
+        A folder's `adapter_model.bin` is read, by PEFT's restricted reader, where it can hold nothing but tensors:
+        that is what `save_pretrained(..., safe_serialization=False)` writes.
+
         Raises:
-            ValueError: the folder or repository holds `adapter_model.bin` and no `adapter_model.safetensors`.
+            ValueError: the repository holds `adapter_model.bin` and no `adapter_model.safetensors`, or a folder does
+                and the file could hold more than tensors. It is not unpickled.
         """
         where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
         source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
-        if not has_file(source, prefix + SAFETENSORS_WEIGHTS_NAME, **where) and has_file(
-            source, prefix + WEIGHTS_NAME, **where
+        if (
+            not has_file(source, prefix + SAFETENSORS_WEIGHTS_NAME, **where)
+            and has_file(source, prefix + WEIGHTS_NAME, **where)
+            and not _holds_only_tensors(Path(source) / prefix / WEIGHTS_NAME)
         ):
             raise ValueError(
                 f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}: only safetensors "

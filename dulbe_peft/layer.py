@@ -193,10 +193,9 @@ class DualModeLinear(DualModeLayer):
 
     # ------------------------------------------------------------------ the frozen history
 
-    @property
-    def history_ranks(self) -> dict[str, int]:
-        """Adapter name -> rank of its folded history."""
-        return {name: factor.shape[1] for name, factor in self.dulbe_history_B.items()}
+    def history_rank(self, adapter: str) -> int:
+        """Rank of `adapter`'s folded history."""
+        return int(self.dulbe_history_B[adapter].shape[1])
 
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
@@ -277,7 +276,7 @@ class DualModeLinear(DualModeLayer):
                 extra.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
             if not self._history_only:
                 up = torch.cat([self.dulbe_shared_B[name], self.dulbe_residual_B[name]], dim=1)
-                extra.append((self.dulbe_P[name], up))
+                extra.append((self.dulbe_P[name], up.to(self.dulbe_P[name].dtype)))
         if self._probe_weight is not None:
             weight = self._probe_weight
         return updated_linear(x, weight, linear.bias, extra)

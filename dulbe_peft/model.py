@@ -11,7 +11,7 @@ import torch
 from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_module_exists
-from peft.utils import register_peft_method
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
 from dulbe_peft.allocation import ModeBases
@@ -36,7 +36,7 @@ class DualModeLoraModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = DualModeLayer
-    target_module_mapping = {
+    target_module_mapping: dict[str, Any] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING | {
         model_type: list(DEFAULT_TARGET_MODULES)
         for model_type in ("clip", "clip_vision_model", "clip_vision_model_with_projection")
     }
@@ -193,7 +193,7 @@ class DualModeLoraModel(BaseTuner):
     def history_rank(self) -> int:
         """Rank of the active adapter's folded history, the same in every layer."""
         adapter = self._active()
-        return max((layer.history_ranks[adapter] for layer in self.dual_mode_layers().values()), default=0)
+        return max((layer.history_rank(adapter) for layer in self.dual_mode_layers().values()), default=0)
 
     # ------------------------------------------------------------------ from task to task
 
@@ -269,7 +269,7 @@ class DualModeLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
         ranks = {
-            module.history_ranks[adapter_name]
+            module.history_rank(adapter_name)
             for module in model.modules()
             if isinstance(module, DualModeLinear) and adapter_name in module.dulbe_P
         }
