@@ -47,7 +47,7 @@ def load_clip(
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     if config.model_type != "clip":
         raise ValueError(f"{name!r} holds a model of type {config.model_type!r}, expected 'clip'")
     model = CLIPModel.from_pretrained(
@@ -58,7 +58,7 @@ def load_clip(
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> CLIPProcessor:
     """The processor of `name`; the image half falls back to CLIP's evaluation transform at the model's image size."""
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
         image_processor = PilImageProcessor.from_pretrained(name, revision=revision or "main")
     else:
