@@ -1,0 +1,291 @@
+"""A stream's folder: what a run refuses to go on with, and what is left of it when something breaks."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from PIL import Image
+
+from dulbe_peft import (
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+    load_data,
+    stream,
+)
+from dulbe_peft.checkpoint import json_sha256, library_versions, read_manifest
+from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.tasks import Task
+
+QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Handwritten digits zero to three as folders of PNG files, four to learn from and two to test on."""
+    from sklearn.datasets import load_digits
+
+    root, data = tmp_path_factory.mktemp("photos"), load_digits()
+    for label in range(4):
+        for number, row in enumerate(np.flatnonzero(data.target == label)[:6]):
+            folder = root / ("train" if number < 4 else "test") / DIGITS[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_clip(demo_model_folder())
+
+
+def make_learner(base, rank=2, **fields):
+    clip, processor = base
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=rank, support_rank=8))
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, **fields}))
+
+
+def tasks_of(root, order=(0, 1, 2, 3)):
+    return class_incremental_tasks(
+        load_data(root, "train"), load_data(root, "test"), increment=2, class_order=list(order)
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(base, photos, tmp_path_factory):
+    torch.set_num_threads(1)  # as every test has it, but this comes before them
+    output = tmp_path_factory.mktemp("finished") / "run"
+    make_learner(base).run(tasks_of(photos), output)
+    return output
+
+
+def content(root):
+    """Every file's bytes but those of times and dates."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+class Breaking:
+    """A dataset that does something when an image is read for the n-th time."""
+
+    def __init__(self, dataset, call, action):
+        self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
+        self.content_id = dataset.content_id
+        self.calls, self.call, self.action = 0, call, action
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        self.calls += 1
+        if self.calls == self.call:
+            self.action()
+        return self.dataset[index]
+
+
+def breaking(tasks, call, action):
+    return [*tasks[:-1], Task(Breaking(tasks[-1].train, call, action), tasks[-1].test, tasks[-1].class_names)]
+
+
+def assert_first_task_is_intact(output, finished):
+    assert [path.name for path in output.iterdir()] == ["task-001"]
+    files = read_manifest(output / "task-001")["files"]
+    for name in files.keys() - {"learner.json"}:  # that one holds the machine's settings, too
+        assert files[name] == read_manifest(finished / "task-001")["files"][name], name
+
+
+# ---------------------------------------------------------------------- what a folder says
+
+
+def test_a_task_folder_names_its_run(finished):
+    manifest = read_manifest(finished / "task-002")
+    identity = manifest["identity"]
+    assert manifest["versions"] == library_versions() and len(manifest["tasks"]) == 2
+    assert manifest["configuration_sha256"] == json_sha256([identity["adapter"], identity["arguments"]])
+    assert identity["classes"] == [["one", "three"], ["two", "zero"]] and identity["arguments"]["seed"] == 0
+    assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
+    assert sorted(path.name for path in finished.iterdir()) == ["results.json", "task-001", "task-002", "timings.json"]
+    assert "finished" not in json.loads((finished / "results.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("rank", "fields", "order", "words"),
+    [
+        (2, {"seed": 1}, (0, 1, 2, 3), "arguments.seed differ;"),
+        (2, {"learning_rate": 0.5, "epochs": 2}, (0, 1, 2, 3), "arguments.epochs, arguments.learning_rate differ;"),
+        (3, {}, (0, 1, 2, 3), "adapter.residual_rank differ;"),
+        (2, {}, (1, 0, 2, 3), "classes, data differ;"),
+        (2, {}, (2, 3, 0, 1), "classes, data differ;"),
+    ],
+)
+def test_another_run_is_refused_by_the_names_of_what_differs(
+    base, photos, finished, tmp_path, rank, fields, order, words
+):
+    output = shutil.copytree(finished, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
+        make_learner(base, rank, **fields).run(tasks_of(photos, order), output)
+    assert content(output) == content(finished)
+
+
+@pytest.mark.parametrize("change", ["bytes", "name", "one more", "test"])
+def test_other_data_are_refused(base, photos, finished, tmp_path, change):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    file = root / ("test" if change == "test" else "train") / "two" / ("4.png" if change == "test" else "0.png")
+    if change == "name":
+        file.rename(file.with_name("9.png"))
+    elif change == "one more":
+        shutil.copy(file, file.with_name("9.png"))
+    else:
+        Image.new("RGB", (9, 9), "red").save(file)
+    output = shutil.copytree(finished, tmp_path / "run")
+    with pytest.raises(ValueError, match="task-002 belongs to another run: data differ;"):
+        make_learner(base).run(tasks_of(root), output)
+
+
+def test_data_elsewhere_and_another_machine_s_settings_are_the_same_run(base, photos, finished, tmp_path, capsys):
+    root, output = shutil.copytree(photos, tmp_path / "moved"), shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(output / "task-002")
+    (output / "results.json").unlink()
+    make_learner(base, pixel_cache_mb=1).run(tasks_of(root), output)
+    assert "resuming after task-001: 2 classes learned" in capsys.readouterr().out
+    assert content(output / "task-002").keys() == content(finished / "task-002").keys()
+    assert (output / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+
+
+def test_damaged_folders_are_named_and_stepped_over(base, photos, finished, tmp_path, capsys):
+    output = shutil.copytree(finished, tmp_path / "run")
+    (output / "task-002" / "statistics.safetensors").write_bytes(b"")
+    (output / "task-1000").mkdir()
+    make_learner(base).run(tasks_of(photos), output)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"stepping over {output / 'task-1000'}: ")
+    assert (
+        said[1].startswith(f"stepping over {output / 'task-002'}: ") and "statistics.safetensors is damaged" in said[1]
+    )
+    assert said[2] == "resuming after task-001: 2 classes learned"
+    (output / "task-1000").rmdir()
+    assert content(output) == content(finished)
+
+
+def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tmp_path):
+    output = shutil.copytree(finished, tmp_path / "run")
+    for name in ("task-001", "task-002"):
+        (output / name / "manifest.json").unlink()
+    before = content(output)
+    with pytest.raises(ValueError, match="already holds task-001 and none of them is valid"):
+        make_learner(base).run(tasks_of(photos), output)
+    assert content(output) == before
+
+
+def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
+    output = shutil.copytree(finished, tmp_path / "run")
+    monkeypatch.setattr(stream, "library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"})
+    make_learner(base).run(tasks_of(photos), output)
+    assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out
+
+
+def test_leftovers_of_killed_runs_are_removed_and_a_folder_that_stepped_aside_comes_back(
+    base, photos, finished, tmp_path, capsys
+):
+    output = shutil.copytree(finished, tmp_path / "run")
+    os.replace(output / "task-002", output / ".task-002.a1b2c3d4.old")
+    for name in (".task-002.a1b2c3d4", ".task-003.a1b2c3d4", ".results.json.a1b2c3d4"):
+        (output / name).mkdir()
+    make_learner(base).run(tasks_of(photos), output)
+    assert "resuming after task-002" in capsys.readouterr().out
+    assert content(output) == content(finished)
+    assert not [path for path in output.iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_in_use_is_refused(base, photos, tmp_path):
+    def again():
+        make_learner(base).run(tasks_of(photos), tmp_path)
+
+    words = re.escape(f"output_dir {str(tmp_path)!r} is in use by process {os.getpid()} on host ")
+    with pytest.raises(CheckpointError, match=words):
+        make_learner(base).run(breaking(tasks_of(photos), 1, again), tmp_path)
+
+
+# ---------------------------------------------------------------------- what breaks
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("call", [1, 5])
+def test_a_signal_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path, number, error, call):
+    tasks = tasks_of(photos)
+    learner = make_learner(base)
+    before = signal.getsignal(number)
+    with pytest.raises(error):
+        learner.run(breaking(tasks, call, lambda: signal.raise_signal(number)), tmp_path)
+    assert signal.getsignal(number) is before
+    assert len(learner.tasks) == 1 and learner.model.history_rank == 3, "the task is taken back"
+    assert_first_task_is_intact(tmp_path, finished)
+    make_learner(base).run(tasks, tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("writer", ["dulbe_peft.files.save_file", "peft.peft_model.safe_save_file", "os.replace"])
+def test_a_full_disk_is_an_error_with_the_path_and_the_last_commit_is_intact(
+    base, photos, finished, tmp_path, monkeypatch, number, writer
+):
+    def fail(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number))
+
+    tasks = tasks_of(photos)
+    with (
+        monkeypatch.context() as context,
+        pytest.raises(OSError, match=re.escape(f"{os.strerror(number)}: '{tmp_path / 'task-002'}'")),
+    ):
+        make_learner(base).run(breaking(tasks, 1, lambda: context.setattr(writer, fail)), tmp_path)
+    assert_first_task_is_intact(tmp_path, finished)
+    make_learner(base).run(tasks, tmp_path)
+    assert content(tmp_path) == content(finished)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(base, photos, tmp_path, monkeypatch):
+    make = os.open
+
+    def read_only(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return make(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(PermissionError, match=re.escape(f"'{tmp_path / 'run'}")):
+        make_learner(base).run(tasks_of(photos), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "error"), [(0, ValueError), (signal.SIGKILL, ChildProcessError)])
+def test_a_process_that_reads_images_and_dies_is_an_error_and_the_last_commit_is_intact(
+    base, photos, finished, tmp_path, number, error
+):
+    def die():
+        if number:
+            os.kill(os.getpid(), number)
+        raise ValueError("image 7 (a/b.jpg) cannot be read")
+
+    words = (
+        "image 7" if error is ValueError else f"a process that reads images died .* kept in {re.escape(str(tmp_path))}"
+    )
+    with pytest.raises(error, match=words):
+        make_learner(base, num_workers=1).run(breaking(tasks_of(photos), 3, die), tmp_path)
+    assert_first_task_is_intact(tmp_path, finished)
+    make_learner(base, num_workers=1).run(tasks_of(photos), tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
