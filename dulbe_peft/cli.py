@@ -57,6 +57,16 @@ class StreamArguments:
         default=False, metadata={"help": "Print adapted layers, ranks, trainable parameters and memory, and exit."}
     )
 
+    def __post_init__(self) -> None:
+        kinds: dict[str, type] = {"str": str, "int": int, "bool": bool}
+        for field in dataclasses.fields(self):
+            value, annotation = getattr(self, field.name), str(field.type)
+            kind = kinds[annotation.split(" | ")[0]]
+            if value is None and "None" in annotation:
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"{field.name} must be of type {annotation}, got {value!r}")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
@@ -183,7 +193,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
             raise FileNotFoundError(f"configuration file {str(path)!r} does not exist")
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
         if not isinstance(loaded, dict):
             kind = type(loaded).__name__

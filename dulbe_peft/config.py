@@ -19,6 +19,7 @@ from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from dulbe_peft.files import tensor_shapes
 from dulbe_peft.hub import has_file
 
 PEFT_TYPE_NAME = "DULBE"
@@ -203,14 +204,15 @@ class DualModeLoraConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
-        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle is refused.
+        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle or damaged is refused.
 
         A folder's `adapter_model.bin` is read, by PEFT's restricted reader, where it can hold nothing but tensors:
         that is what `save_pretrained(..., safe_serialization=False)` writes.
 
         Raises:
             ValueError: the repository holds `adapter_model.bin` and no `adapter_model.safetensors`, or a folder does
-                and the file could hold more than tensors. It is not unpickled.
+                and the file could hold more than tensors (it is not unpickled), or a folder's safetensors file is
+                damaged or has a history of another rank.
         """
         where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
         source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
@@ -223,7 +225,13 @@ class DualModeLoraConfig(PeftConfig):
                 f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}: only safetensors "
                 "files are read"
             )
-        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME
+        if file.is_file():  # its header alone, before memory is taken for what the configuration claims
+            ranks = {shape[-1] for name, shape in tensor_shapes(file).items() if ".dulbe_history_" in name and shape}
+            if ranks - {getattr(config, "history_rank", 0)}:
+                raise ValueError(f"history_rank is {config.history_rank}, but {file} has a history of {sorted(ranks)}")
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data, sets as sorted lists, so that the same adapter gives the same file."""

@@ -555,9 +555,7 @@ class ClassIncrementalLearner:
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
-        model, processor, state = saving.load_model(folder, base_model)
-        learner = cls(model, processor, args=args or saving.portable(state["arguments"]))
-        saving.restore_around(learner, folder)
+        learner = saving.load(cls, folder, base_model, args)
         learner.source = origin or learner.source
         return learner
 

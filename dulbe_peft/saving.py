@@ -31,6 +31,7 @@ from dulbe_peft.head import TENSORS_FILE as HEAD_FILE
 from dulbe_peft.head import BridgeEnsembleHead
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.stream import RESULTS_FILE
+from dulbe_peft.tasks import check_class_names
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -150,7 +151,11 @@ def _strictly(folder: Path) -> Iterator[None]:
     """What a file's content can make go wrong, as a `CheckpointError` that names the folder."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, FileNotFoundError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers and PEFT raise almost anything over a strange file
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
@@ -160,12 +165,11 @@ def restore(learner: Any, folder: Path) -> None:
     with _strictly(folder):
         saved, _ = read_tensors(folder / ADAPTER_FILE)
     _check_fits(saved, get_peft_model_state_dict(learner.model, save_embedding_layers=False), folder)
-    restore_around(learner, folder)
-    set_adapter_state(learner.model, saved)
+    _restore_around(learner, folder, saved)
 
 
-def restore_around(learner: Any, folder: Path) -> None:
-    """Head, statistics, tasks and step count of a folder that was checked, into a learner whose adapter fits it."""
+def _restore_around(learner: Any, folder: Path, adapter: dict[str, torch.Tensor] | None = None) -> None:
+    """Head, statistics, tasks and step count of a folder that was checked; `adapter` too, where it is not in yet."""
     state = _read_state(folder)
     with _strictly(folder):
         head = BridgeEnsembleHead.from_pretrained(folder).to(learner.accelerator.device)
@@ -177,6 +181,9 @@ def restore_around(learner: Any, folder: Path) -> None:
             f"{len(head.class_names)} (or others) for features of {head.embed_dim} dimensions, the base model gives "
             f"{learner.clip.config.projection_dim}"
         )
+    if adapter is not None:
+        with _strictly(folder):
+            set_adapter_state(learner.model, adapter)
     learner.statistics = statistics
     learner.head = head
     learner.tasks = [tuple(task) for task in state["tasks"]]
@@ -201,8 +208,8 @@ def _read_statistics(learner: Any, folder: Path) -> OccupationStatistics:
     return statistics
 
 
-def load_model(folder: Path, base_model: nn.Module | None) -> tuple[PeftModel, Any, dict[str, Any]]:
-    """Adapted model, processor and saved state of a folder, which is checked against its manifest first."""
+def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArguments | None) -> Any:
+    """A learner of class `kind` from a folder; a base model that was given is as it was after any error."""
     checkpoint.read_manifest(folder)
     _listed(folder)
     state = _read_state(folder)
@@ -217,8 +224,18 @@ def load_model(folder: Path, base_model: nn.Module | None) -> tuple[PeftModel, A
         base_model, _ = load_clip(name, config.revision, attn_implementation=state["attn_implementation"])
     with _strictly(folder):
         _check_adapter(folder / ADAPTER_FILE, config, base_model)
+        processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
+    trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
     model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
-    return model, load_processor(str(folder / PROCESSOR_FOLDER), base_model), state
+    try:
+        learner = kind(model, processor, args=args or portable(state["arguments"]))
+        _restore_around(learner, folder)
+    except BaseException:
+        model.unload()
+        for parameter, flag in trainable:
+            parameter.requires_grad_(flag)
+        raise
+    return learner
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:
@@ -274,7 +291,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
         wrong = [name for name, kind in _STATE_FIELDS.items() if name in state and not isinstance(state[name], kind)]
         if missing or wrong:
             raise ValueError(f"{LEARNER_FILE} misses {missing}, and {wrong} are of a wrong type")
-        if not all(isinstance(task, list) and all(isinstance(name, str) for name in task) for task in state["tasks"]):
-            raise ValueError(f"the tasks in {LEARNER_FILE} must be lists of class names")
+        seen: list[str] = []
+        for task in state["tasks"]:
+            seen += check_class_names(task, seen)
         portable(state["arguments"])
     return state

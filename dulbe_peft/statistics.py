@@ -143,7 +143,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is damaged, of another format, or holds something else than finite square matrices.
+            ValueError: the file is damaged, of another format, or holds something else than finite sums of X'X.
         """
         tensors, metadata = read_tensors(path)
         if FORMAT not in metadata:
@@ -157,6 +157,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             if matrix.dtype != torch.float32 or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 shape = f"{tuple(matrix.shape)}, {matrix.dtype}"
                 raise ValueError(f"{path}: matrix of {names[0]!r} must be square float32, got {shape}")
+            if (matrix.diagonal() < 0).any() or (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max():
+                raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
             stats._matrices.update(dict.fromkeys(names, matrix))
         return stats
 

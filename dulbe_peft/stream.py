@@ -36,6 +36,9 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
     stream, output = list(tasks), Path(output_dir)
     if not stream:
         raise ValueError("tasks is empty: a stream needs at least one task")
+    for index, task in enumerate(stream):
+        if not isinstance(task, Task):
+            raise TypeError(f"tasks[{index}] must be a Task(train, test, class_names), got a {type(task).__name__}")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
