@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from dulbe_peft import cli
 from dulbe_peft.cli import StreamArguments, _parser, _pick, _settings, _tasks, main
 from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.demo import DIGITS, demo_model_folder
@@ -126,6 +129,39 @@ def test_a_damaged_folder_is_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "manifest.json").write_text("{")
     assert main(["evaluate", str(tmp_path), "--data", "x"]) == 2
     assert "manifest.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "added"),
+    [
+        (["run", "--data", "my photos", "--prompt-template", "it's a {}."], []),
+        (["run", "--no-resume"], ["--resume"]),
+        (["run", "--config", "off.yaml"], ["--resume"]),
+        (["demo", "--seed", "3"], []),
+    ],
+)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsys, tmp_path, monkeypatch):
+    """Also before the first batch, while the model is loaded; afterwards signals mean what they meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "off.yaml").write_text("resume: false")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    for name in ("_run", "_demo"):
+        monkeypatch.setattr(cli, name, lambda _: signal.raise_signal(number))
+    try:
+        assert main(argv) == status
+        assert signal.getsignal(signal.SIGTERM) is before[1]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+    first, second, command = capsys.readouterr().err.splitlines()
+    assert first == f"dulbe-peft: stopped by {number.name}" and "finished tasks are kept" in second
+    assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *argv, *added]
+
+
+def test_other_commands_stop_without_advice(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_env", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert main(["env"]) == 143
+    assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 
 
 def test_env(capsys):

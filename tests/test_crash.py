@@ -1,0 +1,220 @@
+"""Whole runs of the command line that are killed, stopped, doubled or out of room, and then go on to the same end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dulbe_peft.checkpoint import clear_leftovers, commit_folder, read_manifest
+from dulbe_peft.cli import main
+from dulbe_peft.demo import DIGITS, demo_model_folder
+
+pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "4"))
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """`run` on six classes of handwritten digits, two a task, but for `--output`."""
+    from sklearn.datasets import load_digits
+
+    root, data = tmp_path_factory.mktemp("some photos"), load_digits()
+    for label in range(6):
+        for number, row in enumerate(np.flatnonzero(data.target == label)[:10]):
+            folder = root / ("train" if number < 6 else "test") / DIGITS[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
+    flags = "--increment 2 --epochs 2 --batch-size 4 --support-rank 8 --residual-rank 2 --device cpu --no-progress"
+    return ["run", "--model", str(demo_model_folder()), "--data", str(root), *flags.split()]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Children of a process that has imported everything, so that a kill hits the run and not the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dulbe_peft.cli", "dulbe_peft.learner", "dulbe_peft.report"])
+    return context
+
+
+def child_main(argv, log, size_limit=None):
+    import torch
+
+    torch.set_num_threads(1)
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if size_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_limit, size_limit))
+    sys.exit(main(argv))
+
+
+@pytest.fixture
+def start(processes, arguments, tmp_path):
+    """A function that starts a run in a process of its own, which says what it says in `log`."""
+    children = []
+
+    def start(output, **options):
+        argv = [*arguments, "--output", str(output)]
+        children.append(processes.Process(target=child_main, args=(argv, tmp_path / "log"), kwargs=options))
+        children[-1].start()
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.join()
+
+
+def ended(child):
+    child.join(120)
+    return child.exitcode
+
+
+def content(root):
+    """Every file's bytes but those of times and dates."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def reference(processes, arguments, tmp_path_factory):
+    """What a run that nothing disturbs writes, and the seconds it takes."""
+    folder = tmp_path_factory.mktemp("reference")
+    argv = [*arguments, "--output", str(folder / "run")]
+    child = processes.Process(target=child_main, args=(argv, folder / "log"))
+    child.start()
+    started = time.monotonic()
+    assert ended(child) == 0, (folder / "log").read_text()
+    return content(folder / "run"), time.monotonic() - started
+
+
+def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start, reference, tmp_path):
+    expected, seconds = reference
+    generator = random.Random(0)
+    output, kills = tmp_path / "run", 0
+    while kills < KILLS:
+        child = start(output)
+        child.join(generator.uniform(0, seconds))
+        if child.exitcode is None:
+            child.kill()
+            assert ended(child) == -signal.SIGKILL
+            kills += 1
+            if kills % 2:
+                continue  # it is killed again on its way
+            child = start(output)
+        assert ended(child) == 0, (tmp_path / "log").read_text()
+        assert content(output) == expected
+        output = tmp_path / f"run-{kills}"
+
+
+def commit_and_die(folder, call):
+    """Replace a folder, and die before the `call`-th step that changes the disk."""
+    calls = 0
+
+    def hook(event, arguments):
+        nonlocal calls
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    commit_folder(folder, lambda temporary: (temporary / "a").write_text("new") and None, {})
+    os._exit(0)
+
+
+def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(processes, tmp_path):
+    found = []
+    for call in range(1, 200):
+        folder = tmp_path / str(call) / "saved"
+        commit_folder(folder, lambda temporary: (temporary / "a").write_text("old") and None, {})
+        child = processes.Process(target=commit_and_die, args=(folder, call))
+        child.start()
+        if ended(child) == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        clear_leftovers(folder.parent, "saved")
+        assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+        assert read_manifest(folder)
+        found.append((folder / "a").read_text())
+    assert found == sorted(found, reverse=True) and {"old", "new"} == set(found)
+
+
+def wait_for(path, alive):
+    while not path.exists():
+        assert alive()
+        time.sleep(0.005)
+
+
+def test_sigterm_stops_it_with_the_command_that_goes_on(arguments, reference, tmp_path):
+    output = tmp_path / "it's out"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dulbe_peft", *arguments, "--output", str(output), "--no-resume"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        wait_for(output / "task-001", lambda: process.poll() is None)
+        process.terminate()
+        _, said = process.communicate()
+    assert process.returncode == 143
+    assert sorted(path.name for path in output.iterdir()) in (["task-001"], ["task-001", "task-002"])
+    *_, first, second, resume = said.splitlines()
+    assert first == "dulbe-peft: stopped by SIGTERM" and "to go on" in second
+    assert resume == shlex.join([*command, "--resume"]) and "Traceback" not in said
+    again = subprocess.run(resume, shell=True, env=environment, check=True, capture_output=True, text=True)
+    assert "resuming after task-00" in again.stdout
+    assert content(output) == reference[0]
+
+
+def test_sigint_stops_it_and_the_same_command_goes_on(start, arguments, reference, tmp_path):
+    child = start(tmp_path / "run")
+    wait_for(tmp_path / "run" / "task-001", child.is_alive)
+    os.kill(child.pid, signal.SIGINT)
+    assert ended(child) == 130
+    command = [sys.executable, "-m", "dulbe_peft", *arguments, "--output", str(tmp_path / "run")]
+    said = (tmp_path / "log").read_text()
+    assert said.endswith(f"dulbe-peft: stopped by SIGINT\nfinished tasks are kept; to go on:\n{shlex.join(command)}\n")
+    assert ended(start(tmp_path / "run")) == 0
+    assert content(tmp_path / "run") == reference[0]
+
+
+def test_of_two_on_one_folder_one_is_refused_by_name(start, reference, tmp_path):
+    children = [start(tmp_path / "run") for _ in range(2)]
+    assert sorted(ended(child) for child in children) == [0, 2], (tmp_path / "log").read_text()
+    winner = next(child for child in children if child.exitcode == 0)
+    assert f"is in use by process {winner.pid} on host {socket.gethostname()!r}" in (tmp_path / "log").read_text()
+    assert content(tmp_path / "run") == reference[0]
+
+
+def test_a_killed_run_s_lock_is_taken_over(start, reference, tmp_path):
+    child = start(tmp_path / "run")
+    wait_for(tmp_path / "run" / "task-001", child.is_alive)
+    child.kill()
+    ended(child)
+    assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == child.pid
+    assert ended(start(tmp_path / "run")) == 0
+    assert content(tmp_path / "run") == reference[0]
+
+
+def test_out_of_room_it_says_where_and_goes_on_later(start, reference, tmp_path):
+    """A limit on the size of files is what a full disk is to a process: writing ends half-way with an error."""
+    largest = max(len(text) for name, text in reference[0].items() if name.startswith("task-001"))
+    assert ended(start(tmp_path / "run", size_limit=largest - 1)) == 2
+    said = (tmp_path / "log").read_text()
+    assert f"dulbe-peft: {tmp_path / 'run' / 'task-001'} cannot be written: " in said and "Traceback" not in said
+    assert not list(Path(tmp_path / "run").iterdir())
+    assert ended(start(tmp_path / "run")) == 0
+    assert content(tmp_path / "run") == reference[0]
