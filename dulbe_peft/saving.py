@@ -24,7 +24,7 @@ from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import load_clip, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
-from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.config import DULBE, DualModeLoraConfig
 from dulbe_peft.files import read_tensors, tensor_shapes
 from dulbe_peft.head import CONFIG_FILE as HEAD_CONFIG_FILE
 from dulbe_peft.head import TENSORS_FILE as HEAD_FILE
@@ -214,9 +214,10 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
     _listed(folder)
     state = _read_state(folder)
     with _strictly(folder):
+        found = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
+        if found != DULBE:
+            raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
         config = DualModeLoraConfig.from_pretrained(str(folder))
-        if not isinstance(config, DualModeLoraConfig):
-            raise ValueError(f"{ADAPTER_CONFIG_FILE} is of a {type(config).__name__}")
     if base_model is None:
         name = config.base_model_name_or_path
         if not name:
