@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from dulbe_peft.backbone import load_clip, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
 from dulbe_peft.config import DULBE, DualModeLoraConfig
+from dulbe_peft.distributed import on_main_process
 from dulbe_peft.files import read_tensors, tensor_shapes
 from dulbe_peft.head import CONFIG_FILE as HEAD_CONFIG_FILE
 from dulbe_peft.head import TENSORS_FILE as HEAD_FILE
 from dulbe_peft.head import BridgeEnsembleHead
+from dulbe_peft.lock import commit_alone
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.stream import RESULTS_FILE
 from dulbe_peft.tasks import check_class_names
@@ -53,7 +56,7 @@ _STATE_FIELDS: dict[str, Any] = {
 
 def save(learner: Any, folder: Path) -> None:
     """See `ClassIncrementalLearner.save_pretrained`."""
-    checkpoint.commit_folder(folder, learner.write, _manifest_fields(learner))
+    on_main_process(partial(commit_alone, folder, learner.write, _manifest_fields(learner)))
 
 
 def write(learner: Any, folder: Path, statistics: bool = True, card: str | None = None) -> None:

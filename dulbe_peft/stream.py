@@ -18,7 +18,7 @@ from dulbe_peft import checkpoint
 from dulbe_peft.arguments import MACHINE_SETTINGS
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.data import fingerprint
-from dulbe_peft.distributed import on_main_process
+from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.interrupts import stop_between_batches
 from dulbe_peft.lock import only_process
 from dulbe_peft.metrics import accuracy_matrix, summarize
@@ -78,14 +78,14 @@ def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[s
         _refuse_old_folders(output, resume)
         progress = {"rows": [], "seconds": [], "zero_shot": _zero_shot(learner, stream)}
         if progress["zero_shot"]:
-            tqdm.write(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
+            _say(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
     for index in range(len(learner.tasks), len(stream)):
         started = time.perf_counter()
         learner.learn_task(stream[index].train, stream[index].class_names)
         progress["rows"].append(_test(learner, stream[: index + 1]))
         progress["seconds"].append(time.perf_counter() - started)
         _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
-        tqdm.write(_line(progress, index, len(stream), len(learner.class_names)))
+        _say(_line(progress, index, len(stream), len(learner.class_names)))
     results = _results(learner, progress, identity)
     timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds_per_task": progress["seconds"]}
     for name, content in ((TIMINGS_FILE, timings), (RESULTS_FILE, results)):
@@ -122,26 +122,39 @@ def _refuse_old_folders(output: Path, resume: bool) -> None:
 
 
 def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    folder = on_main_process(partial(_newest_folder, output, identity))
+    if folder is None:
+        return None
+    learner.restore(folder)
+    _say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+    progress["seconds"] = [None] * len(progress["rows"])
+    return progress
+
+
+def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
+    """The newest valid task folder, which must be of this run."""
     for folder in _task_folders(output):
         try:
             manifest = checkpoint.read_manifest(folder)
         except CheckpointError as error:
-            tqdm.write(f"stepping over {folder}: {error}")
+            _say(f"stepping over {folder}: {error}")
             continue
         different = _differences(manifest.get("identity", {}), _plain(identity))
         if different:
             names = ", ".join(different)
             raise ValueError(f"{folder} belongs to another run: {names} differ; choose another output_dir")
-        learner.restore(folder)
-        tqdm.write(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
         changed = _differences({"of": manifest["versions"]}, {"of": library_versions()})
         if changed:
             names = ", ".join(name.removeprefix("of.") for name in changed)
-            tqdm.write(f"{folder.name} was written with other versions of {names}: the last bits may differ")
-        progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-        progress["seconds"] = [None] * len(progress["rows"])
-        return progress
+            _say(f"{folder.name} was written with other versions of {names}: the last bits may differ")
+        return folder
     return None
+
+
+def _say(text: str) -> None:
+    if world()[0] == 0:
+        tqdm.write(text)
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -1,0 +1,59 @@
+"""What tests/test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
+with. Arguments: the output folder, and how many processes are meant to run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.distributed import world
+
+
+def world_from_launcher() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main() -> None:
+    output, processes = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    data = load_digits()
+    # 17 images a task in batches of 8: the last batch has one image, whatever the number of processes.
+    rows = np.concatenate([np.flatnonzero(data.target == c)[: 8 + c % 2] for c in range(10)])
+    digits = DigitImages(data.images[rows], data.target[rows])
+    clip, processor = load_clip(demo_model_folder())
+    clip.set_attn_implementation("eager")
+    args = LearnerArguments(
+        epochs=2, batch_size=8, eval_batch_size=5, device="cpu", progress=False, prompt_template="the digit {}."
+    )
+    rank, size = world_from_launcher()
+    torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
+    model = get_peft_model(clip, config)
+    learner = ClassIncrementalLearner(model, processor, args=args)
+    if world() != (rank, processes):
+        raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+    learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / "run")
+    state = {
+        k: v.contiguous() for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k
+    }
+    state |= {f"head.{name}": value for name, value in learner.head.state_dict().items()}
+    state |= {f"statistics.{name}": matrix.clone() for name, matrix in learner.statistics.items()}
+    save_file({k: v.clone() for k, v in state.items()}, output / f"process-{rank}.safetensors")
+
+
+main()

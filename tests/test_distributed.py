@@ -1,0 +1,128 @@
+"""Two processes end where one ends that sees the same batches; and what cannot be right is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dulbe_peft.distributed import gather_rows, on_main_process, own_part, own_rows, refuse_sharded, sum_over_processes
+
+STREAM = Path(__file__).with_name("distributed_stream.py")
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+def launch(processes, output):
+    output.mkdir(exist_ok=True)
+    start = (*LAUNCH, str(processes)) if processes > 1 else ()
+    command = [sys.executable, *start, str(STREAM), str(output), str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [load_file(output / f"process-{rank}.safetensors") for rank in range(processes)], done
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_ends(tmp_path):
+    ((alone,), _), (pair, done) = launch(1, tmp_path / "one"), launch(2, tmp_path / "two")
+    assert pair[0].keys() == pair[1].keys() == alone.keys()
+    assert all(torch.equal(pair[0][name], pair[1][name]) for name in alone)
+    for name, expected in alone.items():
+        # Adam turns the rounding of a gradient near zero into a part of its step, of 1e-3 here.
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        torch.testing.assert_close(pair[0][name] / scale, expected / scale, rtol=1e-4, atol=2e-5)
+    assert done.stdout.count("task 3/3") + done.stderr.count("task 3/3") == 1
+    for file in ("results.json", "task-003/manifest.json", "task-003/learner.json", "task-003/adapter_config.json"):
+        assert (tmp_path / "two" / "run" / file).is_file()
+    assert [path.name for path in (tmp_path / "two" / "run").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.slow
+def test_two_processes_resume_what_one_began(tmp_path):
+    launch(1, tmp_path)
+    whole = json.loads((tmp_path / "run" / "results.json").read_text())
+    shutil.rmtree(tmp_path / "run" / "task-003")
+    (first, second), done = launch(2, tmp_path)
+    assert "resuming after task-002" in done.stdout + done.stderr
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["class_names"] == whole["class_names"]
+
+
+# ---------------------------------------------------------------------- one process
+
+
+def test_one_process_gets_back_what_it_gives():
+    rows = torch.randn(3, 2, requires_grad=True)
+    assert gather_rows(rows, 3) is rows
+    assert own_rows(range(3)) == [0, 1, 2] and list(own_part(range(3))) == [0, 1, 2]
+    total = torch.ones(2)
+    sum_over_processes([total])
+    assert total.tolist() == [1.0, 1.0]
+    assert on_main_process(lambda: 5) == 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
+    shares, parts = [], []
+    for rank in range(3):
+        monkeypatch.setattr("dulbe_peft.distributed.world", lambda rank=rank: (rank, 3))
+        shares.append(own_rows(range(count)))
+        parts += own_part(range(count))
+    assert len({len(share) for share in shares}) == 1
+    assert [row for share in shares for row in share][:count] == list(range(count))
+    assert parts == list(range(count))
+
+
+# ---------------------------------------------------------------------- sharded models
+
+
+class FullyShardedDataParallel(nn.Module):
+    """What a module of torch's FSDP is called."""
+
+
+def test_sharded_modules_and_parameters_are_refused():
+    with pytest.raises(ValueError, match="FullyShardedDataParallel is sharded"):
+        refuse_sharded(nn.Sequential(FullyShardedDataParallel()))
+    model = nn.Linear(2, 2)
+    refuse_sharded(model)
+    model.weight.ds_id = 0
+    with pytest.raises(ValueError, match="weight is sharded.*ZeRO-3"):
+        refuse_sharded(model)
+
+
+@pytest.mark.slow
+def test_a_tensor_sharded_by_fsdp2_is_refused():
+    script = (
+        "import torch\n"
+        "from torch import distributed, nn\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from dulbe_peft.distributed import refuse_sharded\n"
+        "distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)\n"
+        "model = nn.Linear(4, 4)\n"
+        "fully_shard(model, mesh=distributed.init_device_mesh('cpu', (1,)))\n"
+        "try:\n"
+        "    refuse_sharded(model)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "is sharded over processes" in done.stdout, done.stderr
+
+
+def test_a_launch_that_shards_is_refused(monkeypatch):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    from dulbe_peft import LearnerArguments
+    from dulbe_peft.learner import _accelerator
+
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="FSDP"):
+        _accelerator(LearnerArguments(device="cpu"))
