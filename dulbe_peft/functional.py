@@ -5,8 +5,6 @@ Nothing here knows of models or files. Decompositions run in float64, losses and
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.nn import functional as F
 
@@ -220,7 +218,7 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
 
     Raises:
         ValueError: a vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
-        TypeError: the vectors are not floating-point tensors.
+        TypeError: the vectors are not floating-point tensors, or the fraction is no number or tensor.
 
     Reference:
         "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq.
@@ -235,11 +233,19 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
     working = torch.promote_types(dtype, torch.float32)
     start = _check_unit(start.to(working), "start")
     end = _check_unit(end.to(working), "end")
-    alpha = torch.as_tensor(fraction, device=start.device)
+    try:
+        alpha = torch.as_tensor(fraction, device=start.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"fraction must be a number or a tensor, got {fraction!r:.100}") from error
     if alpha.ndim and alpha.shape[-1] != 1:
         raise ValueError(
             f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
         )
+    try:
+        torch.broadcast_shapes(start.shape, end.shape, alpha.shape)
+    except RuntimeError as error:
+        shapes = f"{tuple(start.shape)}, {tuple(end.shape)} and {tuple(alpha.shape)}"
+        raise ValueError(f"start, end and fraction must broadcast, got shapes {shapes}") from error
     if not ((alpha >= 0) & (alpha <= 1)).all():
         raise ValueError(f"fraction must lie in [0, 1], got {fraction!r}")
     alpha = alpha.to(working)
@@ -396,7 +402,7 @@ def bidirectional_kl(
         A scalar, in at least float32, at least 0 up to rounding.
 
     Raises:
-        ValueError: the shapes differ or are empty, a temperature is not positive and finite, or the reduction is
+        ValueError: the shapes differ or are empty, a temperature is not in 1e-6..1e6, or the reduction is
             unknown.
 
     Reference:
@@ -406,8 +412,8 @@ def bidirectional_kl(
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         raise ValueError(f"student_logits and teacher_logits must both be (n, old classes), not empty, got {shapes}")
     for name, value in (("class_temperature", class_temperature), ("instance_temperature", instance_temperature)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+        if not 1e-6 <= value <= 1e6:  # beyond, its square or the divided logits leave float32
+            raise ValueError(f"{name} must be positive, from 1e-6 to 1e6, got {value}")
     if reduction not in ("mean", "batchmean"):
         raise ValueError(f"reduction must be 'mean' or 'batchmean', got {reduction!r}")
     images, classes = student_logits.shape
