@@ -463,7 +463,7 @@ GRADIENTS = [
     ("slerp before the start", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], -0.1), V, "[0, 1] -0.1"),
     ("slerp behind the end", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], 1.5), V, "[0, 1] 1.5"),
     ("slerp by NaN", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], NAN), V, "[0, 1] nan"),
-    ("slerp by a text", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], "x"), T, ""),
+    ("slerp by a text", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], "x"), T, "fraction 'x'"),
     ("slerp from zero", lambda w: slerp(torch.zeros(3), torch.eye(3)[1], 0.5), V, "start unit"),
     (
         "loss of label 2",

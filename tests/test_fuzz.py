@@ -1,0 +1,318 @@
+"""Random inputs: whatever is handed in, what comes out is right, or one of the documented errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel, get_peft_model
+
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    CheckpointError,
+    DualModeLoraConfig,
+    LearnerArguments,
+    OccupationStatistics,
+    allocate_modes,
+    bidirectional_kl,
+    cross_modal_loss,
+    slerp,
+)
+from dulbe_peft.checkpoint import MANIFEST, commit_folder, read_manifest
+from dulbe_peft.cli import main
+from dulbe_peft.functional import orthonormal_complement
+from dulbe_peft.tasks import check_class_names, format_prompts
+
+DOCUMENTED = (ValueError, TypeError, FileNotFoundError, CheckpointError)
+FILES = ("adapter_config.json", "adapter_model.safetensors", "head_config.json", "head.safetensors", "S.safetensors")
+CHEAP = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(CHEAP, max_examples=150)
+
+sizes = st.integers(1, 7)
+seeds = st.integers(0, 2**31)
+odd_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**9, 10**12, 2**63, -1, 0]),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-2, 2), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def gaussian(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------- functional
+
+
+@CHEAP
+@given(d=st.integers(2, 9), seed=seeds, closeness=st.floats(-1, 1), fraction=st.floats(0, 1))
+def test_slerp_is_a_unit_vector_at_its_angle(d, seed, closeness, fraction):
+    start = torch.nn.functional.normalize(gaussian(d, seed=seed), dim=0)
+    end = torch.nn.functional.normalize(closeness * start + (1 - abs(closeness)) * gaussian(d, seed=seed + 1), dim=0)
+    if not end.norm() > 0.5:
+        return
+    point = slerp(start, end, fraction)
+    assert abs(point.norm().item() - 1) < 1e-5
+    angle = torch.acos((start @ end).double().clamp(-1, 1))
+    assert abs(torch.acos((start @ point).double().clamp(-1, 1)) - fraction * angle) < 2e-3
+
+
+@CHEAP
+@given(fraction=st.one_of(odd_values, st.just(float("nan"))), shape=st.lists(st.integers(0, 3), max_size=3))
+def test_slerp_of_anything(fraction, shape):
+    try:
+        point = slerp(torch.ones(shape), torch.eye(3)[0], fraction)
+    except DOCUMENTED:
+        return
+    assert torch.isfinite(point).all()
+
+
+@CHEAP
+@given(
+    shape=st.tuples(sizes, sizes),
+    ranks=st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 9)),
+    seed=seeds,
+    scale=st.sampled_from([0.0, 1e-30, 1e-4, 1.0, 1e15, float("nan")]),
+    kind=st.sampled_from(["none", "zero", "gram", "thin", "random", "another size"]),
+)
+def test_bases_are_orthonormal_for_every_gradient_and_history(shape, ranks, seed, scale, kind):
+    gradient, width = gaussian(*shape, seed=seed, scale=scale), shape[1]
+    tokens = gaussian(1 if kind == "thin" else 20, width, seed=seed + 1)
+    history = {
+        "none": None,
+        "zero": torch.zeros(width, width),
+        "random": gaussian(width, width, seed=seed + 2),
+        "another size": torch.eye(width + 1),
+    }.get(kind, tokens.T @ tokens)
+    try:
+        modes = allocate_modes({"l": gradient}, None if history is None else {"l": history}, *ranks)["l"]
+    except DOCUMENTED:
+        return
+    bases = torch.cat([modes.shared, modes.residual], dim=1)
+    assert modes.shared.shape == (width, ranks[0]) and modes.residual.shape == (width, ranks[1])
+    torch.testing.assert_close(bases.T @ bases, torch.eye(bases.shape[1]), atol=1e-4, rtol=0)
+    assert 0 <= modes.shared_capture <= 1 and 0 <= modes.residual_capture <= 1
+
+
+@CHEAP
+@given(width=sizes, taken=st.integers(0, 7), count=st.integers(0, 8), seed=seeds)
+def test_complements(width, taken, count, seed):
+    basis = torch.linalg.qr(gaussian(width, min(taken, width), seed=seed)).Q
+    try:
+        rest = orthonormal_complement(basis, count)
+    except ValueError:
+        assert count > width - basis.shape[1]
+        return
+    both = torch.cat([basis, rest], dim=1)
+    torch.testing.assert_close(both.T @ both, torch.eye(both.shape[1]), atol=1e-5, rtol=0)
+
+
+@CHEAP
+@given(
+    n=st.integers(0, 4),
+    classes=st.integers(0, 4),
+    labels=st.lists(st.integers(-1, 4), max_size=4),
+    temperatures=st.tuples(st.floats(), st.floats(0.01, 50)),
+    scale=st.sampled_from([1.0, 100.0, 1e4]),
+    seed=seeds,
+)
+def test_losses_are_finite_and_not_negative(n, classes, labels, temperatures, scale, seed):
+    student, teacher = gaussian(n, classes, seed=seed, scale=scale), gaussian(n, classes, seed=seed + 1, scale=scale)
+    for act in (
+        lambda: bidirectional_kl(student, teacher, *temperatures),
+        lambda: cross_modal_loss(gaussian(n, 5), gaussian(classes, 5), torch.tensor(labels, dtype=torch.long), scale),
+    ):
+        try:
+            value = act()
+        except DOCUMENTED:
+            continue
+        assert value >= -1e-3 * max(temperatures) ** 2 and torch.isfinite(value)
+
+
+# ---------------------------------------------------------------------- names and settings
+
+
+@MANY
+@given(names=st.lists(st.one_of(st.text(), st.text("./\\ _aA\0\n\u202e🦊", max_size=8), odd_values), max_size=5))
+def test_class_names_become_prompts_or_errors(names):
+    try:
+        checked = check_class_names(names)
+    except DOCUMENTED:
+        return
+    assert list(checked) == names and json.loads(json.dumps(checked)) == names
+    assert format_prompts(checked, "a photo of a {}.") == [f"a photo of a {name}." for name in names]
+
+
+@CHEAP
+@given(names=st.lists(st.text("./\\_ ~a🦊\u202e", min_size=1, max_size=12), min_size=1, max_size=3, unique=True))
+def test_a_head_with_any_names_stays_in_its_folder(tmp_path_factory, names):
+    root = tmp_path_factory.mktemp("names")
+    head = BridgeEnsembleHead(4)
+    try:
+        head.add_classes(names, torch.eye(4)[: len(names)], list(range(len(names))), torch.eye(4)[: len(names)])
+    except DOCUMENTED:
+        return
+    head.save_pretrained(root / "head")
+    assert BridgeEnsembleHead.from_pretrained(root / "head").class_names == names
+    assert {path.name for path in root.rglob("*")} == {"head", "head_config.json", "head.safetensors"}
+
+
+@MANY
+@given(data=st.data(), kind=st.sampled_from([LearnerArguments, DualModeLoraConfig]))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_settings_of_any_value(data, kind):
+    names = list(LearnerArguments.__dataclass_fields__) if kind is LearnerArguments else _adapter_fields()
+    fields = data.draw(st.dictionaries(st.sampled_from(names), odd_values, min_size=1, max_size=3))
+    try:
+        made = kind(**fields)
+    except DOCUMENTED:
+        return
+    assert all(getattr(made, name) is not None or fields[name] is None for name in fields)
+
+
+def _adapter_fields():
+    return [*(field.name for field in DualModeLoraConfig.own_fields()), "history_rank"]
+
+
+@settings(CHEAP, max_examples=25)
+@given(content=st.one_of(st.binary(max_size=60), st.text("{}[]:-!&*#'\"a1\n ", max_size=40).map(str.encode)))
+def test_yaml_of_any_content(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("yaml") / "run.yaml"
+    path.write_bytes(content)
+    assert main(["run", "--config", str(path)]) == 2
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with an adapter, a head and statistics, and the model that takes them: one layer in a plain network."""
+    folder = tmp_path_factory.mktemp("saved") / "good"
+
+    def write(target):
+        torch.manual_seed(0)
+        model = get_peft_model(plain(), settings_of_plain(init_weights=False))
+        model.begin_task(allocate_modes({"0": torch.randn(4, 6)}, None, 1, 2))
+        model.save_pretrained(str(target))
+        head = BridgeEnsembleHead(4)
+        head.add_classes(["a", "b"], torch.eye(4)[:2], [0, 1], torch.eye(4)[2:])
+        head.save_pretrained(target)
+        statistics = OccupationStatistics()
+        statistics.update(["0", "1"], torch.randn(9, 6))
+        statistics.save(target / "S.safetensors")
+
+    commit_folder(folder, write, {"tasks": [["a", "b"]]})
+    return SimpleNamespace(folder=folder, files={name: (folder / name).read_bytes() for name in (*FILES, MANIFEST)})
+
+
+def plain():
+    return torch.nn.Sequential(torch.nn.Linear(6, 4))
+
+
+def settings_of_plain(**fields):
+    return DualModeLoraConfig(residual_rank=2, text_rank=0, target_modules=["0"], **fields)
+
+
+@st.composite
+def damages(draw):
+    """A function from bytes to other bytes: flips, a cut, a splice, or an edit of the JSON in them."""
+    kind = draw(st.sampled_from(["flip", "flip early", "cut", "splice", "JSON", "JSON", "replace"]))
+    places = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4))
+    bits, value, extra = draw(st.integers(0, 7)), draw(odd_values), draw(st.binary(max_size=20))
+
+    def damage(data):
+        if kind == "replace":
+            return extra
+        if kind == "cut":
+            return data[: int(places[0] * len(data))]
+        if kind == "splice":
+            start = int(places[0] * len(data))
+            return data[:start] + extra + data[start + len(extra) // 2 :]
+        if kind == "JSON":
+            return edit(data, places, value)
+        changed = bytearray(data)
+        for place in places:
+            changed[int(place * (min(len(data), 300) if kind == "flip early" else len(data)))] ^= 1 << bits
+        return bytes(changed)
+
+    return damage
+
+
+def edit(data, places, value):
+    """Put `value` in place of one entry of a JSON file, or of a safetensors file's header, or remove the entry."""
+    binary = not data.startswith(b"{")
+    end = 8 + struct.unpack("<Q", data[:8])[0] if binary else len(data)
+    content = json.loads(data[8:end] if binary else data)
+    inner = content
+    for place in places[:-1]:
+        below = [
+            entry
+            for entry in (inner.values() if isinstance(inner, dict) else inner)
+            if entry and isinstance(entry, (dict, list))
+        ]
+        inner = below[int(place * len(below))] if below else inner
+    keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+    key = keys[int(places[-1] * len(keys))]
+    if value is None and isinstance(inner, dict):
+        del inner[key]
+    else:
+        inner[key] = value
+    text = json.dumps(content).encode("utf-8", "replace")
+    return struct.pack("<Q", len(text)) + text + data[end:] if binary else text
+
+
+def read(folder, name):
+    """Load the part that `name` belongs to; what is loaded must be usable."""
+    if name.startswith("adapter"):
+        model = PeftModel.from_pretrained(plain(), str(folder))
+        assert model(torch.ones(1, 6)).shape == (1, 4)
+    elif name.startswith("head"):
+        head = BridgeEnsembleHead.from_pretrained(folder)
+        assert torch.isfinite(head(torch.ones(1, head.embed_dim))).all()
+    else:
+        statistics = OccupationStatistics.load(folder / name)
+        assert all(torch.isfinite(matrix).all() for matrix in statistics.values())
+
+
+@MANY
+@given(name=st.sampled_from(FILES), damage=damages())
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_files_are_refused_or_usable(saved, tmp_path_factory, name, damage):
+    """And in the committed folder, whose manifest has the hashes, refused whatever they hold."""
+    folder = tmp_path_factory.mktemp("damaged") / "copy"
+    shutil.copytree(saved.folder, folder)
+    (folder / name).write_bytes(damage(saved.files[name]))
+    try:
+        read(folder, name)
+    except DOCUMENTED:
+        pass
+    except (KeyError, RecursionError) as error:  # raised by PEFT before it asks which method the file is of
+        assert name == "adapter_config.json", error
+    if (folder / name).read_bytes() != saved.files[name]:
+        with pytest.raises(CheckpointError):
+            read_manifest(folder)
+
+
+@MANY
+@given(damage=damages())
+def test_damaged_manifests_are_refused_or_say_the_same(saved, tmp_path_factory, damage):
+    folder = tmp_path_factory.mktemp("damaged") / "copy"
+    shutil.copytree(saved.folder, folder)
+    (folder / MANIFEST).write_bytes(damage(saved.files[MANIFEST]))
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return
+    assert manifest == read_manifest(saved.folder)
