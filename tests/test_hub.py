@@ -88,11 +88,19 @@ def learner(learned):
     return learned[0]
 
 
+@pytest.fixture(scope="module")
+def saved(learned, tmp_path_factory):
+    """A saved learner's files, path -> content."""
+    folder = tmp_path_factory.mktemp("saved") / "learner"
+    learned[0].save_pretrained(folder)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
-def uploaded(hub, learner):
-    """The files of a pushed learner, without results, in the repository someone/learner."""
-    learner.push_to_hub("learner")
-    return hub.files("someone/learner")
+def uploaded(hub, saved):
+    """The same files, in the repository someone/learner."""
+    hub.commit("someone/learner", saved)
+    return saved
 
 
 def logits(learner, tasks):
