@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from dulbe_peft.decompositions import EPS64, asymmetry, eigh, fix_signs, to_float64, top_eigenvectors
+
 EPS32 = torch.finfo(torch.float32).eps
-EPS64 = torch.finfo(torch.float64).eps
 
 
 def without_autocast(tensor: torch.Tensor) -> torch.autocast:
@@ -44,18 +45,17 @@ def historical_support(
     """
     if statistic.ndim != 2 or statistic.shape[0] != statistic.shape[1]:
         raise ValueError(f"{name} must be a square matrix, got shape {tuple(statistic.shape)}")
-    matrix = _to_float64(statistic, name)
+    matrix = to_float64(statistic, name)
     largest_entry = matrix.abs().max()
-    if (matrix - matrix.T).abs().max() > 1e-2 * largest_entry:
+    if asymmetry(statistic) > 1e-2 * largest_entry:
         raise ValueError(f"{name} is not symmetric: expected a sum of X'X over input tokens")
-    eigenvalues, eigenvectors = _eigh(matrix, name)
+    width = matrix.shape[0]
+    count = max(0, min(support_rank, width - residual_rank))
+    eigenvalues, eigenvectors = top_eigenvectors(matrix, count, name, relative=width * EPS32)
     if eigenvalues[-1] < -1e-2 * largest_entry:
         lowest = eigenvalues[-1].item()
         raise ValueError(f"{name} has eigenvalue {lowest:.3g}: expected a positive semi-definite sum of X'X")
-    width = matrix.shape[0]
-    numerical_rank = int((eigenvalues > width * EPS32 * eigenvalues[0].clamp(min=0)).sum())
-    kept = max(0, min(support_rank, numerical_rank, width - residual_rank))
-    return _fix_signs(eigenvectors[:, :kept]).to(statistic.device, torch.float32)
+    return fix_signs(eigenvectors).to(statistic.device, torch.float32)
 
 
 def allocate_layer(
@@ -94,7 +94,7 @@ def allocate_layer(
     width = gradient.shape[1]
     if shared_rank + residual_rank > width:
         raise ValueError(f"{name}: shared_rank {shared_rank} + residual_rank {residual_rank} exceed d_in = {width}")
-    matrix = _to_float64(gradient, name)
+    matrix = to_float64(gradient, name)
     if support is None:
         basis = _dominant_directions(matrix, matrix.new_zeros(width, 0), shared_rank + residual_rank, name)
         shared, residual = basis[:, :shared_rank], basis[:, shared_rank:]
@@ -102,9 +102,9 @@ def allocate_layer(
         occupied = _check_support(support, width, residual_rank, name)
         inside = min(shared_rank, occupied.shape[1])
         response = matrix @ occupied
-        _, rotation = _eigh(response.T @ response, f"U'G'GU of {name}")
+        _, rotation = eigh(response.T @ response, f"U'G'GU of {name}")
         outside = _dominant_directions(matrix, occupied, residual_rank + shared_rank - inside, name)
-        shared = torch.cat([_fix_signs(occupied @ rotation[:, :inside]), outside[:, residual_rank:]], dim=1)
+        shared = torch.cat([fix_signs(occupied @ rotation[:, :inside]), outside[:, residual_rank:]], dim=1)
         residual = outside[:, :residual_rank]
     shared, residual = (basis.to(gradient.device, torch.float32).contiguous() for basis in (shared, residual))
     return shared, residual
@@ -128,7 +128,9 @@ def orthonormal_complement(basis: torch.Tensor, count: int) -> torch.Tensor:
         raise ValueError(f"{count} directions outside a basis of {taken} do not fit into {width} dimensions")
     if count == 0:
         return basis.new_zeros(width, 0)
-    return torch.linalg.qr(basis, mode="complete").Q[:, taken : taken + count]
+    reflectors, scales = torch.geqrf(basis)
+    chosen = torch.eye(width, dtype=basis.dtype, device=basis.device)[:, taken : taken + count]
+    return torch.ormqr(reflectors, scales, chosen)
 
 
 def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, name: str) -> torch.Tensor:
@@ -138,14 +140,13 @@ def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, 
     wide = matrix.shape[0] < width
     # The smaller Gram matrix is enough: squaring costs half the digits, which float64 has to spare for a float32 G.
     gram = projected @ projected.T if wide else projected.T @ projected
-    squares, vectors = _eigh(gram, f"Gram matrix of {name}")
     # Against |G|, not |G(I - UU')|: what is left of a G inside U is rounding, and its directions fall back into U.
-    threshold = max(matrix.shape) * EPS64 * matrix.square().sum()
-    found = min(count, int((squares > threshold).sum()))
-    directions = projected.T @ vectors[:, :found] if wide else vectors[:, :found]
+    threshold = max(matrix.shape) * EPS64 * float(matrix.square().sum())
+    _, vectors = top_eigenvectors(gram, min(count, len(gram)), f"Gram matrix of {name}", absolute=threshold)
+    directions = projected.T @ vectors if wide else vectors
     directions = torch.linalg.qr(F.normalize(directions, dim=0)).Q
-    rest = orthonormal_complement(torch.cat([avoid, directions], dim=1), count - found)
-    return torch.cat([_fix_signs(directions), rest], dim=1)
+    rest = orthonormal_complement(torch.cat([avoid, directions], dim=1), count - directions.shape[1])
+    return torch.cat([fix_signs(directions), rest], dim=1)
 
 
 def _check_support(support: torch.Tensor, width: int, residual_rank: int, name: str) -> torch.Tensor:
@@ -153,49 +154,11 @@ def _check_support(support: torch.Tensor, width: int, residual_rank: int, name: 
     if support.ndim != 2 or support.shape[0] != width or support.shape[1] > width - residual_rank:
         expected = f"(d_in, at most d_in - residual_rank) = ({width}, at most {width - residual_rank})"
         raise ValueError(f"support of {name} must have shape {expected}, got {tuple(support.shape)}")
-    occupied = _to_float64(support, f"support of {name}")
+    occupied = to_float64(support, f"support of {name}")
     identity = torch.eye(support.shape[1], dtype=torch.float64, device=occupied.device)
     if support.shape[1] and (occupied.T @ occupied - identity).abs().max() > 1e-3:
         raise ValueError(f"support of {name} must have orthonormal columns")
     return torch.linalg.qr(occupied).Q
-
-
-def _eigh(matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues in descending order and eigenvectors of a symmetric float64 matrix."""
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{name} holds NaN or infinity")
-    symmetric = (matrix + matrix.T) / 2
-    try:
-        values, vectors = torch.linalg.eigh(symmetric)
-    except torch.linalg.LinAlgError:
-        # Clustered eigenvalues can stop the iteration; a ramp far below float32 rounding pulls them apart.
-        step = EPS64 * float(symmetric.abs().max())
-        ramp = torch.arange(1, len(symmetric) + 1, dtype=symmetric.dtype, device=symmetric.device) * step
-        try:
-            values, vectors = torch.linalg.eigh(symmetric + torch.diag(ramp))
-        except torch.linalg.LinAlgError as error:
-            raise ValueError(f"eigendecomposition of {name}, shape {tuple(matrix.shape)}, failed: {error}") from error
-    return values.flip(0), vectors.flip(1)
-
-
-def _fix_signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Columns turned so that the entry of largest magnitude is positive: the same bases on every machine."""
-    if not vectors.shape[1]:
-        return vectors
-    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
-    return torch.where(largest < 0, -vectors, vectors)
-
-
-def _to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
-    if not matrix.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {matrix.dtype}")
-    if not matrix.numel() and matrix.shape[0] == 0:
-        raise ValueError(f"{name} is empty, shape {tuple(matrix.shape)}")
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{name} holds NaN or infinity")
-    matrix = matrix.detach()
-    # MPS has no float64.
-    return (matrix.cpu() if matrix.device.type == "mps" else matrix).to(torch.float64)
 
 
 # ---------------------------------------------------------------------- bridges

@@ -18,6 +18,7 @@ ORDER = [
     "hub",
     "interrupts",
     "distributed",
+    "decompositions",
     "functional",
     "statistics",
     "allocation",
@@ -36,6 +37,8 @@ ORDER = [
     "arguments",
     "checkpoint",
     "lock",
+    "profiling",
+    "encoder",
     "stream",
     "card",
     "saving",
@@ -46,6 +49,7 @@ ORDER = [
 ]
 ONLY = {
     "distributed": {"torch"},
+    "decompositions": {"torch"},
     "functional": {"torch"},
     "allocation": {"torch"},
     "linear": {"torch"},
