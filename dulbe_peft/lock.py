@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.checkpoint import CheckpointError, clear_leftovers, commit_folder
 from dulbe_peft.files import naming
 
 
@@ -44,6 +45,19 @@ def only_process(path: Path, purpose: str) -> Iterator[None]:
         if _is_at(file, path):
             path.unlink()
         os.close(file)
+
+
+def commit_alone(folder: Path, write: Callable[[Path], None], fields: dict[str, Any]) -> None:
+    """`commit_folder` while no other process does, after what killed ones left beside `folder` has been removed.
+
+    Raises:
+        CheckpointError: another process is writing `folder`.
+        OSError: as `commit_folder`.
+    """
+    folder = folder.absolute()
+    with only_process(folder.with_name(f".{folder.name}.lock"), str(folder)):
+        clear_leftovers(folder.parent, re.escape(folder.name))
+        commit_folder(folder, write, fields)
 
 
 def _acquire(path: Path, purpose: str) -> int | None:

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from dulbe_peft import lock
-from dulbe_peft.checkpoint import CheckpointError
-from dulbe_peft.lock import only_process
+from dulbe_peft.checkpoint import CheckpointError, read_manifest
+from dulbe_peft.lock import commit_alone, only_process
 
 NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives
 
@@ -124,6 +124,30 @@ def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
     ):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_saving_waits_for_nobody_and_clears_up_after_the_dead(tmp_path):
+    """Also where one was killed between the two renames that replace a folder."""
+
+    def write(text):
+        return lambda folder: (folder / "a").write_text(text) and None
+
+    folder = tmp_path / "saved"
+    commit_alone(folder, write("old"), {})
+    folder.rename(tmp_path / ".saved.a1b2c3d4.old")
+    (tmp_path / ".saved.a1b2c3d4").mkdir()
+
+    def fail(_):
+        with pytest.raises(CheckpointError, match=rf"saved is in use by process {os.getpid()} on"):
+            commit_alone(folder, write("other"), {})
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        commit_alone(folder, fail, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert read_manifest(folder) and (folder / "a").read_text() == "old"
+    commit_alone(folder, write("new"), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (folder / "a").read_text() == "new"
 
 
 # ---------------------------------------------------------------------- several processes
