@@ -38,15 +38,16 @@ def model_card(
     """
     source = repo_id or "path/to/this/folder"
     config = learner.model.active_peft_config
-    count = f"{len(learner.class_names)} classes in {len(learner.tasks)} tasks"
+    count = f"{len(learner.class_names)} classes in {len(learner.tasks)} task{'s' * (len(learner.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base = config.base_model_name_or_path
+    elsewhere = "" if _is_repo_id(base) else " (a folder where it was made; anywhere else, pass `base_model=`)"
     goes_on = ", and the statistics that are needed to go on learning" if statistics and learner.statistics else ""
     sections = [
         f"# {title}",
         f"A CLIP model that learned {count}, one task after the other, without keeping images of old ones: a "
         f"dual-mode low-rank adapter for PEFT, a bridge-prototype head{goes_on}. Made with `dulbe_peft`. "
-        f"Base model: `{base}`.",
+        f"Base model: `{base}`{elsewhere}.",
         "## Use",
         _snippets(source, base),
         "## Classes",
