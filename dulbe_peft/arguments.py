@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
-MACHINE_SETTINGS = ("device", "log_with", "num_workers", "pixel_cache_mb", "progress")
+MACHINE_SETTINGS = ("device", "log_with", "num_workers", "pixel_cache_mb", "profile", "progress")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class LearnerArguments:
     mixed_precision: str = field(
         default="no", metadata={"help": "Autocast in training and inference.", "choices": ("no", "bf16")}
     )
+    torch_compile: bool = field(
+        default=False, metadata={"help": "Compile the image tower with torch.compile; needs a C++ compiler."}
+    )
+    profile: bool = field(default=False, metadata={"help": "Print where the time of each task went."})
     log_with: str | None = field(
         default=None, metadata={"help": "Tracker known to accelerate, such as tensorboard; needs its package."}
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,30 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from dulbe_peft import saving
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import (
-    check_clip_like,
-    check_processor,
-    tokenize,
-    unit_image_embeds,
-    unit_text_embeds,
-)
+from dulbe_peft.backbone import check_clip_like, check_processor
 from dulbe_peft.distributed import (
     copy_from_main,
-    gather_rows,
     on_main_process,
     own_part,
-    own_rows,
     refuse_sharded,
     sum_over_processes,
-    world,
 )
+from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
 from dulbe_peft.gradients import probe_gradients, route_gradients
 from dulbe_peft.head import BridgeEnsembleHead
 from dulbe_peft.images import PixelDataset
-from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.model import DualModeLoraModel
+from dulbe_peft.profiling import Profile
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 from dulbe_peft.stream import run_stream
-from dulbe_peft.tasks import Task, check_class_names, checked_labels, format_prompts
-
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from dulbe_peft.tasks import Task, check_class_names, checked_labels
 
 
 class ClassIncrementalLearner:
@@ -98,6 +85,7 @@ class ClassIncrementalLearner:
         copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         self.clip = clip
         self.processor = processor
+        self.encoder = Encoder(clip, processor, self.args, self.accelerator.device)
         self.logit_scale = math.exp(float(clip.logit_scale.detach()))
         dim = clip.config.projection_dim
         if head is None:
@@ -125,6 +113,14 @@ class ClassIncrementalLearner:
         """All seen classes, in the order they came."""
         return tuple(name for task in self.tasks for name in task)
 
+    @property
+    def profile(self) -> Profile:
+        """Where the time of the last task went."""
+        return self.encoder.profile
+
+    def _title(self, phase: str) -> str:
+        return f"task {len(self.tasks) + 1} {phase}"
+
     # ------------------------------------------------------------------ learning
 
     def learn_task(self, dataset: Any, class_names: Sequence[str]) -> None:
@@ -150,15 +146,18 @@ class ClassIncrementalLearner:
         absent = sorted(set(range(len(names))) - {int(label) for label in labels})
         if absent:
             raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
-        self._tokens((*self.class_names, *names))
-        images = self._training_images(dataset, labels)
+        self.encoder.tokens((*self.class_names, *names))
+        self.profile.clear()
+        images = self.encoder.images(dataset, labels, keep=True)
         before = _clone(get_peft_model_state_dict(self.model, save_embedding_layers=False))
         head_before, step = _clone(self.head.state_dict()), self._step
         try:
             teacher = self._plan(images, names)
-            self._train(images, names, teacher)
+            with self.profile.phase("train"):
+                self._train(images, names, teacher)
             self.model.fold_task()
-            self._close(images, names)
+            with self.profile.phase("close"):
+                self._close(images, names)
         except BaseException:
             saving.set_adapter_state(self.model, before)
             self.head.load_state_dict(head_before)
@@ -171,16 +170,18 @@ class ClassIncrementalLearner:
         """Probe the new task, install its modes, and return the teacher's features, (n, d)."""
         teacher = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
         with torch.no_grad():
-            text = self._text_embeds(names)
+            text = self.encoder.text_embeds(names)
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
-            features = self._encode_images(pixels, len(index))
+            features = self.encoder.gathered_image_embeds(pixels, len(index))
             teacher[index] = features.detach()
             return cross_modal_loss(features, text, labels, self.logit_scale), len(index)
 
-        probe = probe_gradients(self.model, self._training_batches(images, "probe", range(len(images))), loss_fn)
-        sum_over_processes(probe.values())
+        with self.profile.phase("probe"):
+            batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
+            probe = probe_gradients(self.model, batches, loss_fn)
+            sum_over_processes(probe.values())
         config = self.model.active_peft_config
         allocate = partial(
             allocate_modes,
@@ -190,7 +191,8 @@ class ClassIncrementalLearner:
             residual_rank=config.residual_rank,
             support_rank=config.support_rank,
         )
-        self.model.begin_task(on_main_process(allocate))
+        with self.profile.phase("allocate"):
+            self.model.begin_task(on_main_process(allocate))
         return teacher
 
     def _train(self, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor) -> None:
@@ -204,16 +206,17 @@ class ClassIncrementalLearner:
             T_max=args.epochs * steps if per_step else args.epochs,
             eta_min=0.0 if per_step else 0.01 * args.learning_rate,
         )
-        tokens = self._tokens(names)
+        tokens = self.encoder.tokens(names)
         with torch.no_grad():
-            old_text = self._text_embeds(old_names) if old_names else None
+            old_text = self.encoder.text_embeds(old_names) if old_names else None
         optimizer.zero_grad(set_to_none=True)
         self.model.train()
         try:
             for epoch in range(args.epochs):
                 losses = []
                 order = self._order(len(images), epoch)
-                for batch in self._training_batches(images, f"epoch {epoch + 1}/{args.epochs}", order):
+                title = self._title(f"epoch {epoch + 1}/{args.epochs}")
+                for batch in self.encoder.training_batches(images, title, order):
                     task_loss, structure_loss = self._losses(batch, tokens, old_text, teacher)
                     route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
                     sum_over_processes(p.grad for p in parameters if p.grad is not None)
@@ -233,15 +236,15 @@ class ClassIncrementalLearner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy over the current classes and the structure loss over the old ones, from one forward pass."""
         pixels, labels, index = batch
-        features = self._encode_images(pixels, len(index))
-        text = self._encode_text(tokens)
+        features = self.encoder.gathered_image_embeds(pixels, len(index))
+        text = self.encoder.token_embeds(tokens)
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
         if old_text is None or self.args.structure_weight == 0:
             return task_loss, None
         reference = teacher[index]
         if self.args.teacher == "online":
             with torch.no_grad(), self.model.previous_task():
-                reference = self._encode_images(pixels, len(index))
+                reference = self.encoder.gathered_image_embeds(pixels, len(index))
         structure_loss = bidirectional_kl(
             self.logit_scale * features @ old_text.T,
             self.logit_scale * reference @ old_text.T,
@@ -250,6 +253,12 @@ class ClassIncrementalLearner:
             reduction=self.args.kl_reduction,
         )
         return task_loss, structure_loss
+
+    def _order(self, size: int, epoch: int) -> list[int]:
+        """The order of one epoch, a function of the seed, the task and the epoch alone."""
+        state = np.random.SeedSequence([self.args.seed, len(self.tasks), epoch]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
+        return torch.randperm(size, generator=generator).tolist()
 
     def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
         finite = torch.isfinite(losses)
@@ -267,21 +276,20 @@ class ClassIncrementalLearner:
 
         def forward_fn(_: nn.Module, batch: Batch) -> None:
             pixels, _labels, index = batch
-            with self._autocast():
-                features[index] = unit_image_embeds(self.clip, pixels)
+            features[index] = self.encoder.image_embeds(pixels)
 
         statistics = OccupationStatistics()
         if own_part(range(len(images))):
-            batches = self._batches(images, "close")
+            batches = self.encoder.batches(images, self._title("close"))
             collect_statistics(self.model, batches, forward_fn, into=statistics, tokens=self.args.statistics_tokens)
         statistics.sum_over_processes(features.device)
         sum_over_processes([features])
         with torch.no_grad():
-            new_text = self._text_embeds(names)
+            new_text = self.encoder.text_embeds(names)
             if not self.tasks:
                 text = new_text
             elif self.args.text_embeds == "current":
-                text = torch.cat([self._text_embeds(self.class_names), new_text])
+                text = torch.cat([self.encoder.text_embeds(self.class_names), new_text])
             else:
                 text = torch.cat([self.head.text_embeds.to(new_text), new_text])
         labels = torch.as_tensor(images.labels, device=features.device)
@@ -290,16 +298,9 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ using
 
-    @torch.no_grad()
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
-        images = PixelDataset(dataset, labels, self.processor, self._image_size, cache_bytes=0)
-        features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
-        for pixels, _, index in self._batches(images, "encode"):
-            with self._autocast():
-                features[index] = unit_image_embeds(self.clip, pixels)
-        sum_over_processes([features])
-        return features
+        return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
     def predict(self, images: Any) -> list[str]:
         """The most likely seen class of each image.
@@ -357,7 +358,7 @@ class ClassIncrementalLearner:
         names = [name for _, group in tests for name in group]
         right, total, seen, rows = 0, 0, 0, []
         with self.model.disable_adapter():
-            text = self._text_embeds(names)
+            text = self.encoder.text_embeds(names)
             encoded = []
             for dataset, group in tests:
                 labels = torch.as_tensor(checked_labels(dataset, group)) + seen
@@ -393,82 +394,6 @@ class ClassIncrementalLearner:
             return run_stream(self, tasks, output_dir, resume)
         finally:
             self.accelerator.end_training()
-
-    # ------------------------------------------------------------------ batches and prompts
-
-    def _training_images(self, dataset: Any, labels: Any) -> PixelDataset:
-        """A task's images, read in several passes and kept where that cannot change them."""
-        kept = self.args.num_workers == 0 and self.args.teacher == "cached"
-        cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
-        return PixelDataset(dataset, labels, self.processor, self._image_size, cache_bytes)
-
-    @property
-    def _image_size(self) -> int:
-        return self.clip.config.vision_config.image_size
-
-    def _order(self, size: int, epoch: int) -> list[int]:
-        """The order of one epoch, a function of the seed, the task and the epoch alone."""
-        state = np.random.SeedSequence([self.args.seed, len(self.tasks), epoch]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
-        return torch.randperm(size, generator=generator).tolist()
-
-    def _training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
-        """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
-        size = self.args.batch_size
-        batches = [list(order[start : start + size]) for start in range(0, len(order), size)]
-        labels = torch.as_tensor(images.labels)
-        loaded = self._load(images, title, [own_rows(batch) for batch in batches])
-        for batch, (pixels, _, _) in zip(batches, loaded, strict=True):
-            index = torch.tensor(batch)
-            yield send_to_device((pixels, labels[index], index), self.accelerator.device, non_blocking=True)
-
-    def _batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
-        """Batches of this process's part of the images."""
-        size, part = self.args.eval_batch_size, own_part(range(len(images)))
-        batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
-        for batch in self._load(images, title, batches):
-            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
-
-    def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterable[Batch]:
-        loader: Any = DataLoader(
-            images,
-            batch_sampler=batches,
-            num_workers=self.args.num_workers,
-            pin_memory=self.accelerator.device.type == "cuda",
-        )
-        bar = title if title == "encode" else f"task {len(self.tasks) + 1} {title}"
-        hidden = not self.args.progress or world()[0] > 0
-        # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
-        return until_stopped(tqdm(loader, desc=bar, leave=False, disable=hidden or None))
-
-    def _autocast(self) -> torch.autocast:
-        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
-        return torch.autocast(
-            self.accelerator.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16"
-        )
-
-    def _encode_images(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
-        """Unit features of a batch of `total` images, (total, d), from the pixels of this process's rows."""
-        with self._autocast():
-            return gather_rows(unit_image_embeds(self.clip, pixels), total)
-
-    def _encode_text(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Unit text embeddings, (classes, d); each process encodes its rows."""
-        total = len(tokens["input_ids"])
-        rows = own_rows(range(total))
-        with self._autocast():
-            return gather_rows(unit_text_embeds(self.clip, {k: v[rows] for k, v in tokens.items()}), total)
-
-    def _tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
-        limit = self.clip.config.text_config.max_position_embeddings
-        batch = tokenize(self.processor, prompts, limit)
-        return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-
-    def _text_embeds(self, names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
-        chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
-        return torch.cat([self._encode_text(self._tokens(chunk)) for chunk in chunks])
 
     # ------------------------------------------------------------------ saving
 

@@ -76,18 +76,24 @@ def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[s
         if learner.tasks:
             raise ValueError(f"the learner has already learned {len(learner.tasks)} tasks: a stream starts with none")
         _refuse_old_folders(output, resume)
-        progress = {"rows": [], "seconds": [], "zero_shot": _zero_shot(learner, stream)}
+        progress = {"rows": [], "seconds": [], "phases": [], "zero_shot": _zero_shot(learner, stream)}
         if progress["zero_shot"]:
             _say(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
     for index in range(len(learner.tasks), len(stream)):
         started = time.perf_counter()
         learner.learn_task(stream[index].train, stream[index].class_names)
-        progress["rows"].append(_test(learner, stream[: index + 1]))
+        with learner.profile.phase("test"):
+            progress["rows"].append(_test(learner, stream[: index + 1]))
         progress["seconds"].append(time.perf_counter() - started)
-        _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
+        with learner.profile.phase("save"):
+            _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
+        progress["phases"].append(dict(learner.profile.seconds))
         _say(_line(progress, index, len(stream), len(learner.class_names)))
+        if learner.args.profile:
+            _say(learner.profile.table())
     results = _results(learner, progress, identity)
-    timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds_per_task": progress["seconds"]}
+    timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "phases_per_task": progress["phases"]}
+    timings["seconds_per_task"] = progress["seconds"]
     for name, content in ((TIMINGS_FILE, timings), (RESULTS_FILE, results)):
         on_main_process(partial(checkpoint.write_json, output / name, content))
     return results
@@ -128,7 +134,7 @@ def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, A
     learner.restore(folder)
     _say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    progress["seconds"] = [None] * len(progress["rows"])
+    progress |= {"seconds": [None] * len(progress["rows"]), "phases": [None] * len(progress["rows"])}
     return progress
 
 
@@ -175,7 +181,7 @@ def _plain(value: Any) -> Any:
 def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
         learner.write(temporary)
-        kept = {k: v for k, v in progress.items() if k != "seconds"}
+        kept = {k: v for k, v in progress.items() if k in ("rows", "zero_shot")}
         checkpoint.write_json(temporary / PROGRESS_FILE, kept)
 
     fields = {

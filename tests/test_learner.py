@@ -11,7 +11,6 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import get_peft_model
 from PIL import Image
 from torch.nn import functional as F
@@ -52,7 +51,6 @@ def base():
 
 
 def make_learner(base, seed=0, **fields):
-    AcceleratorState._reset_state(reset_partial_state=True)  # a process-wide singleton with one precision
     clip, processor = base
     torch.manual_seed(seed)
     model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
@@ -113,7 +111,7 @@ class Literal:
         return self.learner.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
 
     def text(self, names):
-        return unit_text_embeds(self.clip, self.learner._tokens(names))
+        return unit_text_embeds(self.clip, self.learner.encoder.tokens(names))
 
     def learn_task(self, dataset, names):
         args, tau = self.args, self.learner.logit_scale
@@ -548,3 +546,42 @@ def test_refused_constructions(base, digits):
 def test_bad_arguments(fields, error, words):
     with pytest.raises(error, match=words):
         LearnerArguments(**fields)
+
+
+# ---------------------------------------------------------------------- options of speed
+
+
+def test_a_compiled_image_tower_learns_the_same(base, digits, monkeypatch):
+    real = torch.compile
+    compiled = []
+
+    def counting(function):
+        # The graphs of the real compiler, run without a C++ compiler: what is traced is what is tested.
+        return real(function, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+
+    monkeypatch.setattr(torch, "compile", counting)
+    plain, fast = make_learner(base), make_learner(base, torch_compile=True)
+    for learner in (plain, fast):
+        for task in stream(digits, 2):
+            learner.learn_task(task.train, task.class_names)
+    assert compiled
+    torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
+
+
+def test_learners_of_two_precisions_live_in_one_process(base, digits):
+    task = stream(digits, 1)[0]
+    half = make_learner(base, mixed_precision="bf16")
+    half.learn_task(task.train, task.class_names)
+    full = make_learner(base)
+    full.learn_task(task.train, task.class_names)
+    assert half.evaluate(task.test, task.class_names)["num_images"] == 8
+    assert half.image_embeds(task.test).dtype == full.image_embeds(task.test).dtype == torch.float32
+
+
+def test_the_time_of_a_task_is_split_into_its_phases(base, digits, tmp_path, capsys):
+    learner = make_learner(base, profile=True)
+    learner.run(stream(digits, 2), tmp_path)
+    phases = json.loads((tmp_path / "timings.json").read_text())["phases_per_task"]
+    assert [sorted(task) for task in phases] == [["allocate", "close", "probe", "save", "test", "train"]] * 2
+    assert 0 < learner.profile.waiting["train"] <= learner.profile.seconds["train"]
+    assert "waiting for images" in capsys.readouterr().out

@@ -1,0 +1,120 @@
+"""Images and class names on their way through the model: in which batches, in which process, in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, world
+from dulbe_peft.images import PixelDataset
+from dulbe_peft.interrupts import until_stopped
+from dulbe_peft.profiling import Profile
+from dulbe_peft.tasks import format_prompts
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Encoder:
+    """A CLIP model's two towers over data sets and class names.
+
+    Args:
+        clip: the CLIPModel, with its adapters.
+        processor: its processor.
+        args: batch sizes, workers, cache, precision, prompts.
+        device: where the model is.
+    """
+
+    def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
+        self.clip = clip
+        self.processor = processor
+        self.args = args
+        self.device = device
+        self.profile = Profile()
+        self._image_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
+
+    def autocast(self) -> torch.autocast:
+        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+
+    # ------------------------------------------------------------------ images
+
+    def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
+        """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
+        kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
+        size = self.clip.config.vision_config.image_size
+        cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
+        return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
+
+    def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
+        """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
+        size = self.args.batch_size
+        batches = [list(order[start : start + size]) for start in range(0, len(order), size)]
+        labels = torch.as_tensor(images.labels)
+        loaded = self._load(images, title, [own_rows(batch) for batch in batches])
+        for batch, (pixels, _, _) in zip(batches, loaded, strict=True):
+            index = torch.tensor(batch)
+            yield send_to_device((pixels, labels[index], index), self.device, non_blocking=True)
+
+    def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
+        """Batches of this process's part of the images."""
+        size, part = self.args.eval_batch_size, own_part(range(len(images)))
+        batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
+        for batch in self._load(images, title, batches):
+            yield send_to_device(batch, self.device, non_blocking=True)
+
+    def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterable[Batch]:
+        # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
+        loader: Any = DataLoader(
+            images,
+            batch_sampler=batches,
+            num_workers=self.args.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        hidden = not self.args.progress or world()[0] > 0
+        bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
+        return until_stopped(bar)
+
+    def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Unit features of pixel values, (rows, d) in float32."""
+        with self.autocast():
+            return self._image_tower(self.clip, pixels)
+
+    def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
+        """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
+        return gather_rows(self.image_embeds(pixels), total)
+
+    @torch.no_grad()
+    def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
+        """Unit features of all images, (n, d)."""
+        features = torch.zeros(len(images), self.clip.config.projection_dim, device=self.device)
+        for pixels, _, index in self.batches(images, title):
+            features[index] = self.image_embeds(pixels)
+        sum_over_processes([features])
+        return features
+
+    # ------------------------------------------------------------------ class names
+
+    def tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Token ids and mask of the names' prompts, (names, longest prompt)."""
+        prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
+        batch = tokenize(self.processor, prompts, self.clip.config.text_config.max_position_embeddings)
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
+        total = len(tokens["input_ids"])
+        rows = own_rows(range(total))
+        with self.autocast():
+            return gather_rows(unit_text_embeds(self.clip, {k: v[rows] for k, v in tokens.items()}), total)
+
+    def text_embeds(self, names: Sequence[str]) -> torch.Tensor:
+        """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
+        chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
+        return torch.cat([self.token_embeds(self.tokens(chunk)) for chunk in chunks])

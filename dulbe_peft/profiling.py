@@ -1,0 +1,72 @@
+"""Where a task's time goes, by the clock on the wall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Profile:
+    """Seconds by phase since the last `clear`, and of them those spent waiting for images.
+
+    A device that computes while the program goes on is waited for where results are needed, at the end of each epoch
+    and pass at the latest, so a phase's seconds hold its computation.
+
+    Attributes:
+        seconds: phase -> seconds; a phase inside another counts for itself alone.
+        waiting: phase -> seconds of these in which the next batch was not there yet.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waiting: dict[str, float] = {}
+        self._phases: list[str] = []
+        self._since = 0.0
+
+    def clear(self) -> None:
+        """Forget the last task's figures."""
+        self.seconds.clear()
+        self.waiting.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's seconds for `name`."""
+        self._switch()
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._phases.pop()
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        if self._phases:
+            self.seconds[self._phases[-1]] = self.seconds.get(self._phases[-1], 0.0) + now - self._since
+        self._since = now
+
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; the time until each is there counts as waiting."""
+        iterator = iter(batches)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            if self._phases:
+                phase = self._phases[-1]
+                self.waiting[phase] = self.waiting.get(phase, 0.0) + time.perf_counter() - started
+            yield batch
+
+    def table(self) -> str:
+        """The figures as lines of text, the phases in the order they came."""
+        total = sum(self.seconds.values())
+        lines = [f"{'phase':<10}{'seconds':>9}{'share':>8}{'waiting for images':>20}"]
+        for name, seconds in self.seconds.items():
+            lines.append(f"{name:<10}{seconds:9.2f}{seconds / total:8.0%}{self.waiting.get(name, 0.0):20.2f}")
+        return "\n".join([*lines, f"{'total':<10}{total:9.2f}"])
