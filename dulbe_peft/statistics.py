@@ -84,7 +84,9 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
             kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
             raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
-        self._add({group: _gram(tokens)})
+        total = _accumulate(None, tokens)
+        _mirror(total)
+        self._add({group: total})
 
     def merge(self, other: OccupationStatistics) -> None:
         """Add another's sums, matrix by matrix.
@@ -92,9 +94,10 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         Raises:
             ValueError: a layer's width or its sharing differs, or a sum overflows. Nothing is changed then.
         """
-        self._add({names: other[names[0]] for names in other.groups})
+        self._add({names: other[names[0]] for names in other.groups}, copy=True)
 
-    def _add(self, terms: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+    def _add(self, terms: Mapping[tuple[str, ...], torch.Tensor], copy: bool = False) -> None:
+        """Add terms, all or none; a new one is kept as it is, or as a copy."""
         known = {frozenset(names) for names in self.groups}
         for names, term in terms.items():
             if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
@@ -114,7 +117,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             if names[0] in self._matrices:
                 self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
             else:
-                self._matrices.update(dict.fromkeys(names, term.detach().to(torch.float32).clone()))
+                self._matrices.update(dict.fromkeys(names, term.clone() if copy else term))
 
     def sum_over_processes(self, device: torch.device) -> None:
         """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
@@ -260,11 +263,7 @@ class _Collector:
                 )
             return
         self.inputs[name] = weakref.ref(hidden)
-        term = _gram(self._select(name, hidden))
-        if name in self.sums:
-            self.sums[name] += term
-        else:
-            self.sums[name] = term
+        self.sums[name] = _accumulate(self.sums.get(name), self._select(name, hidden))
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":
@@ -278,17 +277,36 @@ class _Collector:
         return rows[chosen.to(rows.device)]
 
     def terms(self) -> dict[tuple[str, ...], torch.Tensor]:
+        for total in self.sums.values():
+            _mirror(total)
         groups: dict[str, list[str]] = {}
         for name, leader in self.leader_of.items():
             groups.setdefault(leader, []).append(name)
         return {tuple(names): self.sums[leader] for leader, names in groups.items()}
 
 
-def _gram(tokens: torch.Tensor) -> torch.Tensor:
-    """X'X in float32 over all leading dimensions of X."""
+def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """The total plus X'X over all leading dimensions of X, float32; only its upper triangle and diagonal blocks."""
     with torch.no_grad(), without_autocast(tokens):
         rows = tokens.detach().reshape(-1, tokens.shape[-1]).float()
-        return rows.T @ rows
+        total = rows.new_zeros(rows.shape[1], rows.shape[1]) if total is None else total
+        for block in _blocks(len(total)):
+            total[block, block.start :].addmm_(rows[:, block].T, rows[:, block.start :])
+    return total
+
+
+def _mirror(total: torch.Tensor) -> None:
+    """Copy the upper triangle into the lower one, in place."""
+    for block in _blocks(len(total)):
+        square = total[block, block]
+        square.copy_(square.triu() + square.triu(1).T)
+        total[block.stop :, block] = total[block, block.stop :].T
+
+
+def _blocks(width: int) -> list[slice]:
+    """Blocks of columns: with fewer, more of the lower triangle is computed; with more, the products are too thin."""
+    size = min(256, max(64, width // 8))
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def _read_groups(path: str | Path, text: str) -> list[list[str]]:

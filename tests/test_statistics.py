@@ -144,6 +144,39 @@ def test_update_refuses_and_changes_nothing(names, tokens, message):
     assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 200, 600])
+def test_the_matrix_is_whole_and_exactly_symmetric(width):
+    stats, rows = OccupationStatistics(), randn(3, 50, width)
+    for tokens in rows:
+        stats.update("a", tokens)
+    found, flat = stats["a"], rows.double().flatten(0, 1)
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found.double(), flat.T @ flat, rtol=1e-5, atol=1e-4)
+
+
+def test_collected_matrices_are_exactly_symmetric_after_every_pass():
+    model, stats = Block(150), OccupationStatistics()
+    model.dual_mode_layers = lambda: {"k": model.k, "v": model.v, "fc1": model.fc1, "fc2": model.fc2}
+    data = [randn(2, 5, 150, seed=seed) for seed in range(2)]
+    for _ in range(2):
+        collect_statistics(model, data, run, into=stats)
+        assert all(torch.equal(matrix, matrix.T) for matrix in stats.values())
+    flat = torch.cat(data).double().flatten(0, 1)
+    torch.testing.assert_close(stats["k"].double(), 2 * flat.T @ flat, rtol=1e-5, atol=1e-4)
+
+
+def test_what_was_collected_is_kept_and_not_copied(monkeypatch):
+    collected, terms = [], dulbe_peft.statistics._Collector.terms
+
+    def record(self):
+        collected.append(terms(self))
+        return collected[-1]
+
+    monkeypatch.setattr(dulbe_peft.statistics._Collector, "terms", record)
+    stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
+    assert all(stats[names[0]] is matrix for names, matrix in collected[0].items())
+
+
 def test_merge_adds_and_copies():
     stats, other = OccupationStatistics(), OccupationStatistics()
     stats.update(("k", "v"), randn(7, 4))
@@ -211,8 +244,8 @@ def test_sharing_is_by_identity_and_not_by_a_recycled_address():
 
 
 def test_a_shared_input_is_multiplied_once_a_batch(monkeypatch):
-    calls, gram = [], dulbe_peft.statistics._gram
-    monkeypatch.setattr(dulbe_peft.statistics, "_gram", lambda tokens: calls.append(1) or gram(tokens))
+    calls, accumulate = [], dulbe_peft.statistics._accumulate
+    monkeypatch.setattr(dulbe_peft.statistics, "_accumulate", lambda *args: calls.append(1) or accumulate(*args))
     collect_statistics(Tower(), batches(3), run, into=OccupationStatistics())
     assert len(calls) == 3 * 6
 
