@@ -153,12 +153,9 @@ def learn_image(world, image):
 
 
 def learn_name(world, *names, **fields):
-    learner = world.learner
-    kept, learner.args = learner.args, replace(learner.args, **fields)
-    try:
-        learner.learn_task(images(2 * len(names), lambda index: index % len(names)), names)
-    finally:
-        learner.args = kept
+    """Two images a class; with settings of its own in a learner of its own."""
+    learner = new_learner(world.base, **fields) if fields else world.learner
+    learner.learn_task(images(2 * len(names), lambda index: index % len(names)), names)
 
 
 def head(classes=2, **fields):
