@@ -224,6 +224,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from peft import get_peft_model
 
     from dulbe_peft.backbone import load_clip
+    from dulbe_peft.distributed import world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
 
@@ -236,9 +237,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     learner = ClassIncrementalLearner(model, processor, args=args)
     results = learner.run(tasks, stream.output, resume=stream.resume)
-    if "head" in results:
-        print(format_summary(results))
-    print(f"written: {Path(stream.output) / 'results.json'}")
+    if world()[0] == 0:
+        if "head" in results:
+            print(format_summary(results))
+        print(f"written: {Path(stream.output) / 'results.json'}")
     return 0
 
 
