@@ -230,7 +230,8 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
         _check_adapter(folder / ADAPTER_FILE, config, base_model)
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
-    model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
+    with _strictly(folder):
+        model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
     try:
         learner = kind(model, processor, args=args or portable(state["arguments"]))
         _restore_around(learner, folder)
