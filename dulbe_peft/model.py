@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import peft
 import torch
 from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -19,6 +20,7 @@ from dulbe_peft.config import DEFAULT_TARGET_MODULES, DULBE, PREFIX, TEXT_TARGET
 from dulbe_peft.layer import DualModeLayer, DualModeLinear, TextLoraLinear
 
 TEXT_TOWER = "text_model"
+_NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -92,7 +94,7 @@ class DualModeLoraModel(BaseTuner):
             self._check_target(peft_config, name, module)
             visual = visual or not self._in_text_tower(name)
         if not visual and not peft_config.exclude_modules and not peft_config.modules_to_save:
-            raise ValueError(_no_target_message(peft_config, names))
+            raise _NoTarget(_no_target_message(peft_config, names))
 
     def _check_target(self, peft_config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
         linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
@@ -314,7 +316,8 @@ class DualModeLoraModel(BaseTuner):
                 f"{saved[0]!r}: the adapter was saved from another architecture, or targets other layers"
             )
         _check_saved(best, known, adapter_name)
-        return best
+        # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
+        return {key: tensor.clone() for key, tensor in best.items()}
 
 
 def _without_vision_model(key: str) -> str:

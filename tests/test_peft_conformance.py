@@ -1,0 +1,365 @@
+"""What PEFT promises of every method, on a plain MLP and on the CLIP classes: files, merging, precisions, adapters."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection, Trainer, TrainingArguments
+
+from dulbe_peft import DualModeLoraConfig
+from dulbe_peft.layer import DualModeLayer
+
+RANKS = {"support_rank": 4, "shared_rank": 1, "residual_rank": 2}
+FILE = "adapter_model.safetensors"
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin0 = nn.Linear(10, 20)
+        self.lin1 = nn.Linear(20, 6)
+
+    def forward(self, pixel_values):
+        return self.lin1(self.lin0(pixel_values).relu())
+
+
+class Case:
+    """A kind of model: how it is made, adapted and run."""
+
+    def __init__(self, kind, tiny_clip):
+        self.kind, self.tiny_clip, self.mlp = kind, tiny_clip, kind is MLP
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(*((5, 10) if self.mlp else (2, 3, 16, 16)), generator=generator)
+
+    def base(self):
+        clip = self.tiny_clip()
+        if self.kind is CLIPModel:
+            return clip
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return (MLP() if self.mlp else self.kind(clip.config.vision_config)).eval()
+
+    def config(self, **fields):
+        if self.mlp:
+            fields = {"target_modules": ["lin0", "lin1"], "text_rank": 0, **fields}
+        return DualModeLoraConfig(**{**RANKS, "init_weights": False, **fields})
+
+    def adapted(self, tasks=1, adapter_name="default", **fields):
+        model = get_peft_model(self.base(), self.config(**fields), adapter_name=adapter_name).eval()
+        for _ in range(tasks):
+            model.fold_task()
+            for parameter in (*model.shared_parameters(), *model.residual_parameters()):
+                parameter.data.normal_(std=0.1)
+        return model
+
+    def __call__(self, model):
+        inputs = self.inputs.to(next(model.parameters()).dtype)
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if self.mlp:
+            return model(inputs)
+        if isinstance(base, CLIPModel):
+            return model.get_image_features(pixel_values=inputs).pooler_output
+        return model(pixel_values=inputs).last_hidden_state
+
+
+KINDS = [MLP, CLIPVisionModel, CLIPVisionModelWithProjection, CLIPModel]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def case(request, tiny_clip):
+    return Case(request.param, tiny_clip)
+
+
+@pytest.fixture(params=KINDS[1:], ids=lambda kind: kind.__name__)
+def clip_case(request, tiny_clip):
+    return Case(request.param, tiny_clip)
+
+
+@pytest.fixture
+def mlp(tiny_clip):
+    return Case(MLP, tiny_clip)
+
+
+def close(got, expected, atol=1e-5):
+    torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["default", "dulbe_second", "my_dulbe_adapter"])
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_a_saved_adapter_is_the_same_adapter(case, tmp_path, name, low_cpu_mem_usage):
+    model = case.adapted(2, adapter_name=name)
+    expected = case(model)
+    model.save_pretrained(tmp_path)
+    folder = tmp_path if name == "default" else tmp_path / name
+    assert {file.name for file in folder.iterdir()} >= {FILE, "adapter_config.json"}
+    assert all("dulbe_" in key and name not in key.split(".") for key in load_file(folder / FILE))
+    loaded = PeftModel.from_pretrained(case.base(), folder, name, low_cpu_mem_usage=low_cpu_mem_usage)
+    assert torch.equal(case(loaded), expected)
+    loaded.load_adapter(folder, "further", low_cpu_mem_usage=low_cpu_mem_usage)
+    loaded.set_adapter("further")
+    assert torch.equal(case(loaded), expected)
+    assert not any(tensor.is_meta for tensor in loaded.state_dict().values())
+
+
+def test_selected_adapters_are_saved(case, tmp_path):
+    model = case.adapted()
+    model.add_adapter("second", case.config())
+    model.save_pretrained(tmp_path, selected_adapters=["second"])
+    assert (tmp_path / "second" / FILE).exists() and not (tmp_path / FILE).exists()
+
+
+def test_an_archive_of_plain_tensors_is_read(case, tmp_path):
+    model = case.adapted()
+    model.save_pretrained(tmp_path, safe_serialization=False)
+    assert torch.equal(case(PeftModel.from_pretrained(case.base(), tmp_path)), case(model))
+    torch.save(model, tmp_path / "adapter_model.bin")  # names classes: it is not unpickled
+    with pytest.raises(ValueError, match="adapter_model.bin, a pickle"):
+        PeftModel.from_pretrained(case.base(), tmp_path)
+
+
+def test_copies_and_pickles(case):
+    model = case.adapted(2)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(case(copied), case(model))
+
+
+def test_a_configuration_of_a_newer_version_is_read(case, tmp_path):
+    case.adapted().save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "from_the_future": 3}))
+    with pytest.warns(UserWarning, match="Unexpected keyword arguments .*from_the_future"):
+        config = PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(config, DualModeLoraConfig) and not hasattr(config, "from_the_future")
+
+
+def drop(state):
+    del state[next(key for key in state if key.endswith("dulbe_P"))]
+
+
+def add(state):
+    state["base_model.model.encoder.layers.7.mlp.fc1.dulbe_shared_B"] = torch.zeros(4, 1)
+
+
+def rename(state):
+    for key in list(state):
+        state[f"elsewhere.{key}"] = state.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"), [(drop, "missing"), (add, r"layers\.7"), (rename, "none of the adapter's")]
+)
+def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
+    case.adapted().save_pretrained(tmp_path)
+    state = load_file(tmp_path / FILE)
+    edit(state)
+    save_file(state, tmp_path / FILE)
+    model = case.adapted()
+    expected = case(model)
+    with pytest.raises(ValueError, match=words):
+        PeftModel.from_pretrained(case.base(), tmp_path)
+    with pytest.raises(ValueError, match=words):
+        set_peft_model_state_dict(model, state)
+    with pytest.raises(ValueError, match=words):
+        model.load_adapter(tmp_path, "default")
+    assert torch.equal(case(model), expected)
+
+
+def test_files_with_the_keys_of_transformers_4(clip_case, tmp_path):
+    model = clip_case.adapted(2)
+    model.save_pretrained(tmp_path)
+    start = "base_model.model."
+    state = {
+        key if "_model." in key.removeprefix(start) else key.replace(start, f"{start}vision_model."): value
+        for key, value in load_file(tmp_path / FILE).items()
+    }
+    assert any(key.startswith(f"{start}vision_model.encoder") for key in state)
+    save_file(state, tmp_path / FILE)
+    assert torch.equal(clip_case(PeftModel.from_pretrained(clip_case.base(), tmp_path)), clip_case(model))
+    native = clip_case.base()
+    native.load_adapter(str(tmp_path))
+    assert torch.equal(clip_case(native), clip_case(model))
+
+
+# ---------------------------------------------------------------------- merging
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+def test_merging_in_every_precision(case, dtype, autocast_adapter_dtype):
+    base = case.base().to(dtype)
+    pristine = copy.deepcopy(base.state_dict())
+    model = get_peft_model(base, case.config(), autocast_adapter_dtype=autocast_adapter_dtype).eval()
+    wanted = torch.float32 if autocast_adapter_dtype else {dtype, torch.float32}
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    assert dtypes == {wanted} if autocast_adapter_dtype else dtypes <= wanted
+    with torch.no_grad():
+        expected, tolerance = case(model), 1e-5 if dtype is torch.float32 else 0.1
+        assert torch.isfinite(expected).all()
+        model.merge_adapter(safe_merge=True)
+        once = case(model)
+        close(once, expected, tolerance)
+        with pytest.warns(UserWarning, match="Already following adapters were merged|nothing to do"):
+            model.merge_adapter()
+        assert torch.equal(case(model), once)
+        model.unmerge_adapter()
+        assert torch.equal(case(model), expected)
+        assert torch.equal(case(copy.deepcopy(model).merge_and_unload()), once)
+    assert all(torch.equal(value, pristine[key]) for key, value in model.unload().state_dict().items())
+
+
+def test_two_adapters_with_histories_of_different_lengths(case):
+    model = case.adapted(2)
+    first = case(model)
+    model.add_adapter("second", case.config(residual_rank=1))
+    model.set_adapter("second")
+    second = case(model)
+    model.base_model.set_adapter(["default", "second"])
+    both = case(model)
+    assert not torch.equal(first, second) and not torch.equal(both, first)
+    with torch.no_grad():
+        for names in (["default", "second"], ["second", "default"]):
+            close(case(copy.deepcopy(model).merge_and_unload(adapter_names=names)), both)
+    sizes = [len(get_peft_model_state_dict(model, adapter_name=name)) for name in ("default", "second")]
+    assert sizes[0] == sizes[1]
+    model.set_adapter("default")
+    assert torch.equal(case(model), first)
+
+
+@pytest.mark.filterwarnings("ignore:Adapter default was active which is now deleted:UserWarning")
+def test_a_deleted_adapter_leaves_nothing(case):
+    model = case.adapted(2)
+    model.add_adapter("second", case.config())
+    model.delete_adapter("default")
+    assert model.active_adapters == ["second"]
+    assert not any("default" in key.split(".") for key in model.state_dict())
+    for layer in (module for module in model.modules() if isinstance(module, DualModeLayer)):
+        assert not any("default" in value for value in vars(layer).values() if isinstance(value, (dict, list)))
+    with pytest.raises(ValueError, match="Adapter unknown does not exist"):
+        model.delete_adapter("unknown")
+
+
+# ---------------------------------------------------------------------- training
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(clip_case, reentrant):
+    def gradients(model):
+        clip_case(model).square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    model = clip_case.adapted().train()
+    expected = gradients(copy.deepcopy(model))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    got = gradients(model)
+    assert got.keys() == expected.keys() and all("dulbe_" in name for name in got)
+    assert all(torch.allclose(got[name], value, atol=1e-5) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_modules_to_save_and_what_is_trainable(mlp, tmp_path, is_trainable):
+    model = mlp.adapted(target_modules=["lin0"], modules_to_save=["lin1"])
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[-2] for name in trainable} == {"dulbe_shared_B", "dulbe_residual_B", "default"}
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+    before = copy.deepcopy(model.state_dict())
+    mlp(model).square().sum().backward()
+    optimizer.step()
+    assert {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])} == trainable
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(mlp.base(), tmp_path, is_trainable=is_trainable)
+    assert torch.equal(mlp(loaded), mlp(model))
+    assert {name for name, p in loaded.named_parameters() if p.requires_grad} == (trainable if is_trainable else set())
+
+
+def test_layers_by_index(clip_case, tmp_path):
+    model = clip_case.adapted(target_modules=["k_proj"], layers_to_transform=[1], text_rank=0)
+    assert [name.split(".")[-3] for name in model.dual_mode_layers()] == ["1"]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(clip_case(PeftModel.from_pretrained(clip_case.base(), tmp_path)), clip_case(model))
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"pixel_values": torch.full((3, 16, 16), index / 8)}
+
+
+class FeatureTrainer(Trainer):
+    def compute_loss(self, model, inputs, **_):
+        return model(**inputs).last_hidden_state.square().mean()
+
+
+def test_trainer_saves_and_resumes(tiny_clip, tmp_path):
+    case = Case(CLIPVisionModel, tiny_clip)
+
+    def trainer(model, **fields):
+        arguments = {"max_steps": 4, "save_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 4}
+        arguments |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+        return FeatureTrainer(model, TrainingArguments(str(tmp_path), **arguments | fields), train_dataset=Images())
+
+    through = case.adapted(2)
+    trainer(through).train()
+    fresh = get_peft_model(case.base(), case.config())
+    trainer(fresh, save_strategy="no").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert fresh.history_rank == through.history_rank == 6
+    got, expected = get_peft_model_state_dict(fresh), get_peft_model_state_dict(through)
+    assert all(torch.equal(got[key], value) for key, value in expected.items())
+
+
+# ---------------------------------------------------------------------- the towers elsewhere
+
+
+@pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted:UserWarning")
+@pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning")
+def test_transformers_own_adapter_calls(clip_case, tmp_path):
+    model = clip_case.adapted(2)
+    expected = clip_case(model)
+    model.save_pretrained(tmp_path / "saved")
+    native = clip_case.base()
+    plain = clip_case(native)
+    native.load_adapter(str(tmp_path / "saved"))
+    assert torch.equal(clip_case(native), expected)
+    native.disable_adapters()
+    assert torch.equal(clip_case(native), plain)
+    native.enable_adapters()
+    native.add_adapter(clip_case.config(), "second")
+    assert not torch.equal(clip_case(native), expected)
+    native.set_adapter("default")
+    native.save_pretrained(tmp_path / "again")
+    again = clip_case.base()
+    again.load_adapter(str(tmp_path / "again"))
+    assert torch.equal(clip_case(again), expected)
+    native.delete_adapter(["default", "second"])
+    assert torch.equal(clip_case(native), plain)
+
+
+@pytest.mark.parametrize("tasks", [0, 2])
+def test_compiled_in_one_graph(tiny_clip, tasks):
+    case = Case(CLIPVisionModel, tiny_clip)
+    model = case.adapted(tasks)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    close(compiled(pixel_values=case.inputs).last_hidden_state, case(model))
+    compiled(pixel_values=case.inputs).last_hidden_state.square().sum().backward()
+    assert all(p.grad is not None for p in (*model.shared_parameters(), *model.residual_parameters()))
+
+
+def test_the_merged_tower_is_exported(tiny_clip):
+    case = Case(CLIPVisionModel, tiny_clip)
+    merged = case.adapted(2).merge_and_unload()
+    program = torch.export.export(merged, (case.inputs,))
+    close(program.module()(case.inputs).last_hidden_state, case(merged))
