@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dulbe_peft.tasks import check_class_names, dataset_class_names, dataset_labels
+from dulbe_peft.tasks import check_class_names, dataset_class_names, dataset_labels, read_sample
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 NPZ_KEYS = ("blob", "offsets", "labels", "split", "names")
@@ -381,14 +381,26 @@ def _chunks(dataset: Any) -> Iterable[bytes]:
     content_id = getattr(dataset, "content_id", None)
     if content_id is not None:
         yield from (os.fsencode(content_id(index)) for index in range(len(labels)))
+    yield from (_pixels(dataset, index) for index in np.linspace(0, len(labels) - 1, min(4, len(labels)), dtype=int))
+
+
+def _pixels(dataset: Any, index: int) -> bytes:
+    """An image's shape and pixels; nothing where it cannot be read, or is another one each time it is read."""
+    try:
+        first, second = (np.asarray(read_sample(dataset, int(index))[0]) for _ in range(2))
+    except (OSError, TypeError, ValueError):
+        return b""
+    if first.dtype == object or not np.array_equal(first, second):
+        return b""
+    return f"{first.shape} {first.dtype}".encode() + first.tobytes()
 
 
 def fingerprint(dataset: Any) -> str:
     """Hexadecimal SHA-256 of what a dataset is, to refuse going on with other data.
 
-    It covers the length, the labels, the class names and, where the dataset has `content_id`, the names and sizes of
-    the files (or the places in an `.npz`), in their order. It does not depend on where the data lies, and it reads no
-    image: a file changed to another of the same name and size goes unseen.
+    It covers the length, the labels, the class names, where the dataset has `content_id` the names and sizes of the
+    files (or the places in an `.npz`), in their order, and the pixels of four images spread over it. It does not
+    depend on where the data lies. A change of other images that keeps names and sizes goes unseen.
     """
     digest = hashlib.sha256(b"dulbe_peft dataset 1")
     for chunk in _chunks(dataset):

@@ -75,7 +75,7 @@ def write(learner: Any, folder: Path, statistics: bool = True, card: str | None 
         learner.statistics.save(folder / STATISTICS_FILE)
     learner.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
     state = {
-        "arguments": asdict(learner.args),
+        "arguments": {name: value for name, value in asdict(learner.args).items() if name not in MACHINE_SETTINGS},
         "attn_implementation": learner.clip.config._attn_implementation,
         "source": learner.source,
         "step": learner._step,

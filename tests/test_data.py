@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dulbe_peft.data import HubImages, ImageFolder, NpzImages, decode_image, fingerprint, load_data
@@ -329,12 +329,28 @@ def test_fingerprint_of_npz_and_tasks(npz, tmp_path):
     assert fingerprint(NpzImages(tmp_path / "x.npz", "train")) == whole
 
 
-def test_fingerprint_of_plain_datasets_and_that_it_reads_no_image(folder, monkeypatch):
-    assert fingerprint([("image", 0)]) != fingerprint([("image", 1)]) != fingerprint([("image", 1), ("image", 0)])
-    data = ImageFolder(folder, "train")
-    monkeypatch.setattr(builtins, "open", None)
-    monkeypatch.setattr(Image, "open", None)
-    fingerprint(data)
+def test_fingerprint_of_plain_datasets():
+    image = np.zeros((4, 4, 3), dtype=np.uint8)
+    rows = [(Image.fromarray(image), 0), (Image.fromarray(image + 1), 1)]
+    original = fingerprint(rows)
+    assert original == fingerprint([(picture.copy(), label) for picture, label in rows])
+    assert fingerprint([(rows[0][0], 1), rows[1]]) != original
+    assert fingerprint([rows[0], (Image.fromarray(image + 2), 1)]) != original
+    assert fingerprint([(torch.zeros(3, 2, 2), 0)]) != fingerprint([(torch.zeros(3, 2, 2) + 1e-6, 0)])
+
+
+def test_fingerprint_of_images_that_differ_each_time_or_cannot_be_read():
+    class Augmented:
+        labels = [0, 1]
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.rand(3, 2, 2), index
+
+    assert fingerprint(Augmented()) == fingerprint(Augmented())
+    assert fingerprint([(None, 0)]) == fingerprint([(object(), 0)])
 
 
 @pytest.mark.skipif("DULBE_DATA" not in os.environ, reason="DULBE_DATA names no folder with miniimagenet75.npz")

@@ -80,12 +80,12 @@ def content(root):
 
 
 class Breaking:
-    """A dataset that does something when an image is read for the n-th time."""
+    """A dataset that does something when an image is read for the n-th time, its fingerprint's 2 x 4 not counted."""
 
     def __init__(self, dataset, call, action):
         self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
         self.content_id = dataset.content_id
-        self.calls, self.call, self.action = 0, call, action
+        self.calls, self.call, self.action = -8, call, action
 
     def __len__(self):
         return len(self.dataset)
@@ -104,8 +104,7 @@ def breaking(tasks, call, action):
 def assert_first_task_is_intact(output, finished):
     assert [path.name for path in output.iterdir()] == ["task-001"]
     files = read_manifest(output / "task-001")["files"]
-    for name in files.keys() - {"learner.json"}:  # that one holds the machine's settings, too
-        assert files[name] == read_manifest(finished / "task-001")["files"][name], name
+    assert files == read_manifest(finished / "task-001")["files"]
 
 
 # ---------------------------------------------------------------------- what a folder says
