@@ -1,0 +1,76 @@
+"""Write the tables of `docs/performance.md` from the JSON files of the benchmarks, between its two markers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- figures: python -m benchmarks.table -->", "<!-- end of figures -->"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--results", type=Path, default=RESULTS)
+    options.add_argument("--page", type=Path, default=PAGE)
+    values = options.parse_args(argv)
+    values.page.write_text(page(values.page.read_text(encoding="utf-8"), values.results), encoding="utf-8")
+
+
+def page(text: str, results: Path) -> str:
+    """The page with the tables of a folder's JSON files between its markers."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    return f"{before}{BEGIN}\n\n{tables(reports)}\n\n{END}{after}"
+
+
+def tables(reports: Sequence[dict[str, Any]]) -> str:
+    """One table of all rows, and one of the commands and the machines they ran on."""
+    lines = ["| what | goal | wall clock | CPU time | seconds |", "|---|---|---|---|---|"]
+    for report in reports:
+        lines += [line(row) for row in report["rows"]]
+    lines += ["", "| command | threads | load | processor, versions |", "|---|---|---|---|"]
+    for report in reports:
+        machine, versions = report["machine"], report["machine"]["versions"]
+        programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
+        where = f"{machine['cpu']}, {machine['cores']} cores; {programs}"
+        lines.append(f"| `{report['command']}` | {report['settings']['threads']} | {machine['load']} | {where} |")
+    return "\n".join(lines)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One figure, with its spread."""
+    goal = row["goal"] or ""
+    if isinstance(goal, float):
+        goal = f"≤ {goal:.2f}"
+    if "value" in row:
+        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} | | |"
+    ratio = row["ratio"]
+    if "bytes" in ratio:
+        sizes = ", ".join(f"{side} {mebibytes:.0f}" for side, mebibytes in ratio["MiB"].items())
+        return f"| {row['what']} | {goal} | {cell(ratio['bytes'])} | | {sizes} MiB |"
+    seconds = ", ".join(f"{side} {value:.3g}" for side, value in ratio["seconds"].items())
+    cpu = cell(ratio["cpu"]) if "cpu" in ratio else ""
+    return f"| {row['what']} | {goal} | {cell(ratio['wall'])} | {cpu} | {seconds} |"
+
+
+def number(value: float) -> str:
+    """Two decimals where they show something."""
+    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.1e}"
+
+
+def cell(spread: dict[str, float]) -> str:
+    """Median, quartiles, extremes, rounds."""
+    inner = f"{spread['q1']:.3f} to {spread['q3']:.3f}"
+    outer = f"{spread['min']:.3f} to {spread['max']:.3f}"
+    return f"**{spread['median']:.3f}** ({inner}; {outer}; n = {spread['rounds']})"
+
+
+if __name__ == "__main__":
+    main()

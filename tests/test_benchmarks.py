@@ -1,0 +1,152 @@
+"""The benchmarks measure equals against equals, and every one of them runs."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import common, literal, models, ours, stock, table
+from dulbe_peft import BridgeEnsembleHead, allocate_modes, bidirectional_kl, cross_modal_loss, route_gradients
+
+ROOT = Path(__file__).parents[1]
+TOOLS = {"__init__", "common", "literal", "models", "ours", "stock", "table"}
+BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
+SLOW = (pytest.mark.slow,)  # processes of its own
+DEPRECATED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+
+
+def problem():
+    """A library model at its second task, its literal twin and a batch with text embeddings."""
+    tower = models.vision_tower("tiny", "eager")
+    routed = ours.adapted(copy.deepcopy(tower), tasks=1)
+    twin = ours.literal_twin(routed, tower)
+    batch = (models.pixels(6, 16), torch.arange(6) % 3)
+    return routed, twin, batch, models.unit(3, 16, seed=2), models.unit(5, 16, seed=3)
+
+
+def up_projections(routed, twin):
+    """Pairs of the same parameter in both models, with a name."""
+    simple = literal.layers(twin)
+    for name, layer in routed.dual_mode_layers().items():
+        yield f"{name} shared", layer.dulbe_shared_B["default"], simple[name].shared_up.weight
+        yield f"{name} residual", layer.dulbe_residual_B["default"], simple[name].residual_up.weight
+
+
+def randomise(routed, twin):
+    """The same small B in both, so that every gradient is one of a model in the middle of its training."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, fast, simple in up_projections(routed, twin):
+            simple.copy_(fast.copy_(1e-2 * torch.randn(fast.shape, generator=generator)))
+
+
+def test_gradients_of_a_routed_step_equal_the_literal_ones():
+    routed, twin, (pixels, labels), text, old_text = problem()
+    teacher, reference = copy.deepcopy(twin), ours.teacher_embeds(routed, pixels)
+    randomise(routed, twin)
+    features = models.encode(routed, pixels)
+    task_loss = cross_modal_loss(features, text, labels, 100.0)
+    structure = bidirectional_kl(100.0 * features @ old_text.T, 100.0 * reference @ old_text.T)
+    route_gradients(routed, task_loss, structure)
+    simple = models.encode(twin, pixels)
+    with torch.no_grad():
+        simple_reference = models.encode(teacher, pixels)
+    simple_structure = literal.structure_loss(100.0 * simple @ old_text.T, 100.0 * simple_reference @ old_text.T)
+    literal.set_gradients(twin, F.cross_entropy(100.0 * simple @ text.T, labels), simple_structure)
+    torch.testing.assert_close(structure, simple_structure, rtol=1e-3, atol=1e-5)
+    for name, fast, slow in up_projections(routed, twin):
+        scale = float(slow.grad.abs().max())
+        assert scale > 0
+        torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-4, atol=1e-4 * scale, msg=name)
+
+
+def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
+    routed, twin, batch, text, old_text = problem()
+    teacher, reference = copy.deepcopy(twin), ours.teacher_embeds(routed, batch[0])
+    randomise(routed, twin)
+    before = [fast.detach().clone() for _, fast, _ in up_projections(routed, twin)]
+    optimizers = [stock.adam(model) for model in (routed, twin)]
+    for _ in range(10):
+        ours.step(routed, optimizers[0], batch, text, old_text, reference)
+        literal.step(twin, teacher, optimizers[1], models.encode, batch, text, old_text, 100.0)
+    for (name, fast, slow), start in zip(up_projections(routed, twin), before, strict=True):
+        assert (fast - start).abs().max() > 5e-3, name
+        # Ten steps of 1e-3: a hundredth of one step.
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+def test_planned_modes_equal_the_literal_ones():
+    values = common.parse(common.parser(None, 1), ["--quick"])
+    values.num_images, values.images = 16, None
+    module = importlib.import_module("benchmarks.allocation")
+    probe, stats = module.measured(values)
+    modes = allocate_modes(probe, stats, shared_rank=1, residual_rank=2, support_rank=4)
+    bases = literal.allocate(probe, stats, shared_rank=1, residual_rank=2, support_rank=4)
+    for name, (shared, residual) in bases.items():
+        for fast, slow in ((modes[name].shared, shared), (modes[name].residual, residual)):
+            torch.testing.assert_close(fast @ fast.T, slow @ slow.T, rtol=0, atol=1e-3, msg=name)
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+def test_a_literal_task_ends_where_the_learner_ends():
+    """Same features, prototypes and reliability as the library's head makes of the same model."""
+    clip, processor = models.clip("tiny", "eager")
+    learner = literal.LiteralLearner(clip, processor, batch_size=4, epochs=1)
+    pixels, labels = models.pixels(8, 16), torch.arange(8) % 2
+    learner.learn_task(pixels, labels, ["class 0", "class 1"])
+    learner.learn_task(pixels.flip(0), labels, ["class 2", "class 3"])
+    head = BridgeEnsembleHead(16)
+    with torch.no_grad():
+        features = learner._image_embeds(clip, pixels.flip(0))
+        head.add_classes(learner.names[:2], features, labels, learner.text[:2])
+        head.visual_prototypes = learner.visual[:2]
+        head.add_classes(learner.names[2:], features, labels, learner.text)
+        bridges = [literal.bridge(learner.visual, learner.text, depth) for depth in learner.depths]
+        logits = literal.ensemble_logits(features, bridges, learner.weights, learner.scale)
+    torch.testing.assert_close(head.visual_prototypes, learner.visual, rtol=0, atol=1e-5)
+    torch.testing.assert_close(head.reliability[2:], learner.weights[2:], rtol=0, atol=1e-3)
+    torch.testing.assert_close(head(features)[:, 2:], logits[:, 2:], rtol=0, atol=0.05)
+    assert {name for name, matrix in learner.statistics.items() if matrix.trace() > 0} == set(literal.layers(clip))
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n == "memory" else ()) for n in BENCHMARKS])
+def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / f"{name}.json"
+    argv = ["--quick", "--out", str(out)]
+    importlib.import_module(f"benchmarks.{name}").main(argv)
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["benchmark"] == name and report["command"] == f"python -m benchmarks.{name} --quick"
+    for row in report["rows"]:
+        for clock in ("wall", "cpu", "bytes"):
+            if clock in row.get("ratio", {}):
+                assert row["ratio"][clock]["min"] <= row["ratio"][clock]["median"] <= row["ratio"][clock]["max"]
+        assert "value" in row or row["ratio"]
+        assert row["what"] in table.line(row)
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")
+
+
+def test_sides_take_turns_and_ratios_are_taken_pair_by_pair():
+    calls = []
+    times = common.compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
+    assert "".join(calls) in ("abbaab", "baabba")
+    assert all(len(seconds) == 2 for side in times.values() for seconds in side.values())
+    known = {"a": {"wall": [1.0, 6.0, 3.0], "cpu": [1.0] * 3}, "b": {"wall": [2.0, 3.0, 3.0], "cpu": [2.0] * 3}}
+    found = common.ratio(known, "a", "b")
+    assert found["wall"] | {"q1": 0, "q3": 0} == {"median": 1.0, "min": 0.5, "max": 2.0, "q1": 0, "q3": 0, "rounds": 3}
+    assert found["cpu"]["median"] == 0.5 and found["seconds"] == {"a": 3.0, "b": 3.0}
+
+
+def test_the_page_shows_what_was_measured():
+    text = table.PAGE.read_text(encoding="utf-8")
+    assert table.page(text, common.RESULTS) == text, "run python -m benchmarks.table"
+    for name in BENCHMARKS:
+        assert f"benchmarks.{name}" in text, name
