@@ -305,7 +305,7 @@ def _mirror(total: torch.Tensor) -> None:
 
 def _blocks(width: int) -> list[slice]:
     """Blocks of columns: with fewer, more of the lower triangle is computed; with more, the products are too thin."""
-    size = min(256, max(64, width // 8))
+    size = max(64, width // 6)
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
