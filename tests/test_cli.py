@@ -100,7 +100,7 @@ def test_every_field_is_a_flag():
         (["run", "--config", "gone.yaml"], "'gone.yaml' does not exist"),
         (["run", "--shared-rank", "0", "--residual-rank", "0", "--model", "x", "--dry-run"], "both 0"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
-        (["evaluate", "gone", "--data", "x"], "'gone' does not exist"),
+        (["evaluate", "gone", "--data", "x"], "'gone' is no folder here"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):

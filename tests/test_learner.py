@@ -561,9 +561,9 @@ def test_a_compiled_image_tower_learns_the_same(base, digits, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", counting)
     plain, fast = make_learner(base), make_learner(base, torch_compile=True)
+    task = stream(digits, 1)[0]
     for learner in (plain, fast):
-        for task in stream(digits, 2):
-            learner.learn_task(task.train, task.class_names)
+        learner.learn_task(task.train, task.class_names)
     assert compiled
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
 
