@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         pairs = zip(found["ours"], found["stock"], strict=True)
         ratio: dict[str, Any] = {"bytes": common.spread([a[key] / b[key] for a, b in pairs])}
-        ratio["MiB"] = {side: common.rounded(min(run[key] for run in runs)) for side, runs in found.items()}
+        ratio["MiB"] = {side: common.rounded(median(run[key] for run in runs)) for side, runs in found.items()}
         rows.append({"what": f"{what}, {where}", "goal": goal, "ratio": ratio})
     del values.side
     common.write("memory", values, argv, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
+from itertools import combinations
 
 import torch
 
@@ -22,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--without-literal", action="store_true")
     values = common.parse(options, argv)
     rows = []
-    for attention in values.attention:
-        for batch in values.batch:
+    for batch in values.batch:
+        routed = {}
+        for attention in values.attention:
             sides = make_sides(values.model, attention, batch, literal_too=not values.without_literal)
             times = common.compare(sides, values.repeats)
             where = f"{common.model_name(values.model)}, {attention}, batch {batch}"
@@ -31,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not values.without_literal:
                 rows.append(common.row(f"routed step / literal step, {where}", times, "ours", "literal"))
                 rows.append(common.row(f"literal step / stock LoRA step, {where}", times, "literal", "stock"))
+            routed[attention] = sides["ours"]
+        for one, other in combinations(routed, 2):
+            times = common.compare({one: routed[one], other: routed[other]}, values.repeats)
+            where = f"{common.model_name(values.model)}, batch {batch}"
+            rows.append(common.row(f"routed step with {one} / with {other}, {where}", times, one, other))
     common.write("step", values, argv, rows)
 
 
