@@ -32,7 +32,7 @@ def page(text: str, results: Path) -> str:
 
 def tables(reports: Sequence[dict[str, Any]]) -> str:
     """One table of all rows, and one of the commands and the machines they ran on."""
-    lines = ["| what | goal | wall clock | CPU time | seconds |", "|---|---|---|---|---|"]
+    lines = ["| what | goal | wall clock | CPU time | seconds, by side | rounds |", "|---|---|---|---|---|---|"]
     for report in reports:
         lines += [line(row) for row in report["rows"]]
     lines += ["", "| command | threads | load | processor, versions |", "|---|---|---|---|"]
@@ -50,14 +50,15 @@ def line(row: dict[str, Any]) -> str:
     if isinstance(goal, float):
         goal = f"≤ {goal:.2f}"
     if "value" in row:
-        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} | | |"
+        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} | | | |"
     ratio = row["ratio"]
     if "bytes" in ratio:
         sizes = ", ".join(f"{side} {mebibytes:.0f}" for side, mebibytes in ratio["MiB"].items())
-        return f"| {row['what']} | {goal} | {cell(ratio['bytes'])} | | {sizes} MiB |"
+        spread = ratio["bytes"]
+        return f"| {row['what']} | {goal} | {cell(spread)} of bytes | | {sizes} MiB | {spread['rounds']} |"
     seconds = ", ".join(f"{side} {value:.3g}" for side, value in ratio["seconds"].items())
     cpu = cell(ratio["cpu"]) if "cpu" in ratio else ""
-    return f"| {row['what']} | {goal} | {cell(ratio['wall'])} | {cpu} | {seconds} |"
+    return f"| {row['what']} | {goal} | {cell(ratio['wall'])} | {cpu} | {seconds} | {ratio['wall']['rounds']} |"
 
 
 def number(value: float) -> str:
@@ -66,10 +67,8 @@ def number(value: float) -> str:
 
 
 def cell(spread: dict[str, float]) -> str:
-    """Median, quartiles, extremes, rounds."""
-    inner = f"{spread['q1']:.3f} to {spread['q3']:.3f}"
-    outer = f"{spread['min']:.3f} to {spread['max']:.3f}"
-    return f"**{spread['median']:.3f}** ({inner}; {outer}; n = {spread['rounds']})"
+    """Median and quartiles."""
+    return f"**{spread['median']:.3f}** ({spread['q1']:.3f} to {spread['q3']:.3f})"
 
 
 if __name__ == "__main__":
