@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.functional import allocate_layer, historical_support
+from dulbe_peft.sketch import sketched_support
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,9 @@ def allocate_modes(
 
     Args:
         probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
-        stats: layer name -> S, (d_in, d_in), an `OccupationStatistics` or any mapping; None or empty at the first
-            task. A layer without an entry is planned as at the first task.
+        stats: layer name -> S, (d_in, d_in), or a sketch F of it, (fewer than d_in, d_in), with F'F near S: an
+            `OccupationStatistics` or any mapping; None or empty at the first task. A layer without an entry is planned
+            as at the first task.
         shared_rank: r_S.
         residual_rank: r_R.
         support_rank: K_h; clamped to what a layer and its data allow.
@@ -71,7 +73,8 @@ def allocate_modes(
             if id(matrix) not in supports:
                 on_device = matrix.to(gradient.device)
                 label = f"statistic of layer {name!r}"
-                supports[id(matrix)] = historical_support(on_device, support_rank, residual_rank, label)
+                find = sketched_support if len(matrix) < matrix.shape[1] else historical_support
+                supports[id(matrix)] = find(on_device, support_rank, residual_rank, label)
             support = supports[id(matrix)].to(gradient.device)
         label = f"gradient of layer {name!r}"
         shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
@@ -116,15 +119,16 @@ def _check_matrices(probe: Mapping[str, torch.Tensor], statistics: Mapping[str, 
             ranks = f"shared_rank + residual_rank = {rank}"
             raise ValueError(f"{ranks} exceeds the {width} input features of layer {name!r}")
         if name in statistics:
-            _check_matrix(f"statistic of layer {name!r}", statistics[name], (width, width))
+            _check_matrix(f"statistic of layer {name!r}", statistics[name], width)
 
 
-def _check_matrix(what: str, matrix: torch.Tensor, shape: tuple[int, int] | None = None) -> None:
+def _check_matrix(what: str, matrix: torch.Tensor, width: int | None = None) -> None:
     if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
         raise TypeError(f"{what} must be a floating-point tensor, got {matrix!r:.100}")
     if matrix.ndim != 2 or not matrix.numel():
         raise ValueError(f"{what} must be a matrix, got shape {tuple(matrix.shape)}")
-    if shape is not None and matrix.shape != shape:
-        raise ValueError(f"{what} must be {shape} as its gradient says, got {tuple(matrix.shape)}")
+    if width is not None and (matrix.shape[1] != width or len(matrix) > width):
+        sizes = f"{(width, width)}, or a sketch of fewer rows,"
+        raise ValueError(f"{what} must be {sizes} as its gradient says, got {tuple(matrix.shape)}")
     if not torch.isfinite(matrix).all():
         raise ValueError(f"{what} holds NaN or infinity")

@@ -1,11 +1,13 @@
 """What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
 
-Layers that read the same tensor (q, k and v of an attention block) share one matrix.
+Layers that read the same tensor (q, k and v of an attention block) share one matrix. A compact form, off by default,
+keeps a sketch of wide matrices, see [`dulbe_peft.sketch`].
 """
 
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.distributed import on_main_process, sum_over_processes
+from dulbe_peft.distributed import copy_from_main, gather_rows, on_main_process, sum_over_processes, world
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
+from dulbe_peft.sketch import extend, shrink
 
 FORMAT = "dulbe-occupation-statistics-1"
+SKETCH_FORMAT = "dulbe-occupation-sketch-1"
 TOKENS = ("all", "cls", "patch")
+# S and 0, or a sketch and its error.
+Term = tuple[torch.Tensor, float]
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
@@ -27,12 +33,23 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
 
+    Args:
+        sketch_rows: None keeps every S exactly. A number keeps, of every S wider than that, an approximation: a factor
+            F (sketch_rows, d_in), float32, instead, with F'F close to S from below.
+
+    Raises:
+        ValueError: `sketch_rows` is not positive.
+
     Reference:
         "Historical Visual-Mode Occupation", S_<t.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sketch_rows: int | None = None) -> None:
+        if sketch_rows is not None and sketch_rows < 1:
+            raise ValueError(f"sketch_rows must be at least 1 or None, got {sketch_rows}")
+        self.sketch_rows = sketch_rows
         self._matrices: dict[str, torch.Tensor] = {}
+        self._errors: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._matrices[name]
@@ -65,6 +82,11 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return tuple(tuple(names) for names in groups.values())
 
     @property
+    def errors(self) -> dict[str, float]:
+        """By layer, the most that x'Sx may exceed x'F'Fx for a unit x; 0 where S itself is kept."""
+        return {name: self._errors.get(names[0], 0.0) for names in self.groups for name in names}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the distinct matrices."""
         return sum(self._matrices[names[0]].nbytes for names in self.groups)
@@ -84,22 +106,29 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
             kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
             raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
-        total = _accumulate(None, tokens)
-        _mirror(total)
-        self._add({group: total})
+        term = _extend(None, tokens, self.sketch_rows, f"input of layer {group[0] if group else ''!r}")
+        _mirror(term)
+        self._add({group: term})
 
     def merge(self, other: OccupationStatistics) -> None:
         """Add another's sums, matrix by matrix.
 
         Raises:
-            ValueError: a layer's width or its sharing differs, or a sum overflows. Nothing is changed then.
+            ValueError: a layer's width or its sharing differs, a sum overflows, or one keeps sketches of other sizes.
+                Nothing is changed then.
         """
-        self._add({names: other[names[0]] for names in other.groups}, copy=True)
+        if other.sketch_rows != self.sketch_rows:
+            raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
+        self._add({names: other._term(names[0]) for names in other.groups}, copy=True)
 
-    def _add(self, terms: Mapping[tuple[str, ...], torch.Tensor], copy: bool = False) -> None:
+    def _term(self, name: str) -> Term:
+        return self._matrices[name], self._errors.get(name, 0.0)
+
+    def _add(self, terms: Mapping[tuple[str, ...], Term], copy: bool = False) -> None:
         """Add terms, all or none; a new one is kept as it is, or as a copy."""
-        known = {frozenset(names) for names in self.groups}
-        for names, term in terms.items():
+        known = {frozenset(names): names for names in self.groups}
+        sums: dict[tuple[str, ...], Term] = {}
+        for names, (term, error) in terms.items():
             if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
                 raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
             present = [name for name in names if name in self._matrices]
@@ -108,16 +137,29 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 raise ValueError(f"layers {list(names)} read one tensor, but {list(shared)} share one matrix so far")
             old = self._matrices.get(names[0])
             if old is not None and old.shape != term.shape:
-                raise ValueError(f"layer {names[0]!r} reads {term.shape[0]} features, but {old.shape[0]} so far")
+                raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
+            label = f"input of layer {names[0]!r}"
+            if old is not None and _is_sketch(old):
+                leader = known[frozenset(names)][0]
+                factor, lost = shrink(torch.cat([old, term.to(old.device)]), len(old), label)
+                sums[names] = factor, self._errors[leader] + error + lost
+                continue
             # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
-            diagonal = term.diagonal() if old is None else term.diagonal().to(old.device) + old.diagonal()
-            if not torch.isfinite(diagonal).all():
-                raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
-        for names, term in terms.items():
-            if names[0] in self._matrices:
+            told = term if _is_sketch(term) else term.diagonal()
+            if not torch.isfinite(told if old is None else told.to(old.device) + old.diagonal()).all():
+                raise ValueError(f"{label} holds NaN or infinity, or its squares overflow float32")
+        for names, (term, error) in terms.items():
+            if names in sums:
+                self._set(known[frozenset(names)], *sums[names])
+            elif names[0] in self._matrices:
                 self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
             else:
-                self._matrices.update(dict.fromkeys(names, term.clone() if copy else term))
+                self._set(names, term.clone() if copy else term, error)
+
+    def _set(self, names: tuple[str, ...], matrix: torch.Tensor, error: float) -> None:
+        self._matrices.update(dict.fromkeys(names, matrix))
+        if _is_sketch(matrix):
+            self._errors[names[0]] = error
 
     def sum_over_processes(self, device: torch.device) -> None:
         """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
@@ -127,8 +169,17 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
-                self._matrices.update(dict.fromkeys(names, torch.zeros(shape, device=device)))
-            sum_over_processes([self._matrices[names[0]]])
+                self._set(names, torch.zeros(shape, device=device), 0.0)
+            matrix = self._matrices[names[0]]
+            if not _is_sketch(matrix):
+                sum_over_processes([matrix])
+            elif world()[1] > 1:
+                rows = gather_rows(matrix, len(matrix) * world()[1])
+                factor, lost = shrink(rows, len(matrix), f"input of layer {names[0]!r}")
+                error = torch.tensor(self._errors[names[0]], device=device, dtype=torch.float64)
+                sum_over_processes([error])
+                copy_from_main([factor])
+                self._set(names, factor, on_main_process(lambda e=error, d=lost: float(e) + d))  # type: ignore[misc]
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata.
@@ -138,7 +189,12 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         """
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
         # One entry: safetensors writes several in an order that changes from file to file.
-        write_tensors(path, tensors, {FORMAT: json.dumps(self.groups)})
+        if self.sketch_rows is None:
+            metadata = {FORMAT: json.dumps(self.groups)}
+        else:
+            layout = {"groups": self.groups, "sketch_rows": self.sketch_rows, "errors": self._errors}
+            metadata = {SKETCH_FORMAT: json.dumps(layout)}
+        write_tensors(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> OccupationStatistics:
@@ -146,23 +202,31 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is damaged, of another format, or holds something else than finite sums of X'X.
+            ValueError: the file is damaged, of another format, or holds something else than finite sums of X'X or
+                sketches of them.
         """
         tensors, metadata = read_tensors(path)
-        if FORMAT not in metadata:
-            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
-        groups = _read_groups(path, metadata[FORMAT])
+        if len(metadata) != 1 or not metadata.keys() <= {FORMAT, SKETCH_FORMAT}:
+            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r} or {SKETCH_FORMAT!r}")
+        groups, sketch_rows, errors = _read_layout(path, metadata)
         if {names[0] for names in groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {[g[0] for g in groups]}")
-        stats = cls()
+        stats = cls(sketch_rows)
         for names in groups:
             matrix = tensors[names[0]]
-            if matrix.dtype != torch.float32 or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            height = min(matrix.shape[-1], sketch_rows or matrix.shape[-1]) if matrix.ndim == 2 else 0
+            if matrix.dtype != torch.float32 or matrix.ndim != 2 or len(matrix) != height:
                 shape = f"{tuple(matrix.shape)}, {matrix.dtype}"
-                raise ValueError(f"{path}: matrix of {names[0]!r} must be square float32, got {shape}")
-            if (matrix.diagonal() < 0).any() or (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max():
+                kind = "square" if sketch_rows is None else f"square or of {sketch_rows} rows and more columns,"
+                raise ValueError(f"{path}: matrix of {names[0]!r} must be {kind} float32, got {shape}")
+            if _is_sketch(matrix) != (names[0] in errors):
+                raise ValueError(f"{path}: sketches have an error each, and no other matrix has; {names[0]!r} differs")
+            if not _is_sketch(matrix) and (
+                (matrix.diagonal() < 0).any() or (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max()
+            ):
                 raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
             stats._matrices.update(dict.fromkeys(names, matrix))
+        stats._errors = errors
         return stats
 
 
@@ -207,7 +271,7 @@ def collect_statistics(
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     if not layers:
         raise ValueError("model has no dual-mode layer to collect statistics of")
-    collector = _Collector(tokens, max_tokens_per_batch, seed)
+    collector = _Collector(tokens, max_tokens_per_batch, seed, into.sketch_rows)
     modes = {module: module.training for module in model.modules()}
     handles = []
     count = 0
@@ -235,12 +299,13 @@ def collect_statistics(
 class _Collector:
     """Accumulates X'X once for all layers that are handed the same tensor object."""
 
-    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
+    def __init__(self, tokens: str, max_tokens: int | None, seed: int, sketch_rows: int | None) -> None:
         self.tokens = tokens
         self.max_tokens = max_tokens
+        self.sketch_rows = sketch_rows
         self.generator = torch.Generator().manual_seed(seed)
         self.leader_of: dict[str, str] = {}
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Term] = {}
         # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
         # memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -263,7 +328,8 @@ class _Collector:
                 )
             return
         self.inputs[name] = weakref.ref(hidden)
-        self.sums[name] = _accumulate(self.sums.get(name), self._select(name, hidden))
+        rows = self._select(name, hidden)
+        self.sums[name] = _extend(self.sums.get(name), rows, self.sketch_rows, f"input of layer {name!r}")
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":
@@ -276,13 +342,25 @@ class _Collector:
         chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
         return rows[chosen.to(rows.device)]
 
-    def terms(self) -> dict[tuple[str, ...], torch.Tensor]:
+    def terms(self) -> dict[tuple[str, ...], Term]:
         for total in self.sums.values():
             _mirror(total)
         groups: dict[str, list[str]] = {}
         for name, leader in self.leader_of.items():
             groups.setdefault(leader, []).append(name)
         return {tuple(names): self.sums[leader] for leader, names in groups.items()}
+
+
+def _is_sketch(matrix: torch.Tensor) -> bool:
+    return matrix.shape[0] < matrix.shape[1]
+
+
+def _extend(term: Term | None, tokens: torch.Tensor, sketch_rows: int | None, name: str) -> Term:
+    """The term plus X'X, exactly or as a sketch."""
+    total, error = (None, 0.0) if term is None else term
+    if sketch_rows is None or tokens.shape[-1] <= sketch_rows:
+        return _accumulate(total, tokens), error
+    return extend(total, error, tokens, sketch_rows, name)
 
 
 def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -295,8 +373,11 @@ def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tenso
     return total
 
 
-def _mirror(total: torch.Tensor) -> None:
+def _mirror(term: Term) -> None:
     """Copy the upper triangle into the lower one, in place."""
+    total, _ = term
+    if _is_sketch(total):
+        return
     for block in _blocks(len(total)):
         square = total[block, block]
         square.copy_(square.triu() + square.triu(1).T)
@@ -309,13 +390,22 @@ def _blocks(width: int) -> list[slice]:
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
-def _read_groups(path: str | Path, text: str) -> list[list[str]]:
+def _read_layout(path: str | Path, metadata: dict[str, str]) -> tuple[list[list[str]], int | None, dict[str, float]]:
+    """Groups of layers, rows of a sketch or None, and errors by the first layer of a group."""
+    ((form, text),) = metadata.items()
     try:
-        groups = json.loads(text)
+        layout = json.loads(text)
+        rows, errors = (None, {}) if form == FORMAT else (layout["sketch_rows"], layout["errors"])
+        groups = layout if form == FORMAT else layout["groups"]
         names = [name for group in groups for name in group]
-    except (ValueError, TypeError) as error:
+        bounded = all(type(error) is float and 0 <= error < math.inf for error in errors.values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: metadata of the shared layers is damaged: {error}") from error
     well_formed = all(isinstance(group, list) and group for group in groups)
     if not well_formed or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError(f"{path}: metadata of the shared layers must list each layer once, got {text[:200]}")
-    return groups
+    if form == SKETCH_FORMAT and (type(rows) is not int or rows < 1 or not bounded):
+        raise ValueError(f"{path}: sketches must have rows and errors, numbers from 0 on, got {text[:200]}")
+    if not errors.keys() <= {group[0] for group in groups}:
+        raise ValueError(f"{path}: metadata of the shared layers has errors of other layers: {text[:200]}")
+    return groups, rows, errors

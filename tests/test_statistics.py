@@ -174,7 +174,7 @@ def test_what_was_collected_is_kept_and_not_copied(monkeypatch):
 
     monkeypatch.setattr(dulbe_peft.statistics._Collector, "terms", record)
     stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
-    assert all(stats[names[0]] is matrix for names, matrix in collected[0].items())
+    assert all(stats[names[0]] is matrix for names, (matrix, _) in collected[0].items())
 
 
 def test_merge_adds_and_copies():
