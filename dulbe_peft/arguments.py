@@ -6,7 +6,16 @@ import sys
 from dataclasses import dataclass, field
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
-MACHINE_SETTINGS = ("device", "log_with", "num_workers", "pixel_cache_mb", "profile", "progress")
+MACHINE_SETTINGS = (
+    "device",
+    "eval_batch_size",
+    "log_with",
+    "num_workers",
+    "pixel_cache_mb",
+    "profile",
+    "progress",
+    "torch_compile",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,14 @@ class LearnerArguments:
     statistics_tokens: str = field(
         default="all",
         metadata={"help": "Which tokens enter the input statistics.", "choices": ("all", "cls", "patch")},
+    )
+    statistics: str = field(
+        default="exact",
+        metadata={
+            "help": "Input statistics in full, or an approximation: of matrices wider than 2 K_h a sketch of so many "
+            "rows, with a bound on what it lacks.",
+            "choices": ("exact", "sketch"),
+        },
     )
     prompt_template: str = field(default="a photo of a {}.", metadata={"help": "Prompt; {} takes the class name."})
     class_name_style: str = field(
@@ -100,8 +117,11 @@ class LearnerArguments:
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
                 raise ValueError(f"{f.name} must be one of {list(choices)}, got {getattr(self, f.name)!r}")
-        if not isinstance(self.progress, bool):
-            raise TypeError(f"progress must be true or false, got {self.progress!r}")
+        for name in ("profile", "progress", "torch_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.log_with, (str, type(None))):
+            raise TypeError(f"log_with must be a tracker's name, got {self.log_with!r}")
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a text such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         if not isinstance(self.prompt_template, str) or self.prompt_template.count("{}") != 1:

@@ -87,7 +87,7 @@ def unit_image_embeds(model: nn.Module, pixel_values: torch.Tensor) -> torch.Ten
 
 
 def unit_text_embeds(model: nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Unit text embeddings e, (classes, d) in float32, from token ids and mask, each (classes, length)."""
+    """Unit text embeddings e, (classes, d) in float32, from token ids, (classes, length)."""
     return _unit(model.get_text_features(**tokens))  # type: ignore[operator]
 
 
@@ -97,7 +97,9 @@ def _unit(output: Any) -> torch.Tensor:
 
 
 def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[str, torch.Tensor]:
-    """Token ids and attention mask, (prompts, longest prompt), padded no further than the longest one.
+    """Token ids, (prompts, longest prompt), padded no further than the longest one.
+
+    No mask goes with them: the text tower is causal and read at the first end token, so padding behind it is not seen.
 
     Raises:
         ValueError: a prompt needs more than `max_length` tokens, or two prompts give the same tokens.
@@ -111,8 +113,11 @@ def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[st
             other = seen[tuple(ids)]
             raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
-    batch = processor.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return {
+        "input_ids": processor.tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")[
+            "input_ids"
+        ]
+    }
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:

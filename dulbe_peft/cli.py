@@ -183,7 +183,9 @@ def _converter(annotation: str) -> Any:
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The YAML file's settings, with the flags' on top."""
-    known = {field.name for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in _fields(cls)}
+    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
+    types = {field.name: str(field.type) for cls in classes for field in _fields(cls)}
+    known = set(types)
     settings: dict[str, Any] = {}
     if arguments.config:
         import yaml
@@ -203,9 +205,21 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
                 close = difflib.get_close_matches(str(name), sorted(known), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
-        settings.update(loaded)
+        settings.update({name: _from_yaml(value, types[name]) for name, value in loaded.items()})
     settings.update({name: value for name, value in vars(arguments).items() if name in known})
     return settings
+
+
+def _from_yaml(value: Any, annotation: str) -> Any:
+    """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
+    if annotation == "float" and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if annotation == "str" and isinstance(value, bool):
+        return "yes" if value else "no"
+    return value
 
 
 def _pick(cls: Any, settings: dict[str, Any]) -> Any:

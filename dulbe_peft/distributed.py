@@ -11,13 +11,16 @@ parameters bypass the hooks of a data-parallel wrapper, so the model is never wr
 | gradients of a step, probe gradients | `sum_over_processes` |
 | statistics of a task, features of a pass | `sum_over_processes`; each image in one process |
 | bases, decisions, anything on disk | `on_main_process`: made once, copied to all |
+| what goes wrong in one process | `together`: raised in all, before any of them waits for the one that stopped |
 
 With one process every function here returns what it was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,7 +87,10 @@ def copy_from_main(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def on_main_process(make: Callable[[], T]) -> T:
-    """What `make` returns in the first process, in all of them; what it raises there is raised in all."""
+    """What `make` returns in the first process, in all of them; what it raises there is raised in all.
+
+    The value is pickled for the others: tensors in it should be on the CPU.
+    """
     rank, size = world()
     if size == 1:
         return make()
@@ -94,10 +100,54 @@ def on_main_process(make: Callable[[], T]) -> T:
             outcome[0] = make()
         except Exception as error:
             outcome[1] = error
-    distributed.broadcast_object_list(outcome, src=0)
+    distributed.broadcast_object_list(outcome, src=0, group=_cpu_group())
     if outcome[1] is not None:
         raise outcome[1]
     return cast(T, outcome[0])
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Raise in all processes where the block raised in one; every process runs it, with the same collectives inside.
+
+    Without it a process that stopped would leave the others waiting, and, where its error is caught, take part in
+    their next sum with other numbers. The processes agree through the CPU, so no device is waited for.
+
+    Raises:
+        RuntimeError: the block raised in another process; the message says in which, and what.
+    """
+    size = world()[1]
+    if size == 1:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    messages: list[Any] = [None] * size
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    distributed.all_gather_object(messages, mine, group=_cpu_group())
+    if error is not None:
+        raise error
+    for other, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"process {other} stopped: {message}")
+
+
+def agree(value: object, what: str) -> None:
+    """Raise a `ValueError` in all processes where they were not given the same."""
+    size = world()[1]
+    if size > 1:
+        values: list[Any] = [None] * size
+        distributed.all_gather_object(values, value, group=_cpu_group())
+        if any(other != values[0] for other in values):
+            raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
+
+
+@cache
+def _cpu_group() -> distributed.ProcessGroup:
+    return distributed.new_group(backend="gloo")
 
 
 def refuse_sharded(model: nn.Module) -> None:

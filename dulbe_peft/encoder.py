@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import tokenize, unit_image_embeds, unit_text_embeds
-from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, world
+from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, together, world
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.profiling import Profile
@@ -57,8 +57,10 @@ class Encoder:
         size = self.args.batch_size
         batches = [list(order[start : start + size]) for start in range(0, len(order), size)]
         labels = torch.as_tensor(images.labels)
-        loaded = self._load(images, title, [own_rows(batch) for batch in batches])
-        for batch, (pixels, _, _) in zip(batches, loaded, strict=True):
+        loaded = iter(self._load(images, title, [own_rows(batch) for batch in batches]))
+        for batch in batches:
+            with together():
+                pixels, _, _ = next(loaded)
             index = torch.tensor(batch)
             yield send_to_device((pixels, labels[index], index), self.device, non_blocking=True)
 
@@ -94,15 +96,16 @@ class Encoder:
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
         features = torch.zeros(len(images), self.clip.config.projection_dim, device=self.device)
-        for pixels, _, index in self.batches(images, title):
-            features[index] = self.image_embeds(pixels)
+        with together():
+            for pixels, _, index in self.batches(images, title):
+                features[index] = self.image_embeds(pixels)
         sum_over_processes([features])
         return features
 
     # ------------------------------------------------------------------ class names
 
     def tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Token ids and mask of the names' prompts, (names, longest prompt)."""
+        """Token ids of the names' prompts, (names, longest prompt)."""
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
         batch = tokenize(self.processor, prompts, self.clip.config.text_config.max_position_embeddings)
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -111,8 +114,10 @@ class Encoder:
         """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
         total = len(tokens["input_ids"])
         rows = own_rows(range(total))
+        if len(rows) < total:
+            tokens = {name: tensor[rows] for name, tensor in tokens.items()}
         with self.autocast():
-            return gather_rows(unit_text_embeds(self.clip, {k: v[rows] for k, v in tokens.items()}), total)
+            return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
     def text_embeds(self, names: Sequence[str]) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""

@@ -24,7 +24,7 @@ def probe_gradients(
             short last batch is weighted by its size.
 
     Returns:
-        Layer name -> G, (out_features, in_features), in the base weight's dtype, on its device.
+        Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device.
 
     Raises:
         ValueError: there is no batch, a batch size is not positive, a loss or gradient is not finite, or the loss does
@@ -45,7 +45,9 @@ def probe_gradients(
     model.eval()
     try:
         for layer in layers.values():
-            layer._probe_weight = layer.folded_weight(adapter).detach().requires_grad_()
+            weight = layer.folded_weight(adapter).detach()
+            # Sums over many batches are lost in half precision.
+            layer._probe_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
         weights = [layer._probe_weight for layer in layers.values()]
         for batch in batches:
             loss, size = _checked_loss(loss_fn(model, batch), len(losses))

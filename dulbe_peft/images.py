@@ -38,8 +38,8 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
         pixels = self.cache.get(index) if self.cache is not None else None
         if pixels is None:
-            image, _ = read_sample(self.dataset, index)
             try:
+                image, _ = read_sample(self.dataset, index)
                 if isinstance(image, Image.Image) and image.mode != "RGB":
                     image = to_rgb(image)
                 pixels = pixel_values(self.processor, image)

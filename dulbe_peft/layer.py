@@ -161,7 +161,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        self._folded: tuple[tuple[str, int, int], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._folded: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._probe_weight: torch.Tensor | None = None
         self._history_only = False
         self._active_adapter = adapter_name
@@ -206,14 +206,16 @@ class DualModeLinear(DualModeLayer):
         base, history = self._linear.weight, self.dulbe_history_B[adapter]
         if history.shape[1] == 0:
             return base
-        versions = (0, 0) if torch.compiler.is_compiling() else (base._version, history._version)
+        key: tuple[Any, ...] = (adapter,)
+        if not torch.compiler.is_compiling():
+            key = (adapter, base._version, base.data_ptr(), history._version, history.data_ptr())
         cached = self._folded
-        if cached is not None and cached[0] == (adapter, *versions) and cached[1] is base and cached[2] is history:
+        if cached is not None and cached[0] == key and cached[1] is base and cached[2] is history:
             return cached[3]
         with torch.inference_mode(False), torch.no_grad(), without_autocast(base):
             down = self.dulbe_history_P[adapter].float().T
             folded = torch.addmm(base.detach().float(), history.float(), down).to(base.dtype)
-        self._folded = ((adapter, *versions), base, history, folded)
+        self._folded = (key, base, history, folded)
         return folded
 
     def current_delta(self, adapter: str) -> torch.Tensor:
@@ -278,7 +280,7 @@ class DualModeLinear(DualModeLayer):
                 up = torch.cat([self.dulbe_shared_B[name], self.dulbe_residual_B[name]], dim=1)
                 extra.append((self.dulbe_P[name], up.to(self.dulbe_P[name].dtype)))
         if self._probe_weight is not None:
-            weight = self._probe_weight
+            weight = self._probe_weight.to(linear.weight.dtype)
         return updated_linear(x, weight, linear.bias, extra)
 
     # ------------------------------------------------------------------ state

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft import saving
-from dulbe_peft.allocation import allocate_modes
+from dulbe_peft.allocation import ModeBases, allocate_modes
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import check_clip_like, check_processor
 from dulbe_peft.distributed import (
+    agree,
     copy_from_main,
     on_main_process,
     own_part,
     refuse_sharded,
     sum_over_processes,
+    together,
 )
 from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
@@ -79,13 +82,13 @@ class ClassIncrementalLearner:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         self.args = args or LearnerArguments()
-        self.accelerator = _accelerator(self.args)
+        self.device = _device(self.args)
         refuse_sharded(model)
-        self.model = model.to(self.accelerator.device).eval()
+        self.model = model.to(self.device).eval()
         copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         self.clip = clip
         self.processor = processor
-        self.encoder = Encoder(clip, processor, self.args, self.accelerator.device)
+        self.encoder = Encoder(clip, processor, self.args, self.device)
         self.logit_scale = math.exp(float(clip.logit_scale.detach()))
         dim = clip.config.projection_dim
         if head is None:
@@ -102,11 +105,12 @@ class ClassIncrementalLearner:
             )
         if self.head.embed_dim != dim:
             raise ValueError(f"head takes features of {self.head.embed_dim} dimensions, the model gives {dim}")
-        self.head.to(self.accelerator.device)
+        self.head.to(self.device)
         self.statistics = OccupationStatistics()
         self.tasks: list[tuple[str, ...]] = []
         self.source: dict[str, str] | None = None
         self._step = 0
+        self._accelerator: Accelerator | None = None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -141,12 +145,14 @@ class ClassIncrementalLearner:
                 "this learner holds no statistics of its finished tasks (it was published without them): it can "
                 "predict and evaluate, but not tell which directions a new task may use"
             )
-        names = check_class_names(class_names, seen=self.class_names)
-        labels = checked_labels(dataset, names)
-        absent = sorted(set(range(len(names))) - {int(label) for label in labels})
-        if absent:
-            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
-        self.encoder.tokens((*self.class_names, *names))
+        with together():
+            names = check_class_names(class_names, seen=self.class_names)
+            labels = checked_labels(dataset, names)
+            absent = [name for index, name in enumerate(names) if index not in set(labels.tolist())]
+            if absent:
+                raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
+            self.encoder.tokens((*self.class_names, *names))
+        agree((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
         before = _clone(get_peft_model_state_dict(self.model, save_embedding_layers=False))
@@ -168,7 +174,7 @@ class ClassIncrementalLearner:
 
     def _plan(self, images: PixelDataset, names: Sequence[str]) -> torch.Tensor:
         """Probe the new task, install its modes, and return the teacher's features, (n, d)."""
-        teacher = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
+        teacher = torch.zeros(len(images), self.head.embed_dim, device=self.device)
         with torch.no_grad():
             text = self.encoder.text_embeds(names)
 
@@ -180,17 +186,16 @@ class ClassIncrementalLearner:
 
         with self.profile.phase("probe"):
             batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-            probe = probe_gradients(self.model, batches, loss_fn)
+            with together():
+                probe = probe_gradients(self.model, batches, loss_fn)
             sum_over_processes(probe.values())
         config = self.model.active_peft_config
-        allocate = partial(
-            allocate_modes,
-            probe,
-            self.statistics,
-            shared_rank=config.shared_rank,
-            residual_rank=config.residual_rank,
-            support_rank=config.support_rank,
-        )
+
+        def allocate() -> dict[str, ModeBases]:
+            ranks = {name: getattr(config, name) for name in ("shared_rank", "residual_rank", "support_rank")}
+            modes = allocate_modes(probe, self.statistics, **ranks)
+            return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
+
         with self.profile.phase("allocate"):
             self.model.begin_task(on_main_process(allocate))
         return teacher
@@ -207,6 +212,8 @@ class ClassIncrementalLearner:
             eta_min=0.0 if per_step else 0.01 * args.learning_rate,
         )
         tokens = self.encoder.tokens(names)
+        text = self.encoder.token_embeds(tokens)
+        text_learns = text.requires_grad
         with torch.no_grad():
             old_text = self.encoder.text_embeds(old_names) if old_names else None
         optimizer.zero_grad(set_to_none=True)
@@ -217,7 +224,9 @@ class ClassIncrementalLearner:
                 order = self._order(len(images), epoch)
                 title = self._title(f"epoch {epoch + 1}/{args.epochs}")
                 for batch in self.encoder.training_batches(images, title, order):
-                    task_loss, structure_loss = self._losses(batch, tokens, old_text, teacher)
+                    if text_learns:
+                        text = self.encoder.token_embeds(tokens)
+                    task_loss, structure_loss = self._losses(batch, text, old_text, teacher)
                     route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
                     sum_over_processes(p.grad for p in parameters if p.grad is not None)
                     optimizer.step()
@@ -232,12 +241,11 @@ class ClassIncrementalLearner:
             self.model.eval()
 
     def _losses(
-        self, batch: Batch, tokens: dict[str, torch.Tensor], old_text: torch.Tensor | None, teacher: torch.Tensor
+        self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy over the current classes and the structure loss over the old ones, from one forward pass."""
         pixels, labels, index = batch
         features = self.encoder.gathered_image_embeds(pixels, len(index))
-        text = self.encoder.token_embeds(tokens)
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
         if old_text is None or self.args.structure_weight == 0:
             return task_loss, None
@@ -266,22 +274,25 @@ class ClassIncrementalLearner:
             step = int((~finite).nonzero()[0])
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
         self._step += len(losses)
-        if self.args.log_with:
+        if self._accelerator:
             values = {"loss": losses.mean().item(), "epoch": epoch + 1, "task": len(self.tasks) + 1}
-            self.accelerator.log(values, step=self._step)
+            self._accelerator.log(values, step=self._step)
 
     def _close(self, images: PixelDataset, names: Sequence[str]) -> None:
         """One pass with the finished model: features for the head and, on the way, the layers' input statistics."""
-        features = torch.zeros(len(images), self.head.embed_dim, device=self.accelerator.device)
+        features = torch.zeros(len(images), self.head.embed_dim, device=self.device)
 
         def forward_fn(_: nn.Module, batch: Batch) -> None:
             pixels, _labels, index = batch
             features[index] = self.encoder.image_embeds(pixels)
 
         statistics = OccupationStatistics()
-        if own_part(range(len(images))):
-            batches = self.encoder.batches(images, self._title("close"))
-            collect_statistics(self.model, batches, forward_fn, into=statistics, tokens=self.args.statistics_tokens)
+        with together():
+            if own_part(range(len(images))):
+                batches = self.encoder.batches(images, self._title("close"))
+                collect_statistics(
+                    self.model, batches, forward_fn, into=statistics, tokens=self.args.statistics_tokens
+                )
         statistics.sum_over_processes(features.device)
         sum_over_processes([features])
         with torch.no_grad():
@@ -294,7 +305,10 @@ class ClassIncrementalLearner:
                 text = torch.cat([self.head.text_embeds.to(new_text), new_text])
         labels = torch.as_tensor(images.labels, device=features.device)
         self.head.add_classes(list(names), features, labels, text)
-        self.statistics.merge(statistics)
+        if self.statistics:
+            self.statistics.merge(statistics)
+        else:
+            self.statistics = statistics
 
     # ------------------------------------------------------------------ using
 
@@ -388,12 +402,15 @@ class ClassIncrementalLearner:
         """
         if not self.args.log_with:
             return run_stream(self, tasks, output_dir, resume)
-        self.accelerator.project_configuration.logging_dir = str(output_dir)
-        self.accelerator.init_trackers("dulbe_peft")
+        self._accelerator = Accelerator(
+            cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
+        )
+        self._accelerator.init_trackers("dulbe_peft")
         try:
             return run_stream(self, tasks, output_dir, resume)
         finally:
-            self.accelerator.end_training()
+            self._accelerator.end_training()
+            self._accelerator = None
 
     # ------------------------------------------------------------------ saving
 
@@ -489,14 +506,17 @@ def _clone(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
-def _accelerator(args: LearnerArguments) -> Accelerator:
-    if args.device not in ("auto", "cpu"):
-        available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if available is None or available.type != args.device:
-            found = "none" if available is None else available.type
-            raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {found}")
-    accelerator = Accelerator(cpu=args.device == "cpu", log_with=args.log_with, project_dir="runs")
-    kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_CPU") and not kind.startswith("MULTI_"):
-        raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights, use MULTI_GPU")
-    return accelerator
+def _device(args: LearnerArguments) -> torch.device:
+    """The device that was asked for, in whichever processes the launcher started; accelerate joins them."""
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
+            raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if args.device not in ("auto", "cpu") and (found is None or found.type != args.device):
+        name = "none" if found is None else found.type
+        raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {name}")
+    state = PartialState(cpu=args.device == "cpu")
+    if state.num_processes > 1:
+        return state.device
+    # accelerate's own device is that of the first learner in this Python process.
+    return torch.device("cpu") if args.device == "cpu" or found is None else found

@@ -29,7 +29,6 @@ def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     """
     fused = (
         len(updates) == 1
-        and torch.is_grad_enabled()
         and not weight.requires_grad
         and (bias is None or not bias.requires_grad)
         and x.dtype == weight.dtype == updates[0][0].dtype == updates[0][1].dtype
@@ -54,10 +53,12 @@ class _UpdatedLinear(torch.autograd.Function):
         down: torch.Tensor,
         up: torch.Tensor,
     ) -> torch.Tensor:
-        hidden = x.reshape(-1, x.shape[-1]) @ down
+        # Products with a few columns are several times faster where these lie side by side in memory.
+        down, up = down.T.contiguous(), up.T.contiguous()
+        hidden = x.reshape(-1, x.shape[-1]) @ down.T
         ctx.save_for_backward(weight, down, up, hidden)
         result = F.linear(x, weight, bias)
-        result.view(-1, result.shape[-1]).addmm_(hidden, up.T)
+        result.view(-1, result.shape[-1]).addmm_(hidden, up)
         return result
 
     @staticmethod
@@ -68,10 +69,10 @@ class _UpdatedLinear(torch.autograd.Function):
         live = _live_rows(rows)
         if live is not None:
             rows, hidden = rows[live], hidden[live]
-        grad_up = rows.T @ hidden if ctx.needs_input_grad[4] else None
+        grad_up = (hidden.T @ rows).T if ctx.needs_input_grad[4] else None
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, grad_up
-        grad_x = (rows @ weight).addmm_(rows @ up, down.T)
+        grad_x = (rows @ weight).addmm_(rows @ up.T, down)
         if live is not None:
             grad_x = grad_x.new_zeros(grad.numel() // grad.shape[-1], grad_x.shape[1]).index_copy_(0, live, grad_x)
         return grad_x.view(*grad.shape[:-1], -1), None, None, None, grad_up

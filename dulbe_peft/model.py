@@ -82,18 +82,18 @@ class DualModeLoraModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
-        if peft_config.target_modules == "all-linear":
-            return
+        every = peft_config.target_modules == "all-linear"
         names = [name for name, _ in model.named_modules() if name]
         visual = False
         for name, module in model.named_modules():
-            if not name or ".base_layer" in name or not self._check_target_module_exists(peft_config, name):
+            if not name or ".base_layer" in name or (every and not isinstance(module, nn.Linear)):
                 continue
-            if isinstance(self._check_target_module_exists(peft_config, name), _ExcludedModule):
+            targeted = every or self._check_target_module_exists(peft_config, name)
+            if not targeted or isinstance(targeted, _ExcludedModule):
                 continue
             self._check_target(peft_config, name, module)
             visual = visual or not self._in_text_tower(name)
-        if not visual and not peft_config.exclude_modules and not peft_config.modules_to_save:
+        if not visual and not every and not peft_config.exclude_modules and not peft_config.modules_to_save:
             raise _NoTarget(_no_target_message(peft_config, names))
 
     def _check_target(self, peft_config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
@@ -242,16 +242,20 @@ class DualModeLoraModel(BaseTuner):
 
     @contextmanager
     def previous_task(self) -> Iterator[None]:
-        """The vision tower as it was when this task began: history on, current modes off. The text LoRA stays."""
+        """The vision tower as it was when this task began: history on, current modes off.
+
+        The text LoRA and `modules_to_save` stay as they are.
+        """
         layers = list(self.dual_mode_layers().values())
         self._check_unmerged()
+        before = [layer._history_only for layer in layers]
         for layer in layers:
             layer._history_only = True
         try:
             yield
         finally:
-            for layer in layers:
-                layer._history_only = False
+            for layer, flag in zip(layers, before, strict=True):
+                layer._history_only = flag
 
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})

@@ -175,7 +175,7 @@ def _restore_around(learner: Any, folder: Path, adapter: dict[str, torch.Tensor]
     """Head, statistics, tasks and step count of a folder that was checked; `adapter` too, where it is not in yet."""
     state = _read_state(folder)
     with _strictly(folder):
-        head = BridgeEnsembleHead.from_pretrained(folder).to(learner.accelerator.device)
+        head = BridgeEnsembleHead.from_pretrained(folder).to(learner.device)
         statistics = _read_statistics(learner, folder)
     names = [name for task in state["tasks"] for name in task]
     if head.class_names != names or head.embed_dim != learner.clip.config.projection_dim:

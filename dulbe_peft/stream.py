@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from dulbe_peft import checkpoint
 from dulbe_peft.arguments import MACHINE_SETTINGS
 from dulbe_peft.checkpoint import CheckpointError, library_versions
+from dulbe_peft.config import PREFIX
 from dulbe_peft.data import fingerprint
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.interrupts import stop_between_batches
@@ -28,6 +30,7 @@ RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
 LOCK_FILE = ".lock"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _TASK_FOLDER = r"task-\d{3,}"
 
 
@@ -76,27 +79,36 @@ def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[s
         if learner.tasks:
             raise ValueError(f"the learner has already learned {len(learner.tasks)} tasks: a stream starts with none")
         _refuse_old_folders(output, resume)
-        progress = {"rows": [], "seconds": [], "phases": [], "zero_shot": _zero_shot(learner, stream)}
+        progress = {"rows": [], "zero_shot": _zero_shot(learner, stream)}
         if progress["zero_shot"]:
             _say(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
+    timings = _read_timings(output, len(learner.tasks))
     for index in range(len(learner.tasks), len(stream)):
         started = time.perf_counter()
         learner.learn_task(stream[index].train, stream[index].class_names)
         with learner.profile.phase("test"):
             progress["rows"].append(_test(learner, stream[: index + 1]))
-        progress["seconds"].append(time.perf_counter() - started)
         with learner.profile.phase("save"):
             _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
-        progress["phases"].append(dict(learner.profile.seconds))
-        _say(_line(progress, index, len(stream), len(learner.class_names)))
+        seconds = time.perf_counter() - started
+        done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
+        timings.append(done)
+        on_main_process(partial(checkpoint.write_json, output / TIMINGS_FILE, {"tasks": timings}))
+        _say(_line(progress, index, len(stream), len(learner.class_names)) + f", {seconds:.1f} s")
         if learner.args.profile:
             _say(learner.profile.table())
     results = _results(learner, progress, identity)
-    timings = {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "phases_per_task": progress["phases"]}
-    timings["seconds_per_task"] = progress["seconds"]
-    for name, content in ((TIMINGS_FILE, timings), (RESULTS_FILE, results)):
-        on_main_process(partial(checkpoint.write_json, output / name, content))
+    on_main_process(partial(checkpoint.write_json, output / RESULTS_FILE, results))
     return results
+
+
+def _read_timings(output: Path, finished: int) -> list[Any]:
+    """Those of the finished tasks; unknown where the file is not there, or no longer whole."""
+    try:
+        tasks = list(json.loads((output / TIMINGS_FILE).read_text(encoding="utf-8"))["tasks"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        tasks = []
+    return [*tasks[:finished], *[None] * (finished - len(tasks))]
 
 
 def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
@@ -109,8 +121,30 @@ def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
         "adapter": {k: str(v) if k.endswith("_type") else v for k, v in config.items()},
         "arguments": arguments,
         "classes": [list(task.class_names) for task in stream],
-        "data": [[fingerprint(task.train), None if task.test is None else fingerprint(task.test)] for task in stream],
+        "data": [[_fingerprint(learner, data) for data in (task.train, task.test)] for task in stream],
+        "head": _head_settings(learner.head),
+        "base_model": _base_model_sha256(learner),
     }
+
+
+def _fingerprint(learner: Any, dataset: Any) -> str | None:
+    # An online teacher is there for images that are augmented anew each time.
+    return None if dataset is None else fingerprint(dataset, look=learner.args.teacher == "cached")
+
+
+def _head_settings(head: Any) -> dict[str, Any]:
+    settings = {name: getattr(head, name) for name in ("embed_dim", "reliability_temperature", "logit_scale")}
+    return settings | {"depths": head.depths.tolist()}
+
+
+def _base_model_sha256(learner: Any) -> str:
+    """Of the pristine weights' names, shapes and first values."""
+    digest = hashlib.sha256()
+    for name, tensor in learner.clip.state_dict().items():
+        if PREFIX not in name and "modules_to_save" not in name:
+            first = tensor.flatten()[:64].double().cpu().numpy()
+            digest.update(f"{name} {tuple(tensor.shape)}".encode() + first.tobytes())
+    return digest.hexdigest()
 
 
 def _task_folders(output: Path) -> list[Path]:
@@ -134,7 +168,6 @@ def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, A
     learner.restore(folder)
     _say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    progress |= {"seconds": [None] * len(progress["rows"]), "phases": [None] * len(progress["rows"])}
     return progress
 
 
@@ -181,8 +214,7 @@ def _plain(value: Any) -> Any:
 def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
         learner.write(temporary)
-        kept = {k: v for k, v in progress.items() if k in ("rows", "zero_shot")}
-        checkpoint.write_json(temporary / PROGRESS_FILE, kept)
+        checkpoint.write_json(temporary / PROGRESS_FILE, progress)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
@@ -216,7 +248,7 @@ def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str
     if "accuracy" in row:
         by_task = " ".join(f"{100 * value:.1f}" for value in row["accuracy_by_task"])
         text += f", text {100 * row['text_accuracy']:.1f} %, head {100 * row['accuracy']:.1f} %, by task [{by_task}]"
-    return text + f", {progress['seconds'][index]:.1f} s"
+    return text
 
 
 def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:

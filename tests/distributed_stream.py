@@ -1,9 +1,11 @@
 """What tests/test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
-with. Arguments: the output folder, and how many processes are meant to run."""
+with. Arguments: the output folder, how many processes are meant to run, and "break" for errors
+in one process alone before the stream."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +30,42 @@ def world_from_launcher() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+class OneUnreadable:
+    """Digits of which one image cannot be read in the second process."""
+
+    def __init__(self, digits: DigitImages, rank: int, index: int) -> None:
+        self.digits, self.labels, self.broken = digits, digits.labels, index if rank == 1 else -1
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == self.broken:
+            raise OSError("disk on fire")
+        return self.digits[index]
+
+
+def fail_alone(learner: ClassIncrementalLearner, digits: DigitImages, rank: int) -> None:
+    """Break the probe, the training, the closing pass and the choice of classes, each time in one process alone."""
+    task = class_incremental_tasks(digits, increment=2)[0]
+    expected = (ValueError, "disk on fire") if rank == 1 else (RuntimeError, "process 1 stopped: .*disk on fire")
+    for index in (0, len(task.train) - 1):
+        broken = OneUnreadable(task.train, rank, index)
+        try:
+            learner.learn_task(broken, task.class_names)
+        except expected[0] as error:
+            assert re.search(expected[1], str(error)), error
+        else:
+            raise SystemExit("a broken image was learned")
+    names = task.class_names if rank == 0 else task.class_names[::-1]
+    try:
+        learner.learn_task(task.train, names)
+    except ValueError as error:
+        assert "differ" in str(error), error
+    else:
+        raise SystemExit("two tasks were learned as one")
+
+
 def main() -> None:
     output, processes = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
@@ -47,6 +85,8 @@ def main() -> None:
     learner = ClassIncrementalLearner(model, processor, args=args)
     if world() != (rank, processes):
         raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+    if sys.argv[3:] and size > 1:
+        fail_alone(learner, digits, rank)
     learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / "run")
     state = {
         k: v.contiguous() for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
+import dulbe_peft.cli
 from dulbe_peft import cli
 from dulbe_peft.cli import StreamArguments, _parser, _pick, _settings, _tasks, main
 from dulbe_peft.config import DualModeLoraConfig
@@ -177,3 +178,17 @@ def test_demo_reaches_what_it_promises(tmp_path):
     assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9
     assert "before any training" in said and "task 5/5" in said
     assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_yaml_s_own_readings_of_numbers_and_of_no(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(
+        "learning_rate: 1e-3\nmixed_precision: no\nmodel: x\ndata: y\noutput: z\nseed: 3\n"
+    )
+    seen = []
+    monkeypatch.setattr(dulbe_peft.cli, "_tasks", lambda stream: seen.append(stream) or 1 / 0)
+    real = dulbe_peft.cli._pick
+    monkeypatch.setattr(dulbe_peft.cli, "_pick", lambda cls, settings: seen.append(real(cls, settings)) or seen[-1])
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "--config", str(tmp_path / "run.yaml")])
+    args = seen[2]
+    assert (args.learning_rate, args.mixed_precision, args.seed) == (1e-3, "no", 3)

@@ -20,10 +20,10 @@ STREAM = Path(__file__).with_name("distributed_stream.py")
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
-def launch(processes, output):
+def launch(processes, output, *more):
     output.mkdir(exist_ok=True)
     start = (*LAUNCH, str(processes)) if processes > 1 else ()
-    command = [sys.executable, *start, str(STREAM), str(output), str(processes)]
+    command = [sys.executable, *start, str(STREAM), str(output), str(processes), *more]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     return [load_file(output / f"process-{rank}.safetensors") for rank in range(processes)], done
@@ -53,6 +53,14 @@ def test_two_processes_resume_what_one_began(tmp_path):
     assert "resuming after task-002" in done.stdout + done.stderr
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["class_names"] == whole["class_names"]
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_in_one_process_is_raised_in_all_and_leaves_them_in_step(tmp_path):
+    """The launched script catches each error and goes on; what it then learns is what it would have learned."""
+    calm, shaken = launch(2, tmp_path / "calm")[0], launch(2, tmp_path / "shaken", "break")[0]
+    for left, right in zip(calm, shaken, strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 # ---------------------------------------------------------------------- one process
@@ -116,13 +124,11 @@ def test_a_tensor_sharded_by_fsdp2_is_refused():
     assert "is sharded over processes" in done.stdout, done.stderr
 
 
-def test_a_launch_that_shards_is_refused(monkeypatch):
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
-
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_launch_that_shards_is_refused(monkeypatch, kind):
     from dulbe_peft import LearnerArguments
-    from dulbe_peft.learner import _accelerator
+    from dulbe_peft.learner import _device
 
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(ValueError, match="FSDP"):
-        _accelerator(LearnerArguments(device="cpu"))
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(ValueError, match=kind):
+        _device(LearnerArguments(device="cpu"))

@@ -134,3 +134,17 @@ def test_one_mode_alone(tiny_clip, ranks):
     route_gradients(model, *losses(model))
     mode = model.shared_parameters() if ranks[0] else model.residual_parameters()
     assert all(p.grad.abs().sum() > 0 for p in mode)
+
+
+def test_a_half_precision_model_s_gradients_are_summed_in_float32(tiny_clip):
+    model = get_peft_model(tiny_clip().to(torch.bfloat16), DualModeLoraConfig(residual_rank=2))
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.bfloat16)
+
+    def loss_fn(model, _):
+        return model.get_image_features(pixels).pooler_output.float().square().mean(), 1
+
+    once = probe_gradients(model, [0], loss_fn)
+    often = probe_gradients(model, range(600), loss_fn)
+    for name, gradient in once.items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(often[name], gradient, rtol=1e-3, atol=1e-6)

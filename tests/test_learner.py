@@ -20,6 +20,7 @@ from dulbe_peft import (
     CheckpointError,
     ClassIncrementalLearner,
     DualModeLoraConfig,
+    DualModeLoraModel,
     LearnerArguments,
     OccupationStatistics,
     allocate_modes,
@@ -174,13 +175,21 @@ class Literal:
         self.head.add_classes(list(names), z, labels, text)
 
 
-def test_cached_and_online_teacher_agree(base, digits):
+def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
+    previous, calls = DualModeLoraModel.previous_task, []
+
+    def counted(model):
+        calls.append(model)
+        return previous(model)
+
+    monkeypatch.setattr(DualModeLoraModel, "previous_task", counted)
     results = []
     for teacher in ("cached", "online"):
         learner = make_learner(base, teacher=teacher)
         for task in stream(digits, 2):
             learner.learn_task(task.train, task.class_names)
         results.append(logits(learner, digits))
+        assert len(calls) == (0 if teacher == "cached" else 2)  # 12 images in batches of 8, at the second task alone
     torch.testing.assert_close(*results, atol=2e-2, rtol=1e-3)
 
 
@@ -189,7 +198,8 @@ def test_cached_and_online_teacher_agree(base, digits):
     [
         {"structure_weight": 0.0},
         {"text_embeds": "at_introduction"},
-        {"kl_reduction": "batchmean", "lr_schedule": "epoch"},
+        {"kl_reduction": "batchmean"},
+        {"lr_schedule": "epoch"},
         {"statistics_tokens": "patch"},
         {"mixed_precision": "bf16"},
     ],
@@ -213,6 +223,30 @@ def test_how_images_are_read_does_not_matter(base, digits, fields):
             learner.learn_task(task.train, task.class_names)
         outcomes.append(logits(learner, digits))
     assert torch.equal(*outcomes)
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
+def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
+    schedules = []
+    real = torch.optim.lr_scheduler.CosineAnnealingLR
+    monkeypatch.setattr(
+        torch.optim.lr_scheduler, "CosineAnnealingLR", lambda *a, **k: schedules.append(real(*a, **k)) or schedules[-1]
+    )
+    task = stream(digits, 1)[0]
+    make_learner(base, epochs=2, learning_rate=1e-3, lr_schedule=schedule).learn_task(task.train, task.class_names)
+    assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
+
+
+def test_frozen_texts_are_encoded_once_a_task(base, digits, monkeypatch):
+    clip, processor = base
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8, text_rank=0))
+    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, "epochs": 3}))
+    batches = []
+    real = learner.encoder.token_embeds
+    monkeypatch.setattr(learner.encoder, "token_embeds", lambda tokens: batches.append(tokens) or real(tokens))
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    assert len(batches) == 3  # for the probe, for all steps, for the head
 
 
 def test_accuracy_rises_and_predictions_are_names(base, digits):
@@ -427,6 +461,7 @@ def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
         with pytest.raises(ValueError, match="no room"):
             learner.learn_task(second.train, second.class_names)
     assert learner.head.class_names == list(first.class_names) and learner.model.active_peft_config.history_rank == 3
+    assert learner._step == 2
     for parameter in learner.model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     for one in (learner, calm):
@@ -581,7 +616,7 @@ def test_learners_of_two_precisions_live_in_one_process(base, digits):
 def test_the_time_of_a_task_is_split_into_its_phases(base, digits, tmp_path, capsys):
     learner = make_learner(base, profile=True)
     learner.run(stream(digits, 2), tmp_path)
-    phases = json.loads((tmp_path / "timings.json").read_text())["phases_per_task"]
-    assert [sorted(task) for task in phases] == [["allocate", "close", "probe", "save", "test", "train"]] * 2
+    phases = json.loads((tmp_path / "timings.json").read_text())["tasks"]
+    assert [sorted(task["phases"]) for task in phases] == [["allocate", "close", "probe", "save", "test", "train"]] * 2
     assert 0 < learner.profile.waiting["train"] <= learner.profile.seconds["train"]
     assert "waiting for images" in capsys.readouterr().out

@@ -433,3 +433,28 @@ def test_configuration_file_is_the_same_in_every_process(tmp_path):
     assert written[0] == written[1]
     loaded = peft.PeftConfig.from_pretrained(tmp_path / "1")
     assert isinstance(loaded, DualModeLoraConfig) and loaded.target_modules == ["fc1", "k_proj", "v_proj"]
+
+
+def test_an_inner_previous_task_leaves_the_outer_one_on(model):
+    randomise([*model.shared_parameters(), *model.residual_parameters()])
+    with model.previous_task():
+        before = image_features(model)
+        with model.previous_task():
+            pass
+        assert torch.equal(image_features(model), before)
+
+
+def test_a_weight_that_was_put_in_place_of_another_is_seen(model):
+    randomise([*model.shared_parameters(), *model.residual_parameters()])
+    model.fold_task()
+    layer = next(iter(model.dual_mode_layers().values()))
+    before = layer.folded_weight("default")
+    layer.get_base_layer().weight.data = layer.get_base_layer().weight.data + 1
+    torch.testing.assert_close(layer.folded_weight("default"), before + 1)
+
+
+def test_all_linear_is_refused_whole(tiny_clip):
+    clip = tiny_clip()
+    with pytest.raises(ValueError, match="40"):
+        get_peft_model(clip, DualModeLoraConfig(target_modules="all-linear", residual_rank=39))
+    assert not any("dulbe_" in name for name in clip.state_dict())

@@ -17,6 +17,7 @@ from peft import get_peft_model
 from PIL import Image
 
 from dulbe_peft import (
+    BridgeEnsembleHead,
     CheckpointError,
     ClassIncrementalLearner,
     DualModeLoraConfig,
@@ -79,13 +80,29 @@ def content(root):
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
+class Noisy:
+    """A dataset whose images are other ones each time."""
+
+    def __init__(self, dataset):
+        self.dataset, self.labels = dataset, dataset.labels
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        sample = self.dataset[index]
+        noise = np.random.default_rng().integers(0, 9, 3)
+        image = Image.fromarray((np.asarray(sample["image"]) // 2 + noise).astype(np.uint8))
+        return {"image": image, "label": sample["label"]}
+
+
 class Breaking:
-    """A dataset that does something when an image is read for the n-th time, its fingerprint's 2 x 4 not counted."""
+    """A dataset that does something when an image is read for the n-th time, its fingerprint's four not counted."""
 
     def __init__(self, dataset, call, action):
         self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
         self.content_id = dataset.content_id
-        self.calls, self.call, self.action = -8, call, action
+        self.calls, self.call, self.action = -4, call, action
 
     def __len__(self):
         return len(self.dataset)
@@ -102,7 +119,7 @@ def breaking(tasks, call, action):
 
 
 def assert_first_task_is_intact(output, finished):
-    assert [path.name for path in output.iterdir()] == ["task-001"]
+    assert sorted(path.name for path in output.iterdir()) == ["task-001", "timings.json"]
     files = read_manifest(output / "task-001")["files"]
     assert files == read_manifest(finished / "task-001")["files"]
 
@@ -119,6 +136,40 @@ def test_a_task_folder_names_its_run(finished):
     assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
     assert sorted(path.name for path in finished.iterdir()) == ["results.json", "task-001", "task-002", "timings.json"]
     assert "finished" not in json.loads((finished / "results.json").read_text())
+
+
+def test_a_run_with_another_head_or_base_model_is_refused(base, photos, finished, tmp_path):
+    output = shutil.copytree(finished, tmp_path / "run")
+    learner = make_learner(base)
+    learner.head = BridgeEnsembleHead(learner.head.embed_dim, depths=[0.5], logit_scale=learner.logit_scale)
+    with pytest.raises(ValueError, match=r"another run: head\.depths differ"):
+        learner.run(tasks_of(photos), output)
+    clip, processor = base
+    other = copy.deepcopy(clip)
+    other.vision_model.encoder.layers[1].mlp.fc1.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="another run: base_model differ"):
+        make_learner((other, processor)).run(tasks_of(photos), output)
+
+
+def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, finished, tmp_path):
+    output = shutil.copytree(finished, tmp_path / "run")
+    before = json.loads((output / "timings.json").read_text())["tasks"]
+    make_learner(base).run(tasks_of(photos), output)
+    assert json.loads((output / "timings.json").read_text())["tasks"] == before
+    shutil.rmtree(output / "task-002")
+    (output / "timings.json").write_text('{"tasks": [')
+    make_learner(base).run(tasks_of(photos), output)
+    first, second = json.loads((output / "timings.json").read_text())["tasks"]
+    assert first is None and second["seconds"] >= sum(second["phases"].values()) > 0
+
+
+def test_augmented_data_is_known_by_what_does_not_change(base, photos, tmp_path):
+    def tasks():
+        return [Task(Noisy(task.train), task.test, task.class_names) for task in tasks_of(photos)]
+
+    make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "task-002")
+    make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
