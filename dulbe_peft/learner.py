@@ -106,11 +106,16 @@ class ClassIncrementalLearner:
         if self.head.embed_dim != dim:
             raise ValueError(f"head takes features of {self.head.embed_dim} dimensions, the model gives {dim}")
         self.head.to(self.device)
-        self.statistics = OccupationStatistics()
+        self.statistics = self.new_statistics()
         self.tasks: list[tuple[str, ...]] = []
         self.source: dict[str, str] | None = None
         self._step = 0
         self._accelerator: Accelerator | None = None
+
+    def new_statistics(self) -> OccupationStatistics:
+        """Empty ones of the kind that `args` asks for; a sketch leaves the K_h directions of a support unshrunk."""
+        support_rank = self.model.active_peft_config.support_rank
+        return OccupationStatistics(max(1, 2 * support_rank) if self.args.statistics == "sketch" else None)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -286,7 +291,7 @@ class ClassIncrementalLearner:
             pixels, _labels, index = batch
             features[index] = self.encoder.image_embeds(pixels)
 
-        statistics = OccupationStatistics()
+        statistics = self.new_statistics()
         with together():
             if own_part(range(len(images))):
                 batches = self.encoder.batches(images, self._title("close"))

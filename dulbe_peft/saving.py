@@ -198,14 +198,19 @@ def _read_statistics(learner: Any, folder: Path) -> OccupationStatistics:
     """The statistics, of this model's layers and sizes; none where the folder was written without them."""
     path = folder / STATISTICS_FILE
     if STATISTICS_FILE not in _listed(folder):
-        return OccupationStatistics()
+        return learner.new_statistics()
     layers = learner.model.dual_mode_layers()
+    rows = learner.new_statistics().sketch_rows
+    widths = {name: layer.in_features for name, layer in layers.items()}
+    shapes = {name: (min(width, rows or width), width) for name, width in widths.items()}
     for name, shape in tensor_shapes(path).items():
-        if name not in layers or shape != (layers[name].in_features,) * 2:
-            expected = f"({layers[name].in_features},) * 2" if name in layers else "no such layer"
+        if shape != shapes.get(name):
+            expected = shapes.get(name, "no such layer")
             raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected}")
     statistics = OccupationStatistics.load(path)
-    wrong = [n for n in statistics if n not in layers or len(statistics[n]) != layers[n].in_features]
+    if statistics.sketch_rows != rows:
+        raise ValueError(f"statistics are sketches of {statistics.sketch_rows} rows, the learner's settings: {rows}")
+    wrong = [n for n in statistics if shapes.get(n) != tuple(statistics[n].shape)]
     if wrong or (statistics and len(statistics) != len(layers)):
         raise ValueError(f"statistics are of {len(statistics)} layers, the model has {len(layers)}: {wrong[:3]}")
     return statistics

@@ -1,9 +1,20 @@
 import pytest
 import reference
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+)
 from dulbe_peft.allocation import allocate_modes
+from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.sketch import extend, shrink, sketched_support
 from dulbe_peft.statistics import FORMAT, SKETCH_FORMAT, OccupationStatistics
 
@@ -222,3 +233,37 @@ def test_vit_b16_takes_less_than_64_mebibytes():
 def test_rows_of_a_sketch_are_positive():
     with pytest.raises(ValueError, match="sketch_rows must be at least 1 or None, got 0"):
         OccupationStatistics(0)
+
+
+# ---------------------------------------------------------------------- in a learner
+
+
+def make_learner(statistics):
+    torch.manual_seed(0)
+    clip, processor = load_clip(demo_model_folder())
+    model = get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8))
+    fields = {"epochs": 1, "batch_size": 8, "eval_batch_size": 16, "device": "cpu", "progress": False}
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**fields, statistics=statistics))
+
+
+def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):
+    data = load_digits()
+    rows = [row for digit in range(10) for row in (data.target == digit).nonzero()[0][:6]]
+    digits = DigitImages(data.images[rows], data.target[rows])
+    tasks = class_incremental_tasks(digits, digits, increment=2)[:2]
+    whole, other = make_learner("sketch"), make_learner("exact")
+    whole.learn_task(tasks[0].train, tasks[0].class_names)
+    whole.save_pretrained(tmp_path / "one")
+    other_statistics = other.statistics
+    with pytest.raises(CheckpointError, match="statistics of .* have shape"):
+        other.restore(tmp_path / "one")
+    assert other.statistics is other_statistics and not other.tasks
+    resumed = make_learner("sketch")
+    resumed.restore(tmp_path / "one")
+    for learner in (whole, resumed):
+        assert learner.statistics.sketch_rows == 16
+        assert all(matrix.shape == (16, matrix.shape[1]) for matrix in learner.statistics.values())
+        learner.learn_task(tasks[1].train, tasks[1].class_names)
+    assert all(torch.equal(whole.statistics[name], resumed.statistics[name]) for name in whole.statistics)
+    assert whole.statistics.errors == resumed.statistics.errors
+    assert torch.equal(whole.head.state_dict()["visual_prototypes"], resumed.head.state_dict()["visual_prototypes"])
