@@ -180,6 +180,9 @@ class DualModeLoraConfig(PeftConfig):
             _check_names(name, getattr(self, name), or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
             _check_names(name, getattr(self, name), or_expression=False)
+        for name in self.modules_to_save or ():
+            if not re.fullmatch(r"[\w.]+", name):
+                raise ValueError(f"modules_to_save names {name!r}: a module's name has letters, digits, _ and dots")
         for name in ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save"):
             value = getattr(self, name)
             if isinstance(value, (list, set, tuple)):

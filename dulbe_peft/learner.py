@@ -76,6 +76,7 @@ class ClassIncrementalLearner:
             raise ValueError(
                 f"model must come from get_peft_model(clip, DualModeLoraConfig(...)), got {type(model).__name__}"
             )
+        check_adapter_name(model)
         clip: Any = model.get_base_model()
         check_clip_like(clip)
         check_processor(processor)
@@ -151,6 +152,7 @@ class ClassIncrementalLearner:
                 "predict and evaluate, but not tell which directions a new task may use"
             )
         with together():
+            check_adapter_name(self.model)
             names = check_class_names(class_names, seen=self.class_names)
             labels = checked_labels(dataset, names)
             absent = [name for index, name in enumerate(names) if index not in set(labels.tolist())]
@@ -350,7 +352,7 @@ class ClassIncrementalLearner:
             ValueError: nothing has been learned, the dataset is empty, or a class has not been seen.
         """
         self._check_learned()
-        names = self.class_names if class_names is None else tuple(class_names)
+        names = self.class_names if class_names is None else check_class_names(class_names)
         position = {name: index for index, name in enumerate(self.class_names)}
         unknown = [name for name in names if name not in position]
         if unknown:
@@ -505,6 +507,13 @@ class ClassIncrementalLearner:
         learner = saving.load(cls, folder, base_model, args)
         learner.source = origin or learner.source
         return learner
+
+
+def check_adapter_name(model: Any) -> None:
+    """A learner trains, saves and loads the adapter that PEFT calls "default"; another one beside it is left alone."""
+    active = list(model.base_model.active_adapters)
+    if active != ["default"]:
+        raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
 
 
 def _clone(state: dict[str, Any]) -> dict[str, Any]:

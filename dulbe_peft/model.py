@@ -379,6 +379,9 @@ def _check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor],
             raise ValueError(f"the saved adapter's {key!r} has type {tensor.dtype}, expected floating point")
         if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")
+        is_basis = ".dulbe_P." in key or ".dulbe_history_P." in key
+        if is_basis and tensor.numel() and not tensor.is_meta and tensor.abs().max() > 1.01:
+            raise ValueError(f"the saved adapter's {key!r} is no basis: an entry of unit vectors exceeds 1")
 
 
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from dulbe_peft import checkpoint, hub
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import load_clip, load_processor
+from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
 from dulbe_peft.config import DULBE, DualModeLoraConfig
@@ -127,6 +128,8 @@ def locate(
 
     Only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
     """
+    if not str(source):
+        raise ValueError("the folder or repository to load is '', expected its path or id")
     if Path(source).is_dir():
         return Path(source), None
     folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
@@ -231,10 +234,12 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
         if not name:
             raise ValueError(f"{folder} names no base model: pass base_model")
         base_model, _ = load_clip(name, config.revision, attn_implementation=state["attn_implementation"])
+    _check_base_model(base_model)
     with _strictly(folder):
         _check_adapter(folder / ADAPTER_FILE, config, base_model)
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
+    modules = dict(base_model.named_modules())
     with _strictly(folder):
         model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
     try:
@@ -242,10 +247,21 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
         _restore_around(learner, folder)
     except BaseException:
         model.unload()
+        for name, module in base_model.named_modules():
+            if name and modules[name] is not module:  # PEFT leaves the trained copy of a module that was to be saved
+                base_model.set_submodule(name, modules[name])
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
         raise
     return learner
+
+
+def _check_base_model(base_model: Any) -> None:
+    if not isinstance(base_model, nn.Module):
+        raise TypeError(f"base_model must be a CLIPModel or None, got {base_model!r:.100}")
+    if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
+        raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
+    check_clip_like(base_model)
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:

@@ -620,3 +620,47 @@ def test_the_time_of_a_task_is_split_into_its_phases(base, digits, tmp_path, cap
     assert [sorted(task["phases"]) for task in phases] == [["allocate", "close", "probe", "save", "test", "train"]] * 2
     assert 0 < learner.profile.waiting["train"] <= learner.profile.seconds["train"]
     assert "waiting for images" in capsys.readouterr().out
+
+
+def test_a_learner_works_on_the_default_adapter_alone(base, digits):
+    clip, processor = base
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8)
+    named = get_peft_model(copy.deepcopy(clip), config, adapter_name="mine")
+    with pytest.raises(ValueError, match=r"active adapters are \['mine'\]: .*'default'"):
+        ClassIncrementalLearner(named, processor, args=LearnerArguments(**QUICK))
+    learner = make_learner(base)
+    learner.model.add_adapter("other", config)
+    learner.model.set_adapter("other")
+    task = stream(digits, 1)[0]
+    with pytest.raises(ValueError, match=r"\['other'\]"):
+        learner.learn_task(task.train, task.class_names)
+    learner.model.set_adapter("default")
+    learner.learn_task(task.train, task.class_names)
+
+
+def test_a_failed_load_gives_back_also_modules_to_save(base, digits, tmp_path):
+    clip, processor = base
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
+    model = get_peft_model(copy.deepcopy(clip), config)
+    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK))
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    pristine = copy.deepcopy(clip)
+    before = state(pristine)
+    with pytest.raises(ValueError, match="xpu|asked for"):
+        ClassIncrementalLearner.from_pretrained(
+            tmp_path / "learner", pristine, args=LearnerArguments(**{**QUICK, "device": "xpu"})
+        )
+    assert same(state(pristine), before) and not any("modules_to_save" in name for name in before)
+
+
+@pytest.mark.parametrize(("given", "error"), [("a/path", TypeError), ("wrapped", ValueError), ("vision", ValueError)])
+def test_a_base_model_that_is_none_is_named(base, digits, tmp_path, given, error):
+    learner = make_learner(base)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    wrong = {"wrapped": learner.model, "vision": base[0].vision_model}.get(given, given)
+    with pytest.raises(error, match="base_model|get_image_features"):
+        ClassIncrementalLearner.from_pretrained(tmp_path / "learner", wrong)
