@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ class ClassIncrementalLearner:
 
         with self.profile.phase("probe"):
             batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-            with together():
+            with self._without_idle_modes(), together():
                 probe = probe_gradients(self.model, batches, loss_fn)
             sum_over_processes(probe.values())
         config = self.model.active_peft_config
@@ -294,7 +295,7 @@ class ClassIncrementalLearner:
             features[index] = self.encoder.image_embeds(pixels)
 
         statistics = self.new_statistics()
-        with together():
+        with self._without_idle_modes(), together():
             if own_part(range(len(images))):
                 batches = self.encoder.batches(images, self._title("close"))
                 collect_statistics(
@@ -321,7 +322,8 @@ class ClassIncrementalLearner:
 
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
-        return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
+        with self._without_idle_modes():
+            return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
     def predict(self, images: Any) -> list[str]:
         """The most likely seen class of each image.
@@ -364,6 +366,13 @@ class ClassIncrementalLearner:
             by_head = (self.head(features).argmax(dim=1) == truth).float().mean().item()
             by_text = ((features @ self.head.text_embeds.to(features).T).argmax(dim=1) == truth).float().mean().item()
         return {"accuracy": by_head, "text_accuracy": by_text, "num_images": float(len(labels))}
+
+    def _without_idle_modes(self) -> AbstractContextManager[None]:
+        """Between tasks B = 0: the same outputs, without the products that give nothing."""
+        layers = self.model.dual_mode_layers().values()
+        if any(layer.merged or layer.is_trained("default") for layer in layers):
+            return nullcontext()
+        return self.model.previous_task()
 
     def _check_learned(self) -> None:
         if not self.tasks:
