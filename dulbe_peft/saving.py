@@ -210,7 +210,7 @@ def _read_statistics(learner: Any, folder: Path) -> OccupationStatistics:
         if shape != shapes.get(name):
             expected = shapes.get(name, "no such layer")
             raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected}")
-    statistics = OccupationStatistics.load(path)
+    statistics = OccupationStatistics.load(path, learner.device)
     if statistics.sketch_rows != rows:
         raise ValueError(f"statistics are sketches of {statistics.sketch_rows} rows, the learner's settings: {rows}")
     wrong = [n for n in statistics if shapes.get(n) != tuple(statistics[n].shape)]

@@ -197,8 +197,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         write_tensors(path, tensors, metadata)
 
     @classmethod
-    def load(cls, path: str | Path) -> OccupationStatistics:
-        """Read what `save` wrote, onto the CPU.
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> OccupationStatistics:
+        """Read what `save` wrote, onto a device.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -225,7 +225,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 (matrix.diagonal() < 0).any() or (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max()
             ):
                 raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
-            stats._matrices.update(dict.fromkeys(names, matrix))
+            stats._matrices.update(dict.fromkeys(names, matrix.to(device)))
         stats._errors = errors
         return stats
 

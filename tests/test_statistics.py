@@ -462,3 +462,11 @@ def test_load_refuses_truncated_and_missing_files(stats, tmp_path):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="damaged"):
         OccupationStatistics.load(path)
+
+
+def test_matrices_are_loaded_onto_the_device_that_is_asked_for(tmp_path):
+    stats = OccupationStatistics()
+    stats.update("a", torch.randn(5, 3))
+    stats.save(tmp_path / "s.safetensors")
+    assert OccupationStatistics.load(tmp_path / "s.safetensors", "meta")["a"].is_meta
+    assert OccupationStatistics.load(tmp_path / "s.safetensors")["a"].device.type == "cpu"
