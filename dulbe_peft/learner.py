@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
@@ -84,6 +85,7 @@ class ClassIncrementalLearner:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         self.args = args or LearnerArguments()
+        filter_trackers(self.args.log_with, "runs")  # raises where accelerate does not know the tracker
         self.device = _device(self.args)
         refuse_sharded(model)
         self.model = model.to(self.device).eval()

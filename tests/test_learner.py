@@ -312,7 +312,7 @@ def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tm
             [*tasks[:2], tasks[2].__class__(_Pulled(tasks[2].train), tasks[2].test, tasks[2].class_names)],
             tmp_path / "c",
         )
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["task-001", "task-002"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["task-001", "task-002", "timings.json"]
     make_learner(base).run(tasks, tmp_path / "c")
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
     for name in files:
