@@ -158,7 +158,8 @@ class ClassIncrementalLearner:
             check_adapter_name(self.model)
             names = check_class_names(class_names, seen=self.class_names)
             labels = checked_labels(dataset, names)
-            absent = [name for index, name in enumerate(names) if index not in set(labels.tolist())]
+            present = set(labels.tolist())
+            absent = [name for index, name in enumerate(names) if index not in present]
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
             self.encoder.tokens((*self.class_names, *names))
