@@ -197,7 +197,9 @@ def test_of_processes_that_start_at_once_exactly_one_wins(tmp_path, processes, s
             child.join()
         winners = [pid for outcome, pid in ended if outcome == "won"]
         assert len(winners) == 1 and not path.exists()
-        assert all(f"process {winners[0]} on" in said for outcome, said in ended if outcome == "lost")
+        # Without POSIX locks a loser may have read the name of another that lost a moment later.
+        name = winners[0] if file_system == "POSIX locks" else r"\d+"
+        assert all(re.search(f"process {name} on", said) for outcome, said in ended if outcome == "lost")
 
 
 @pytest.mark.slow
