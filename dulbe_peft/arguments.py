@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
@@ -102,6 +103,10 @@ class LearnerArguments:
         default=None, metadata={"help": "Tracker known to accelerate, such as tensorboard; needs its package."}
     )
     progress: bool = field(default=True, metadata={"help": "Show progress bars."})
+
+    def portable(self) -> dict[str, Any]:
+        """The settings without the machine's: what a saved learner, its model card and a run's identity hold."""
+        return {name: value for name, value in asdict(self).items() if name not in MACHINE_SETTINGS}
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "eval_batch_size"):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-from dulbe_peft.arguments import MACHINE_SETTINGS
 
 TITLE = "Dual-Mode Low-Rank Learner with Bridge-Prototype Ensemble for Vision-Language Class-Incremental Learning"
 AUTHORS = (
@@ -130,7 +127,7 @@ def _settings(learner: Any) -> str:
     config = learner.model.active_peft_config
     plain = config.to_dict()
     values = {field.name: plain[field.name] for field in config.own_fields()}
-    values |= {name: value for name, value in asdict(learner.args).items() if name not in MACHINE_SETTINGS}
+    values |= learner.args.portable()
     return _fenced("json", json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False))
 
 

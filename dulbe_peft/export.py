@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.config import PREFIX
 from dulbe_peft.files import replacing, write_tensors
@@ -68,7 +69,7 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     _lora_config(model.peft_config[adapter], layers).save_pretrained(str(target))
-    write_tensors(target / "adapter_model.safetensors", tensors, {"format": "pt"})
+    write_tensors(target / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
     if report is None:
         (target / COMPRESSION_FILE).unlink(missing_ok=True)
     else:

@@ -88,8 +88,8 @@ class DualModeLoraModel(BaseTuner):
         for name, module in model.named_modules():
             if not name or ".base_layer" in name or (every and not isinstance(module, nn.Linear)):
                 continue
-            targeted = every or self._check_target_module_exists(peft_config, name)
-            if not targeted or isinstance(targeted, _ExcludedModule):
+            targeted = self._check_target_module_exists(peft_config, name)
+            if isinstance(targeted, _ExcludedModule) or not (targeted or every):
                 continue
             self._check_target(peft_config, name, module)
             visual = visual or not self._in_text_tower(name)

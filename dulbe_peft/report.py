@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.card import CLASSIFIERS
+
 
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
     """Draw accuracy over all seen classes after each task, for the head, the text classifier and zero-shot.
@@ -25,11 +27,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for key, label, style in (
-        ("head", "bridge-prototype head", "o-"),
-        ("text", "text classifier", "s--"),
-        ("zero_shot", "zero-shot", "^:"),
-    ):
+    for (key, label), style in zip(CLASSIFIERS, ("^:", "s--", "o-"), strict=True):
         axes.plot(classes, [100 * value for value in results[key]["overall"]], style, label=label)
     axes.set_xlabel("classes seen")
     axes.set_ylabel("top-1 accuracy over all seen classes (%)")
@@ -42,7 +40,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
 def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
     rows = ["                       A_bar  A_last  forgetting  backward transfer"]
-    for key, label in (("zero_shot", "zero-shot"), ("text", "text classifier"), ("head", "bridge-prototype head")):
+    for key, label in CLASSIFIERS:
         block = results[key]
         row = f"{label:<22}{100 * block['average_accuracy']:6.1f}  {100 * block['last_accuracy']:6.1f}"
         if "forgetting" in block:

@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from dulbe_peft import checkpoint, hub
@@ -37,8 +37,8 @@ from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.stream import RESULTS_FILE
 from dulbe_peft.tasks import check_class_names
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
+ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
 LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
@@ -76,7 +76,7 @@ def write(learner: Any, folder: Path, statistics: bool = True, card: str | None 
         learner.statistics.save(folder / STATISTICS_FILE)
     learner.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
     state = {
-        "arguments": {name: value for name, value in asdict(learner.args).items() if name not in MACHINE_SETTINGS},
+        "arguments": learner.args.portable(),
         "attn_implementation": learner.clip.config._attn_implementation,
         "source": learner.source,
         "step": learner._step,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.decompositions import asymmetry
 from dulbe_peft.distributed import copy_from_main, gather_rows, on_main_process, sum_over_processes, world
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
@@ -222,7 +223,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             if _is_sketch(matrix) != (names[0] in errors):
                 raise ValueError(f"{path}: sketches have an error each, and no other matrix has; {names[0]!r} differs")
             if not _is_sketch(matrix) and (
-                (matrix.diagonal() < 0).any() or (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max()
+                (matrix.diagonal() < 0).any() or asymmetry(matrix) > 1e-2 * float(matrix.abs().max())
             ):
                 raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
             stats._matrices.update(dict.fromkeys(names, matrix.to(device)))

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
-from dulbe_peft.arguments import MACHINE_SETTINGS
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.config import PREFIX
 from dulbe_peft.data import fingerprint
@@ -113,13 +111,12 @@ def _read_timings(output: Path, finished: int) -> list[Any]:
 
 def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
     """What must be the same for a run to be the same run."""
-    arguments = {k: v for k, v in asdict(learner.args).items() if k not in MACHINE_SETTINGS}
     config = learner.model.active_peft_config.to_dict()
     for name in ("history_rank", "inference_mode", "peft_version"):
         config.pop(name)
     return {
         "adapter": {k: str(v) if k.endswith("_type") else v for k, v in config.items()},
-        "arguments": arguments,
+        "arguments": learner.args.portable(),
         "classes": [list(task.class_names) for task in stream],
         "data": [[_fingerprint(learner, data) for data in (task.train, task.test)] for task in stream],
         "head": _head_settings(learner.head),

@@ -6,8 +6,13 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
 
@@ -48,3 +53,22 @@ def tiny_clip():
             return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
+    """A function that writes handwritten digits as folders of PNG files: classes, images of each to learn, to test."""
+    from sklearn.datasets import load_digits
+
+    from dulbe_peft.demo import DIGITS
+
+    def write(classes: int, train: int, test: int) -> Path:
+        root, data = tmp_path_factory.mktemp("some photos"), load_digits()
+        for label in range(classes):
+            for number, row in enumerate(np.flatnonzero(data.target == label)[: train + test]):
+                folder = root / ("train" if number < train else "test") / DIGITS[label]
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
+        return root
+
+    return write

@@ -15,29 +15,20 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from dulbe_peft.checkpoint import clear_leftovers, commit_folder, read_manifest
 from dulbe_peft.cli import main
-from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.demo import demo_model_folder
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "4"))
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
+def arguments(digit_folders):
     """`run` on six classes of handwritten digits, two a task, but for `--output`."""
-    from sklearn.datasets import load_digits
-
-    root, data = tmp_path_factory.mktemp("some photos"), load_digits()
-    for label in range(6):
-        for number, row in enumerate(np.flatnonzero(data.target == label)[:10]):
-            folder = root / ("train" if number < 6 else "test") / DIGITS[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
+    root = digit_folders(6, 6, 4)
     flags = "--increment 2 --epochs 2 --batch-size 4 --support-rank 8 --residual-rank 2 --device cpu --no-progress"
     return ["run", "--model", str(demo_model_folder()), "--data", str(root), *flags.split()]
 

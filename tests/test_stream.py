@@ -28,24 +28,16 @@ from dulbe_peft import (
     stream,
 )
 from dulbe_peft.checkpoint import json_sha256, library_versions, read_manifest
-from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.tasks import Task
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """Handwritten digits zero to three as folders of PNG files, four to learn from and two to test on."""
-    from sklearn.datasets import load_digits
-
-    root, data = tmp_path_factory.mktemp("photos"), load_digits()
-    for label in range(4):
-        for number, row in enumerate(np.flatnonzero(data.target == label)[:6]):
-            folder = root / ("train" if number < 4 else "test") / DIGITS[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((data.images[row] * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
-    return root
+def photos(digit_folders):
+    """Handwritten digits zero to three, four images of each to learn from and two to test on."""
+    return digit_folders(4, 4, 2)
 
 
 @pytest.fixture(scope="module")
