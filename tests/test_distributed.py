@@ -63,6 +63,43 @@ def test_what_goes_wrong_in_one_process_is_raised_in_all_and_leaves_them_in_step
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+SKETCHES = """
+import torch
+from torch import distributed
+from dulbe_peft import OccupationStatistics
+from dulbe_peft.distributed import own_part
+distributed.init_process_group("gloo")
+tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
+tokens[:, :3] *= 10
+for parts in (tokens, tokens[:1]):  # of one row the second process has none
+    stats, mine = OccupationStatistics(sketch_rows=12), own_part(parts)
+    if len(mine):
+        stats.update(["k", "v"], mine)
+        stats.update("narrow", mine[:, :5])
+    stats.sum_over_processes(torch.device("cpu"))
+    factor, error = stats["k"].double(), stats.errors["k"]
+    assert stats.groups == (("k", "v"), ("narrow",)), stats.groups
+    lost = torch.linalg.eigvalsh(parts.double().T @ parts.double() - factor.T @ factor)
+    scale = float(parts.square().sum())
+    assert -1e-5 * scale < lost[0] and lost[-1] < error + 1e-5 * scale, (lost, error)
+    assert error < scale and (error > 0) == (len(parts) > 12)
+    torch.testing.assert_close(stats["narrow"], parts[:, :5].T @ parts[:, :5], rtol=1e-5, atol=1e-3)
+    copies = [torch.empty_like(factor) for _ in range(2)]
+    distributed.all_gather(copies, factor)
+    errors = [None, None]
+    distributed.all_gather_object(errors, error)
+    assert torch.equal(*copies) and errors[0] == errors[1]
+"""
+
+
+@pytest.mark.slow
+def test_sketches_of_two_processes_are_one_with_the_same_bound(tmp_path):
+    script = tmp_path / "sketches.py"
+    script.write_text(SKETCHES, encoding="utf-8")
+    done = subprocess.run([sys.executable, *LAUNCH, "2", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 # ---------------------------------------------------------------------- one process
 
 
