@@ -63,7 +63,7 @@ def line(row: dict[str, Any]) -> str:
 
 def number(value: float) -> str:
     """Two decimals where they show something."""
-    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.1e}"
+    return f"{value:.2f}" if abs(value) >= 0.01 or value == 0 else f"{value:.1e}"
 
 
 def cell(spread: dict[str, float]) -> str:
