@@ -5,6 +5,9 @@ Nothing here knows of models or files. Decompositions run in float64, losses and
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -13,9 +16,10 @@ from dulbe_peft.decompositions import EPS64, asymmetry, eigh, fix_signs, to_floa
 EPS32 = torch.finfo(torch.float32).eps
 
 
-def without_autocast(tensor: torch.Tensor) -> torch.autocast:
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """A context in which an enclosing autocast does not turn products on `tensor`'s device into half precision."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 # ---------------------------------------------------------------------- supports and bases

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -582,6 +583,31 @@ def test_refused_constructions(base, digits):
 def test_bad_arguments(fields, error, words):
     with pytest.raises(error, match=words):
         LearnerArguments(**fields)
+
+
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attention):
+    """Tensors on the meta device have no values: to read one, copy one to the CPU or branch on one raises."""
+    clip, processor = copy.deepcopy(base[0]), base[1]
+    clip.set_attn_implementation(attention)
+    learner = make_learner((clip, processor))
+    first, second = stream(digits, 2)
+    learner.learn_task(first.train, first.class_names)
+    images = learner.encoder.images(second.train, second.train.labels, keep=True)
+    teacher = learner._plan(images, second.class_names)
+    losses = []
+    monkeypatch.setattr(learner, "_log_epoch", lambda found, epoch: losses.append(found))
+    monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
+    learner.device = learner.encoder.device = torch.device("meta")
+    learner.model.to("meta")
+    learner.head.to("meta")
+    learner._train(images, second.class_names, teacher.to("meta"))
+    assert [(found.device.type, len(found)) for found in losses] == [("meta", 2)]
+    with pytest.raises(RuntimeError, match="meta"):
+        losses[0][0].item()
 
 
 # ---------------------------------------------------------------------- options of speed
