@@ -149,6 +149,7 @@ def machine() -> dict[str, Any]:
         },
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load": round(os.getloadavg()[0], 1),
     }
 

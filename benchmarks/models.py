@@ -71,10 +71,14 @@ def pixels(count: int, size: int, images: str | None = None) -> torch.Tensor:
         return smooth + 0.2 * torch.randn(count, 3, size, size, generator=generator)
     data = load_data(images, "train")
     step = max(1, len(data) // count)
-    sizes = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
-    processor = type("Processor", (), {"image_processor": PilImageProcessor(**sizes)})
+    processor = type("Processor", (), {"image_processor": image_processor(size)})
     chosen = list(islice(range(0, len(data), step), count))
     return torch.stack([pixel_values(processor, data[index]["image"].convert("RGB")) for index in chosen])
+
+
+def image_processor(size: int) -> Any:
+    """CLIP's, for images of this height and width in pixels."""
+    return PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def unit(rows: int, dim: int, seed: int) -> torch.Tensor:

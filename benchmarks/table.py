@@ -39,7 +39,8 @@ def tables(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         machine, versions = report["machine"], report["machine"]["versions"]
         programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
-        where = f"{machine['cpu']}, {machine['cores']} cores; {programs}"
+        accelerator = f", {machine['accelerator']}" if machine.get("accelerator") else ""
+        where = f"{machine['cpu']}, {machine['cores']} cores{accelerator}; {programs}"
         lines.append(f"| `{report['command']}` | {report['settings']['threads']} | {machine['load']} | {where} |")
     return "\n".join(lines)
 
