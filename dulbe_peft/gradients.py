@@ -113,8 +113,8 @@ def route_gradients(
 ) -> None:
     """Accumulate into `.grad` as `backward()` would, each loss into the parameters it is meant for.
 
-    `task_loss` reaches every trainable parameter; `structure_weight * structure_loss` reaches B_S of every layer and
-    nothing else, through all higher layers. Both losses may come from one forward pass.
+    `task_loss` reaches every trainable parameter, those outside the model too; `structure_weight * structure_loss`
+    reaches B_S of every layer and nothing else, through all higher layers. Both losses may come from one forward pass.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
@@ -142,8 +142,7 @@ def route_gradients(
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
     routed = structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    task_loss.backward(inputs=trainable, retain_graph=bool(routed))
+    task_loss.backward(retain_graph=bool(routed))
     if routed:
         assert structure_loss is not None
         (structure_weight * structure_loss).backward(inputs=shared)

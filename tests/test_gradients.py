@@ -100,6 +100,13 @@ def test_routing_is_what_the_paper_says(model):
             torch.testing.assert_close(parameter.grad, repeat * expected[name], atol=1e-6, rtol=1e-4)
 
 
+def test_parameters_outside_the_model_learn_from_the_task_alone(model):
+    scale = torch.nn.Parameter(torch.tensor(2.0))
+    task, structure = losses(model)
+    route_gradients(model, scale * task, scale * structure)
+    torch.testing.assert_close(scale.grad, task.detach())
+
+
 def test_first_task_has_no_structure_loss(model):
     twin = copy.deepcopy(model)
     route_gradients(model, losses(model)[0], None)
