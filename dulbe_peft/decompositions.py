@@ -15,6 +15,8 @@ ANGLE = 1e-5
 # A Krylov space is given up where, a little beyond its first check, a wanted pair's relative residual is still above
 # this: on matrices with decaying eigenvalues it is below, on those of noise far above for long.
 SLOW = 0.06
+# Below this width a full decomposition is the cheapest way.
+LARGE = 320
 
 
 def top_eigenvectors(
@@ -43,7 +45,7 @@ def top_eigenvectors(
         ValueError: the matrix is not finite or cannot be decomposed.
     """
     width, block = len(matrix), max(16, count // 3)
-    if count and width >= 8 * (count + block):
+    if count and width >= max(LARGE, 8 * (count + block)):
         for fast in (_krylov, _refined):
             found = fast(matrix, count, block, absolute, relative)
             if found is not None:

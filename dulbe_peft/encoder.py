@@ -37,7 +37,7 @@ class Encoder:
         self.args = args
         self.device = device
         self.profile = Profile()
-        self._image_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
+        self._trained_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
 
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
@@ -55,14 +55,16 @@ class Encoder:
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
         size = self.args.batch_size
-        batches = [list(order[start : start + size]) for start in range(0, len(order), size)]
-        labels = torch.as_tensor(images.labels)
-        loaded = iter(self._load(images, title, [own_rows(batch) for batch in batches]))
-        for batch in batches:
+        starts = range(0, len(order), size)
+        # All at once: of a step's own copies only the pixels' come from pinned memory.
+        indices = torch.tensor(order, device=self.device)
+        labels = torch.as_tensor(images.labels).to(self.device)[indices]
+        loaded = iter(self._load(images, title, [own_rows(order[start : start + size]) for start in starts]))
+        for start in starts:
             with together():
                 pixels, _, _ = next(loaded)
-            index = torch.tensor(batch)
-            yield send_to_device((pixels, labels[index], index), self.device, non_blocking=True)
+            rows = slice(start, start + size)
+            yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
 
     def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
         """Batches of this process's part of the images."""
@@ -85,8 +87,11 @@ class Encoder:
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
+        # Other passes differ in what they switch off or listen to, and would be compiled each for itself.
+        training = self.clip.training and torch.is_grad_enabled()
+        tower = self._trained_tower if training else unit_image_embeds
         with self.autocast():
-            return self._image_tower(self.clip, pixels)
+            return tower(self.clip, pixels)
 
     def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""

@@ -124,7 +124,8 @@ def route_gradients(
 
     Raises:
         ValueError: a loss is not a scalar, or (where looking costs no device synchronisation, that is on the CPU) not
-            finite, `task_loss` has no gradient, or the weight is negative or not finite. No gradient is touched then.
+            finite, a loss has no gradient where it is meant to have one, or the weight is negative or not finite. No
+            gradient is touched then.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
@@ -141,8 +142,16 @@ def route_gradients(
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
-    routed = structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad
-    task_loss.backward(retain_graph=bool(routed))
-    if routed:
-        assert structure_loss is not None
-        (structure_weight * structure_loss).backward(inputs=shared)
+    routed: tuple[torch.Tensor | None, ...] = ()
+    if structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad:
+        weighted = structure_weight * structure_loss
+        routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
+        if all(gradient is None for gradient in routed):
+            raise ValueError(
+                "structure_loss has no gradient in any shared mode: it must run the vision tower, and gradient "
+                "checkpointing must be the kind with use_reentrant=False"
+            )
+    task_loss.backward()
+    for parameter, gradient in zip(shared, routed):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

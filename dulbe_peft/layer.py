@@ -161,7 +161,8 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        self._folded: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        # What it was made of, these tensors themselves, so that no other one gets their place, and the weight.
+        self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self._probe_weight: torch.Tensor | None = None
         self._history_only = False
         self._active_adapter = adapter_name
@@ -201,22 +202,20 @@ class DualModeLinear(DualModeLayer):
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
         The one place where an effective weight is made. The result is cached until the adapter, the base weight or
-        the history changes.
+        the history changes; what is written through `.data` is not noticed. A compiled model makes it in every pass,
+        and so does one whose base weight is trained.
         """
-        base, history = self._linear.weight, self.dulbe_history_B[adapter]
-        if history.shape[1] == 0:
+        base = self._linear.weight
+        factors = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
+        if factors[0].shape[1] == 0:
             return base
-        key: tuple[Any, ...] = (adapter,)
-        if not torch.compiler.is_compiling():
-            key = (adapter, base._version, base.data_ptr(), history._version, history.data_ptr())
-        cached = self._folded
-        if cached is not None and cached[0] == key and cached[1] is base and cached[2] is history:
-            return cached[3]
-        with torch.inference_mode(False), torch.no_grad(), without_autocast(base):
-            down = self.dulbe_history_P[adapter].float().T
-            folded = torch.addmm(base.detach().float(), history.float(), down).to(base.dtype)
-        self._folded = (key, base, history, folded)
-        return folded
+        if base.requires_grad or torch.compiler.is_compiling():
+            return _fold(base, *factors)
+        key = tuple(_identity(tensor) for tensor in (base, *factors))
+        if self._folded is None or self._folded[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._folded = key, (base, *factors), _fold(base, *factors)
+        return self._folded[2]
 
     def current_delta(self, adapter: str) -> torch.Tensor:
         """B P' of the current task's modes, (d_out, d_in) in float32."""
@@ -285,6 +284,9 @@ class DualModeLinear(DualModeLayer):
 
     # ------------------------------------------------------------------ state
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_folded": None}
+
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         self._folded = None
         return super()._apply(fn, recurse)
@@ -301,6 +303,17 @@ class DualModeLinear(DualModeLayer):
                 if saved.shape[1] != buffers[name].shape[1]:
                     buffers[name] = torch.zeros(saved.shape, device=buffers[name].device)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Changes where the tensor is another one or is written to; inference tensors do not count what is written."""
+    return id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _fold(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    with without_autocast(base):
+        return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype).T).to(base.dtype)
 
 
 class TextLoraLinear(DualModeLayer):

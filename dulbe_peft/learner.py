@@ -212,7 +212,7 @@ class ClassIncrementalLearner:
         return teacher
 
     def _train(self, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor) -> None:
-        args, old_names = self.args, self.class_names
+        args = self.args
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         steps = math.ceil(len(images) / args.batch_size)
         optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
@@ -223,10 +223,7 @@ class ClassIncrementalLearner:
             eta_min=0.0 if per_step else 0.01 * args.learning_rate,
         )
         tokens = self.encoder.tokens(names)
-        text = self.encoder.token_embeds(tokens)
-        text_learns = text.requires_grad
-        with torch.no_grad():
-            old_text = self.encoder.text_embeds(old_names) if old_names else None
+        text, old_text = None, self._old_text()
         optimizer.zero_grad(set_to_none=True)
         self.model.train()
         try:
@@ -235,7 +232,7 @@ class ClassIncrementalLearner:
                 order = self._order(len(images), epoch)
                 title = self._title(f"epoch {epoch + 1}/{args.epochs}")
                 for batch in self.encoder.training_batches(images, title, order):
-                    if text_learns:
+                    if text is None or text.requires_grad:
                         text = self.encoder.token_embeds(tokens)
                     task_loss, structure_loss = self._losses(batch, text, old_text, teacher)
                     route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
@@ -251,6 +248,15 @@ class ClassIncrementalLearner:
         finally:
             self.model.eval()
 
+    def _old_text(self) -> torch.Tensor | None:
+        """The old classes' text embeddings as they were when this task began, E_<t."""
+        if not self.tasks or self.args.structure_weight == 0:
+            return None
+        if self.args.text_embeds == "current":
+            return self.head.text_embeds.to(self.device, torch.float32)
+        with torch.no_grad():
+            return self.encoder.text_embeds(self.class_names)
+
     def _losses(
         self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -258,7 +264,7 @@ class ClassIncrementalLearner:
         pixels, labels, index = batch
         features = self.encoder.gathered_image_embeds(pixels, len(index))
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
-        if old_text is None or self.args.structure_weight == 0:
+        if old_text is None:
             return task_loss, None
         reference = teacher[index]
         if self.args.teacher == "online":

@@ -5,6 +5,7 @@
 Written with separate operations, every update costs two more passes over the output and, backwards, over the input:
 once to write its product, once to add it. Here the products are added where they are made, and backward skips tokens
 whose gradient is zero. That is most of them in the last block of a tower that is read at its class token alone.
+Gradients of gradients are refused on this path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from dulbe_peft.functional import without_autocast
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -65,17 +68,18 @@ class _UpdatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, down, up, hidden = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.reshape(-1, weight.shape[0])
         live = _live_rows(rows)
         if live is not None:
             rows, hidden = rows[live], hidden[live]
-        grad_up = (hidden.T @ rows).T if ctx.needs_input_grad[4] else None
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, grad_up
-        grad_x = (rows @ weight).addmm_(rows @ up.T, down)
+        with without_autocast(grad):
+            grad_up = (hidden.T @ rows).T if ctx.needs_input_grad[4] else None
+            if not ctx.needs_input_grad[0]:
+                return None, None, None, None, grad_up
+            grad_x = (rows @ weight).addmm_(rows @ up.T, down)
         if live is not None:
             grad_x = grad_x.new_zeros(grad.numel() // grad.shape[-1], grad_x.shape[1]).index_copy_(0, live, grad_x)
-        return grad_x.view(*grad.shape[:-1], -1), None, None, None, grad_up
+        return grad_x.view(*grad.shape[:-1], weight.shape[1]), None, None, None, grad_up
 
 
 def _in_autocast(device: str) -> bool:

@@ -84,7 +84,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     @property
     def errors(self) -> dict[str, float]:
-        """By layer, the most that x'Sx may exceed x'F'Fx for a unit x; 0 where S itself is kept."""
+        """By layer, the most that x'Sx may exceed x'F'Fx for a unit x, but for rounding; 0 where S itself is kept."""
         return {name: self._errors.get(names[0], 0.0) for names in self.groups for name in names}
 
     @property

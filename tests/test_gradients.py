@@ -107,6 +107,26 @@ def test_parameters_outside_the_model_learn_from_the_task_alone(model):
     torch.testing.assert_close(scale.grad, task.detach())
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_exact_or_refused(model, reentrant):
+    route_gradients(model, *losses(model))
+    expected = [p.grad.clone() for p in model.shared_parameters()]
+    model.zero_grad(set_to_none=True)
+    model.train()
+    clip = model.get_base_model()
+    clip.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    clip.vision_model.embeddings.register_forward_hook(lambda *args: args[-1].requires_grad_())
+    if reentrant:
+        with pytest.raises(ValueError, match="structure_loss has no gradient in any shared mode.*use_reentrant=False"):
+            route_gradients(model, *losses(model))
+        assert all(p.grad is None for p in model.parameters())
+        return
+    route_gradients(model, *losses(model))
+    for parameter, gradient in zip(model.shared_parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
 def test_first_task_has_no_structure_loss(model):
     twin = copy.deepcopy(model)
     route_gradients(model, losses(model)[0], None)

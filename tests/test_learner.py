@@ -613,20 +613,22 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
 # ---------------------------------------------------------------------- options of speed
 
 
-def test_a_compiled_image_tower_learns_the_same(base, digits, monkeypatch):
+def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monkeypatch):
     real = torch.compile
-    compiled = []
+    ran = []
 
     def counting(function):
         # The graphs of the real compiler, run without a C++ compiler: what is traced is what is tested.
-        return real(function, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+        return real(function, backend=lambda graph, _: lambda *args: ran.append(1) or graph.forward(*args))
 
     monkeypatch.setattr(torch, "compile", counting)
     plain, fast = make_learner(base), make_learner(base, torch_compile=True)
-    task = stream(digits, 1)[0]
-    for learner in (plain, fast):
-        learner.learn_task(task.train, task.class_names)
-    assert compiled
+    for task in stream(digits, 4):
+        ran.clear()
+        for learner in (plain, fast):
+            learner.learn_task(task.train, task.class_names)
+            learner.evaluate(task.test, task.class_names)
+        assert len(ran) == 2, "one whole graph for each of the two steps"
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
 
 

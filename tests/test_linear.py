@@ -64,6 +64,22 @@ def test_not_finite_gradients_are_not_skipped(last):
     assert not torch.isfinite(gradients(fused, problem((2, 5)), cotangent)[1][0, 0]).any()
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_no_token_at_all(shape):
+    arguments = problem(shape)
+    result, grad_x, grad_up = gradients(fused, arguments, torch.zeros(*shape, 20))
+    assert result.shape == (*shape, 20) and grad_x.shape == (*shape, 12) and not grad_up.any()
+
+
+def test_backward_within_autocast_is_that_without():
+    arguments, cotangent = problem((2, 5)), torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(4))
+    expected = gradients(fused, arguments, cotangent)[1:]
+    result = fused(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(result, [arguments[0], arguments[-1]], cotangent)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
 def test_an_input_without_gradient_costs_none():
     x, *rest = problem((2, 5))
     fused(x.detach(), *rest).sum().backward()

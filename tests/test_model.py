@@ -259,6 +259,12 @@ def test_effective_weight_follows_every_change_of_its_factors(learned, pristine)
     torch.testing.assert_close(layer.folded_weight("default"), before + layer.base_layer.weight / 2)
     layer.base_layer.load_state_dict({k: v / 2 for k, v in layer.base_layer.state_dict().items()})
     assert torch.equal(layer.folded_weight("default"), before)
+    with torch.no_grad():
+        for factor in (layer.dulbe_history_P, layer.dulbe_history_B):
+            factor["default"].mul_(2)
+            torch.testing.assert_close(layer.folded_weight("default") + layer.base_layer.weight, 2 * before)
+            factor["default"] = factor["default"] / 2
+            assert torch.equal(layer.folded_weight("default"), before)
     layer._folded = None
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer.folded_weight("default"), before)
@@ -267,6 +273,38 @@ def test_effective_weight_follows_every_change_of_its_factors(learned, pristine)
     learned.to(torch.bfloat16)
     assert layer.folded_weight("default").dtype == torch.bfloat16
     assert torch.isfinite(learned.get_image_features(pixel_values=PIXELS.bfloat16()).pooler_output).all()
+
+
+def test_a_history_made_or_read_in_inference_mode(learned, pristine):
+    expected = image_features(learned)
+    with torch.inference_mode():
+        assert torch.equal(image_features(learned), expected)
+        learned.fold_task()
+        assert torch.equal(image_features(learned), image_features(copy.deepcopy(learned)))
+    torch.testing.assert_close(image_features(learned), expected, rtol=1e-4, atol=1e-5)
+    learned.begin_task(random_modes(learned))
+    learned.train()
+    learned.get_image_features(pixel_values=PIXELS).pooler_output.sum().backward()
+    assert all(p.grad is not None for p in learned.shared_parameters())
+
+
+def test_a_base_weight_that_is_trained_gets_its_gradient_past_a_history(learned):
+    layer = next(iter(learned.dual_mode_layers().values()))
+    expected = image_features(learned)
+    layer.base_layer.weight.requires_grad_(True)
+    images = learned.get_image_features(pixel_values=PIXELS).pooler_output
+    torch.testing.assert_close(images.detach(), expected, rtol=1e-4, atol=1e-5)
+    images.sum().backward()
+    assert layer.base_layer.weight.grad.any()
+
+
+def test_the_cached_weight_does_not_travel(learned):
+    image_features(learned)
+    layers = learned.dual_mode_layers().values()
+    assert all(layer._folded is not None for layer in layers)
+    twin = copy.deepcopy(learned)
+    assert all(layer._folded is None for layer in twin.dual_mode_layers().values())
+    assert torch.equal(image_features(twin), image_features(learned))
 
 
 @pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
