@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch._functorch.config
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -42,6 +44,11 @@ class Encoder:
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+
+    def keep_graphs(self) -> AbstractContextManager[None]:
+        """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
+        # Else the first backward pass may write over it; torch has no public name for this.
+        return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
     # ------------------------------------------------------------------ images
 

@@ -47,8 +47,8 @@ def probe_gradients(
         for layer in layers.values():
             weight = layer.folded_weight(adapter).detach()
             # Sums over many batches are lost in half precision.
-            layer._probe_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
-        weights = [layer._probe_weight for layer in layers.values()]
+            layer._held_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
+        weights = [layer._held_weight for layer in layers.values()]
         for batch in batches:
             loss, size = _checked_loss(loss_fn(model, batch), len(losses))
             (loss * size).backward(inputs=weights)
@@ -64,7 +64,7 @@ def probe_gradients(
         }
     finally:
         for layer in layers.values():
-            layer._probe_weight = None
+            layer._held_weight = None
         for module, training in modes.items():
             module.training = training
     _check_finite(losses, gradients)

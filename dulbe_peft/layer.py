@@ -163,7 +163,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B = nn.ParameterDict({})
         # What it was made of, these tensors themselves, so that no other one gets their place, and the weight.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self._probe_weight: torch.Tensor | None = None
+        self._held_weight: torch.Tensor | None = None  # in place of W_0 and all history
         self._history_only = False
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
@@ -202,8 +202,8 @@ class DualModeLinear(DualModeLayer):
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
         The one place where an effective weight is made. The result is cached until the adapter, the base weight or
-        the history changes; what is written through `.data` is not noticed. A compiled model makes it in every pass,
-        and so does one whose base weight is trained.
+        the history changes; what is written through `.data` is not noticed. Compiled code makes it in every pass,
+        and so does a layer whose base weight is trained.
         """
         base = self._linear.weight
         factors = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
@@ -269,18 +269,18 @@ class DualModeLinear(DualModeLayer):
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         linear = self._linear
         names = self._adapters_here(self.active_adapters)
-        weight, extra = linear.weight, []
+        held = self._held_weight
+        weight, extra = linear.weight if held is None else held, []
         for name in names:
             if weight is linear.weight:
                 weight = self.folded_weight(name)
-            elif self.dulbe_history_B[name].shape[1]:  # a second adapter's history, beside the folded first
+            elif held is None and self.dulbe_history_B[name].shape[1]:
+                # A second adapter's history, beside the folded first one's.
                 extra.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
             if not self._history_only:
                 up = torch.cat([self.dulbe_shared_B[name], self.dulbe_residual_B[name]], dim=1)
                 extra.append((self.dulbe_P[name], up.to(self.dulbe_P[name].dtype)))
-        if self._probe_weight is not None:
-            weight = self._probe_weight.to(linear.weight.dtype)
-        return updated_linear(x, weight, linear.bias, extra)
+        return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, extra)
 
     # ------------------------------------------------------------------ state
 

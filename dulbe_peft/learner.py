@@ -170,7 +170,7 @@ class ClassIncrementalLearner:
         head_before, step = _clone(self.head.state_dict()), self._step
         try:
             teacher = self._plan(images, names)
-            with self.profile.phase("train"):
+            with self.profile.phase("train"), self.model.held_weights(), self.encoder.keep_graphs():
                 self._train(images, names, teacher)
             self.model.fold_task()
             with self.profile.phase("close"):

@@ -257,6 +257,23 @@ class DualModeLoraModel(BaseTuner):
             for layer, flag in zip(layers, before, strict=True):
                 layer._history_only = flag
 
+    @contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """The effective weights of now for as long as base weights and history stay as they are.
+
+        Code that is compiled within reads them as they are, whatever the rank of the history; without, it is compiled
+        anew for each rank and makes the weights in every pass.
+        """
+        layers = self.dual_mode_layers().values()
+        for layer in layers:
+            weight = layer.folded_weight(self._active())
+            layer._held_weight = None if layer.base_layer.weight.requires_grad else weight.detach()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._held_weight = None
+
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})
         if merged:

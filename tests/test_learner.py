@@ -615,20 +615,22 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
 
 def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monkeypatch):
     real = torch.compile
-    ran = []
+    compiled, ran = [], []
 
-    def counting(function):
-        # The graphs of the real compiler, run without a C++ compiler: what is traced is what is tested.
-        return real(function, backend=lambda graph, _: lambda *args: ran.append(1) or graph.forward(*args))
+    def backend(graph, inputs):
+        # The real compiler up to the graphs of forward and backward, which run without a C++ compiler.
+        compiled.append(torch._dynamo.lookup_backend("aot_eager")(graph, inputs))
+        function = compiled[-1]
+        return lambda *args: ran.append(1) or function(*args)
 
-    monkeypatch.setattr(torch, "compile", counting)
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend=backend))
     plain, fast = make_learner(base), make_learner(base, torch_compile=True)
-    for task in stream(digits, 4):
-        ran.clear()
+    for number, task in enumerate(stream(digits, 4), 1):
         for learner in (plain, fast):
             learner.learn_task(task.train, task.class_names)
             learner.evaluate(task.test, task.class_names)
-        assert len(ran) == 2, "one whole graph for each of the two steps"
+        assert len(ran) == 2 * number, "one graph for each of a task's two steps"
+        assert len(compiled) == 2, "one for each size of batch, whatever the history's rank"
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
 
 
