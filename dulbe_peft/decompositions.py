@@ -44,7 +44,8 @@ def top_eigenvectors(
     Raises:
         ValueError: the matrix is not finite or cannot be decomposed.
     """
-    width, block = len(matrix), max(16, count // 3)
+    # Matrix products are fastest with such a number of columns.
+    width, block = len(matrix), 24 * max(1, -(-count // 72))
     if count and width >= max(LARGE, 8 * (count + block)):
         for fast in (_krylov, _refined):
             found = fast(matrix, count, block, absolute, relative)
@@ -122,22 +123,27 @@ def _krylov(
     """Values and vectors as `top_eigenvectors` returns them, or None where they cannot be certified."""
     width = len(matrix)
     start = torch.randn(width, block, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
-    fresh = torch.linalg.qr(start.to(matrix.device)).Q
-    basis, compressed = fresh[:, :0], fresh[:0, :0]
+    # Vectors lie in rows: products of a few long rows are nearly twice as fast as those of columns.
+    fresh = torch.linalg.qr(start.to(matrix.device)).Q.T
+    space, size = matrix.new_empty(width // 3, width), 0
+    compressed = matrix.new_empty(0, 0)
     due = float(2 * count + block)
-    while basis.shape[1] + block <= width // 3:
-        basis = torch.cat([basis, fresh], dim=1)
-        image = matrix @ fresh
-        overlap = basis.T @ image
+    while size + block <= len(space):
+        space[size : size + block] = fresh
+        size += block
+        basis = space[:size]
+        image = fresh @ matrix
+        overlap = image @ basis.T
         compressed = F.pad(compressed, (0, block, 0, block))
-        compressed[:, -block:] = overlap
-        compressed[-block:] = overlap.T
-        fresh, coupling = torch.linalg.qr(torch.addmm(image, basis, overlap, alpha=-1))
+        compressed[-block:] = overlap
+        compressed[:, -block:] = overlap.T
+        fresh, coupling = torch.linalg.qr(torch.addmm(image, overlap, basis, alpha=-1).T)
         # Once more: where the remainder is small, its rounding falls back into the basis.
-        fresh = torch.linalg.qr(fresh - basis @ (basis.T @ fresh)).Q
-        if basis.shape[1] < due:
+        fresh = fresh.T - (fresh.T @ basis.T) @ basis
+        fresh = torch.linalg.qr(fresh.T).Q.T
+        if size < due:
             continue
-        due = basis.shape[1] * 1.15
+        due = size * 1.15
         values, rotation = eigh(compressed, "compressed matrix")
         # What the matrix makes of each Ritz vector outside the basis; inside it they are decoupled.
         residuals = (coupling @ rotation[-block:]).norm(dim=0)
@@ -145,10 +151,10 @@ def _krylov(
         cutoff = max(absolute, relative * float(values[0])) if found < count else None
         kept = _trustworthy(values, residuals, found, cutoff, width)
         if kept is not None:
-            vectors = basis @ rotation[:, :kept]
+            vectors = basis.T @ rotation[:, :kept]
             bound = _midpoint(values, found, kept)
             return (values, vectors[:, :found]) if _none_above(bound, matrix, values[:kept], vectors) else None
-        if basis.shape[1] > 2.4 * count + block and (residuals[:found] > SLOW * values[:found]).any():
+        if size > 2.4 * count + block and (residuals[:found] > SLOW * values[:found]).any():
             return None
     return None
 
