@@ -238,7 +238,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from peft import get_peft_model
 
     from dulbe_peft.backbone import load_clip
-    from dulbe_peft.distributed import world
+    from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
 
@@ -255,6 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if "head" in results:
             print(format_summary(results))
         print(f"written: {Path(stream.output) / 'results.json'}")
+    leave()
     return 0
 
 

@@ -145,6 +145,13 @@ def agree(value: object, what: str) -> None:
             raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
 
 
+def leave() -> None:
+    """At the end of a program, together with the others: leave the group, whose threads must not outlive it."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
 @cache
 def _cpu_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo")

@@ -23,7 +23,7 @@ from dulbe_peft import (
     load_clip,
 )
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.distributed import world
+from dulbe_peft.distributed import leave, world
 
 
 def world_from_launcher() -> tuple[int, int]:
@@ -94,6 +94,7 @@ def main() -> None:
     state |= {f"head.{name}": value for name, value in learner.head.state_dict().items()}
     state |= {f"statistics.{name}": matrix.clone() for name, matrix in learner.statistics.items()}
     save_file({k: v.clone() for k, v in state.items()}, output / f"process-{rank}.safetensors")
+    leave()
 
 
 main()

@@ -67,7 +67,7 @@ SKETCHES = """
 import torch
 from torch import distributed
 from dulbe_peft import OccupationStatistics
-from dulbe_peft.distributed import own_part
+from dulbe_peft.distributed import leave, own_part
 distributed.init_process_group("gloo")
 tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
 tokens[:, :3] *= 10
@@ -89,6 +89,7 @@ for parts in (tokens, tokens[:1]):  # of one row the second process has none
     errors = [None, None]
     distributed.all_gather_object(errors, error)
     assert torch.equal(*copies) and errors[0] == errors[1]
+leave()
 """
 
 
