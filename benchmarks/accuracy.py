@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def mean_row(what: str, figures: list[float], unit: str) -> dict[str, Any]:
     """One line of the table: the mean over the seeds and the extremes."""
-    spread = f"{unit}, {min(figures):.1f} to {max(figures):.1f}"
+    low, high = (round(figure, 1) + 0.0 for figure in (min(figures), max(figures)))  # + 0.0: no -0.0
+    spread = f"{unit}, {low:.1f} to {high:.1f}"
     return common.value_row(what, common.rounded(sum(figures) / len(figures)), spread)
 
 

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = f"{common.model_name(values.model)}, {values.num_images} images of {images}, K_h = {values.support_rank}"
     truth, kept = exact(), sketch()
     found = energies(truth, kept, values.support_rank)
+    if not found:
+        options.error(f"no layer reads more than 2 * {values.support_rank} features: lower --support-rank")
     goals = ("≤ 64.00", "≥ 99.00") if values.model == "vit-b-16" else (None, None)
     rows = [
         common.value_row(f"sketches, {where}", kept.nbytes / 2**20, f"of {truth.nbytes / 2**20:.2f} MiB", goals[0]),

@@ -143,15 +143,17 @@ def route_gradients(
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
     routed: tuple[torch.Tensor | None, ...] = ()
-    if structure_loss is not None and structure_weight > 0 and shared and structure_loss.requires_grad:
-        weighted = structure_weight * structure_loss
-        routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
+    if structure_loss is not None and structure_weight > 0 and shared:
+        if structure_loss.requires_grad:
+            weighted = structure_weight * structure_loss
+            routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
         if all(gradient is None for gradient in routed):
             raise ValueError(
                 "structure_loss has no gradient in any shared mode: it must run the vision tower, and gradient "
                 "checkpointing must be the kind with use_reentrant=False"
             )
-    task_loss.backward()
+    # First, so that whoever is told of a gradient by the backward pass, as data parallelism is, sees both parts.
     for parameter, gradient in zip(shared, routed):
         if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
+    task_loss.backward()

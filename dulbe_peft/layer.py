@@ -202,8 +202,8 @@ class DualModeLinear(DualModeLayer):
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
         The one place where an effective weight is made. The result is cached until the adapter, the base weight or
-        the history changes; what is written through `.data` is not noticed. Compiled code makes it in every pass,
-        and so does a layer whose base weight is trained.
+        the history changes; what is written through `.data`, or to tensors of inference mode, is not noticed. Compiled
+        code makes it in every pass, and so does a layer whose base weight is trained.
         """
         base = self._linear.weight
         factors = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
@@ -285,7 +285,7 @@ class DualModeLinear(DualModeLayer):
     # ------------------------------------------------------------------ state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None}
+        return {**self.__dict__, "_folded": None, "_held_weight": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         self._folded = None

@@ -249,11 +249,12 @@ class ClassIncrementalLearner:
             self.model.eval()
 
     def _old_text(self) -> torch.Tensor | None:
-        """The old classes' text embeddings as they were when this task began, E_<t."""
+        """The old classes' text embeddings by the model as it is when this task begins, E_<t.
+
+        The head may hold others: a loaded one those of other prompts or of when each class came.
+        """
         if not self.tasks or self.args.structure_weight == 0:
             return None
-        if self.args.text_embeds == "current":
-            return self.head.text_embeds.to(self.device, torch.float32)
         with torch.no_grad():
             return self.encoder.text_embeds(self.class_names)
 

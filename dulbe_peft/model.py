@@ -259,20 +259,22 @@ class DualModeLoraModel(BaseTuner):
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """The effective weights of now for as long as base weights and history stay as they are.
+        """The effective weights of now, for the training of one task: what changes within is not noticed.
 
-        Code that is compiled within reads them as they are, whatever the rank of the history; without, it is compiled
-        anew for each rank and makes the weights in every pass.
+        That is base weights, history (`fold_task`, `begin_task`), the active adapter. Code that is compiled within
+        reads the weights as they are, whatever the rank of the history; without, it is compiled anew for each rank
+        and makes the weights in every pass.
         """
-        layers = self.dual_mode_layers().values()
-        for layer in layers:
-            weight = layer.folded_weight(self._active())
-            layer._held_weight = None if layer.base_layer.weight.requires_grad else weight.detach()
+        adapter, layers = self._active(), list(self.dual_mode_layers().values())
+        before = [layer._held_weight for layer in layers]
         try:
+            for layer in layers:
+                if not layer.base_layer.weight.requires_grad:
+                    layer._held_weight = layer.folded_weight(adapter).detach()
             yield
         finally:
-            for layer in layers:
-                layer._held_weight = None
+            for layer, weight in zip(layers, before, strict=True):
+                layer._held_weight = weight
 
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})

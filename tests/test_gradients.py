@@ -100,6 +100,22 @@ def test_routing_is_what_the_paper_says(model):
             torch.testing.assert_close(parameter.grad, repeat * expected[name], atol=1e-6, rtol=1e-4)
 
 
+def test_a_structure_loss_that_cannot_reach_the_shared_modes_is_refused(model):
+    task, structure = losses(model)
+    with pytest.raises(ValueError, match="structure_loss has no gradient in any shared mode"):
+        route_gradients(model, task, structure.detach())
+    assert all(p.grad is None for p in model.parameters())
+    route_gradients(model, task, structure.detach(), structure_weight=0.0)
+
+
+def test_who_is_told_of_a_gradient_is_told_of_both_parts(model):
+    told = {}
+    for parameter in model.shared_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: told.update({id(p): p.grad.clone()}))
+    route_gradients(model, *losses(model))
+    assert all(torch.equal(told[id(p)], p.grad) for p in model.shared_parameters())
+
+
 def test_parameters_outside_the_model_learn_from_the_task_alone(model):
     scale = torch.nn.Parameter(torch.tensor(2.0))
     task, structure = losses(model)

@@ -298,6 +298,22 @@ def test_a_base_weight_that_is_trained_gets_its_gradient_past_a_history(learned)
     assert layer.base_layer.weight.grad.any()
 
 
+def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned, monkeypatch):
+    layers, expected = list(learned.dual_mode_layers().values()), image_features(learned)
+    with learned.held_weights(), learned.held_weights():
+        assert torch.equal(image_features(learned), expected)
+        twin = copy.deepcopy(learned)
+    assert all(layer._held_weight is None for layer in [*layers, *twin.dual_mode_layers().values()])
+
+    def broken(adapter):
+        raise MemoryError(adapter)
+
+    monkeypatch.setattr(layers[2], "folded_weight", broken)
+    with pytest.raises(MemoryError), learned.held_weights():
+        raise AssertionError("held without a weight")
+    assert all(layer._held_weight is None for layer in layers)
+
+
 def test_the_cached_weight_does_not_travel(learned):
     image_features(learned)
     layers = learned.dual_mode_layers().values()
