@@ -18,7 +18,7 @@ from peft import get_peft_model
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.data import load_data
-from dulbe_peft.demo import demo_model_folder, digit_tasks
+from dulbe_peft.demo import SETTINGS, SUPPORT_RANK, demo_model_folder, digit_tasks
 from dulbe_peft.tasks import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,15 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"mixed_precision": "bf16"},
     "sketches": {"statistics": "sketch"},
 }
-# The demo's settings; a data set of one's own has the library's.
-DIGITS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=str(demo_model_folder()))
     options.add_argument("--data", help="a data set as for `dulbe-peft run`; default: the demo's digits")
     options.add_argument("--increment", type=int, default=2, help="classes of a task")
-    options.add_argument("--support-rank", type=int, default=16)
+    options.add_argument("--support-rank", type=int, default=SUPPORT_RANK)
     options.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="what to compare")
     values = common.parse(options, argv)
     found = {name: [run(values, seed, OPTIONS[name]) for seed in range(values.repeats)] for name in values.options}
@@ -60,7 +58,7 @@ def mean_row(what: str, figures: list[float], unit: str) -> dict[str, Any]:
 def run(values: argparse.Namespace, seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """The head's figures on one stream."""
     tasks = stream(values, seed)
-    settings = fields if values.data else DIGITS | fields
+    settings = fields if values.data else SETTINGS | fields
     if values.quick:
         tasks, settings = tasks[:1], settings | {"epochs": 1}
     clip, processor = models.clip(values.model, "eager")

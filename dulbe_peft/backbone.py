@@ -113,11 +113,8 @@ def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[st
             other = seen[tuple(ids)]
             raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
-    return {
-        "input_ids": processor.tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")[
-            "input_ids"
-        ]
-    }
+    batch = processor.tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+    return {"input_ids": batch["input_ids"]}
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:

@@ -18,6 +18,8 @@ from dulbe_peft.report import format_summary, plot_results
 from dulbe_peft.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SUPPORT_RANK = 16
+SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 
 def demo_model_folder() -> Path:
@@ -69,10 +71,8 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
     torch.set_num_threads(1)  # a model this small only waits for a second thread
     torch.manual_seed(seed)
     clip, processor = load_clip(demo_model_folder())
-    model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
-    args = LearnerArguments(
-        epochs=4, prompt_template="a photo of the digit {}.", seed=seed, device="cpu", progress=progress
-    )
+    model = get_peft_model(clip, DualModeLoraConfig(support_rank=SUPPORT_RANK))
+    args = LearnerArguments(**SETTINGS, seed=seed, device="cpu", progress=progress)
     learner = ClassIncrementalLearner(model, processor, args=args)
     results = learner.run(digit_tasks(), output_dir)
     plot_results(results, Path(output_dir) / "accuracy.png")

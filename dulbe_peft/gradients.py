@@ -39,6 +39,7 @@ def probe_gradients(
     if any(layer.merged for layer in layers.values()):
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
     modes = {module: module.training for module in model.modules()}
+    held = [layer._held_weight for layer in layers.values()]
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
@@ -63,8 +64,8 @@ def probe_gradients(
             for (name, _), weight in zip(layers.items(), weights, strict=True)
         }
     finally:
-        for layer in layers.values():
-            layer._held_weight = None
+        for layer, before in zip(layers.values(), held, strict=True):
+            layer._held_weight = before
         for module, training in modes.items():
             module.training = training
     _check_finite(losses, gradients)

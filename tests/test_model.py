@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
 import dulbe_peft
-from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases
+from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases, probe_gradients
 from dulbe_peft.layer import DualModeLayer
 
 CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
@@ -303,6 +303,11 @@ def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned,
     with learned.held_weights(), learned.held_weights():
         assert torch.equal(image_features(learned), expected)
         twin = copy.deepcopy(learned)
+        held = [layer._held_weight for layer in layers]
+        probe_gradients(
+            learned, [PIXELS], lambda m, x: (m.get_image_features(pixel_values=x).pooler_output.sum(), len(x))
+        )
+        assert all(layer._held_weight is weight for layer, weight in zip(layers, held, strict=True))
     assert all(layer._held_weight is None for layer in [*layers, *twin.dual_mode_layers().values()])
 
     def broken(adapter):
