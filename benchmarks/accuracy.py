@@ -17,9 +17,9 @@ from peft import get_peft_model
 
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
-from dulbe_peft.data import load_data
 from dulbe_peft.demo import SETTINGS, SUPPORT_RANK, demo_model_folder, digit_tasks
-from dulbe_peft.tasks import Task
+from dulbe_peft.streams.readers import load_data
+from dulbe_peft.streams.tasks import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},

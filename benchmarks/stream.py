@@ -22,7 +22,7 @@ from PIL import Image
 
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.tasks import Task
+from dulbe_peft.streams.tasks import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")
 PHASES = ("probe", "allocate", "train", "close", "save")

@@ -3,21 +3,22 @@
 `import dulbe_peft` registers the method with PEFT.
 """
 
-from dulbe_peft.allocation import ModeBases, allocate_modes
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.adapter.gradients import probe_gradients, route_gradients
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.model import DualModeLoraModel, register
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import load_clip
 from dulbe_peft.checkpoint import CheckpointError
-from dulbe_peft.config import DualModeLoraConfig
-from dulbe_peft.data import ImageFolder, NpzImages, load_data
-from dulbe_peft.export import export_lora
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
-from dulbe_peft.gradients import probe_gradients, route_gradients
-from dulbe_peft.head import BridgeEnsembleHead
-from dulbe_peft.layer import DualModeLinear
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.model import DualModeLoraModel, register
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
-from dulbe_peft.tasks import Task, class_incremental_tasks
+from dulbe_peft.streams.readers import ImageFolder, NpzImages, load_data
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __version__ = "0.1.0"
 

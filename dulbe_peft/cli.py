@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoint import CheckpointError, library_versions
-from dulbe_peft.config import DualModeLoraConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,8 +260,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _tasks(stream: StreamArguments) -> Any:
-    from dulbe_peft.data import load_data
-    from dulbe_peft.tasks import class_incremental_tasks, dataset_class_names
+    from dulbe_peft.streams.readers import load_data
+    from dulbe_peft.streams.samples import dataset_class_names
+    from dulbe_peft.streams.tasks import class_incremental_tasks
 
     train, test = (load_data(stream.data, split=split) for split in (stream.train_split, stream.test_split))
     order: Any = stream.class_order
@@ -319,8 +320,9 @@ def _load(folder: str, model: str | None) -> Any:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from dulbe_peft.data import load_data
-    from dulbe_peft.tasks import dataset_class_names, select_classes
+    from dulbe_peft.streams.readers import load_data
+    from dulbe_peft.streams.samples import dataset_class_names
+    from dulbe_peft.streams.tasks import select_classes
 
     learner = _load(arguments.folder, arguments.model)
     data = load_data(arguments.data, split=arguments.split)
@@ -333,7 +335,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from dulbe_peft.export import COMPRESSION_FILE, export_lora
+    from dulbe_peft.adapter.export import COMPRESSION_FILE, export_lora
 
     model = _load(arguments.folder, arguments.model).model
     folder = export_lora(model, arguments.output, arguments.compress_to)

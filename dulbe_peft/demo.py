@@ -10,12 +10,12 @@ import numpy as np
 from peft import get_peft_model
 from PIL import Image
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import load_clip
-from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report import format_summary, plot_results
-from dulbe_peft.tasks import Task, class_incremental_tasks
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SUPPORT_RANK = 16

@@ -18,7 +18,7 @@ from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_pro
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.profiling import Profile
-from dulbe_peft.tasks import format_prompts
+from dulbe_peft.streams.names import format_prompts
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

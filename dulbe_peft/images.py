@@ -9,8 +9,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from dulbe_peft.backbone import pixel_values
-from dulbe_peft.data import to_rgb
-from dulbe_peft.tasks import read_sample
+from dulbe_peft.streams.readers import to_rgb
+from dulbe_peft.streams.samples import read_sample
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):

@@ -18,9 +18,13 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft import saving
-from dulbe_peft.allocation import ModeBases, allocate_modes
+from dulbe_peft.adapter.gradients import probe_gradients, route_gradients
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import check_clip_like, check_processor
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import (
     agree,
     copy_from_main,
@@ -32,14 +36,13 @@ from dulbe_peft.distributed import (
 )
 from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
-from dulbe_peft.gradients import probe_gradients, route_gradients
-from dulbe_peft.head import BridgeEnsembleHead
 from dulbe_peft.images import PixelDataset
-from dulbe_peft.model import DualModeLoraModel
 from dulbe_peft.profiling import Profile
+from dulbe_peft.run import run_stream
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
-from dulbe_peft.stream import run_stream
-from dulbe_peft.tasks import Task, check_class_names, checked_labels
+from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.samples import checked_labels
+from dulbe_peft.streams.tasks import Task
 
 
 class ClassIncrementalLearner:

@@ -22,20 +22,21 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from dulbe_peft import checkpoint, hub
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
-from dulbe_peft.config import DULBE, DualModeLoraConfig
+from dulbe_peft.classifiers.bridge import CONFIG_FILE as HEAD_CONFIG_FILE
+from dulbe_peft.classifiers.bridge import TENSORS_FILE as HEAD_FILE
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process
 from dulbe_peft.files import read_tensors, tensor_shapes
-from dulbe_peft.head import CONFIG_FILE as HEAD_CONFIG_FILE
-from dulbe_peft.head import TENSORS_FILE as HEAD_FILE
-from dulbe_peft.head import BridgeEnsembleHead
 from dulbe_peft.lock import commit_alone
+from dulbe_peft.run import RESULTS_FILE
 from dulbe_peft.statistics import OccupationStatistics
-from dulbe_peft.stream import RESULTS_FILE
-from dulbe_peft.tasks import check_class_names
+from dulbe_peft.streams.names import check_class_names
 
 ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME

@@ -5,7 +5,8 @@ import reference
 import torch
 
 import dulbe_peft.allocation
-from dulbe_peft.allocation import ModeBases, allocate_modes
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.statistics import OccupationStatistics
 
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 import dulbe_peft.cli
 from dulbe_peft import cli
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.cli import StreamArguments, _parser, _pick, _settings, _tasks, main
-from dulbe_peft.config import DualModeLoraConfig
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]

@@ -15,7 +15,7 @@ from test_model import CONFIG, PIXELS, image_features, random_modes, randomise, 
 from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
 from dulbe_peft import DualModeLoraConfig
-from dulbe_peft.export import export_lora
+from dulbe_peft.adapter.export import export_lora
 
 READER = """
     import sys, torch

@@ -27,7 +27,7 @@ from dulbe_peft import (
 from dulbe_peft.checkpoint import MANIFEST, commit_folder, read_manifest
 from dulbe_peft.cli import main
 from dulbe_peft.functional import orthonormal_complement
-from dulbe_peft.tasks import check_class_names, format_prompts
+from dulbe_peft.streams.names import check_class_names, format_prompts
 
 DOCUMENTED = (ValueError, TypeError, FileNotFoundError, CheckpointError)
 FILES = ("adapter_config.json", "adapter_model.safetensors", "head_config.json", "head.safetensors", "S.safetensors")

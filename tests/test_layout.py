@@ -22,25 +22,31 @@ ORDER = [
     "functional",
     "sketch",
     "statistics",
+    "adapter.modes",
     "allocation",
-    "config",
-    "linear",
-    "layer",
-    "model",
-    "gradients",
-    "export",
-    "tasks",
-    "head",
+    "adapter.registration",
+    "adapter.config",
+    "adapter.linear",
+    "adapter.layer",
+    "adapter.model",
+    "adapter.gradients",
+    "adapter.export",
+    "streams.names",
+    "streams.samples",
+    "streams.orders",
+    "streams.tasks",
+    "classifiers.bridge",
     "backbone",
-    "data",
+    "streams.readers",
+    "streams.fingerprint",
     "images",
-    "metrics",
+    "streams.metrics",
     "arguments",
     "checkpoint",
     "lock",
     "profiling",
     "encoder",
-    "stream",
+    "run",
     "card",
     "saving",
     "learner",
@@ -54,16 +60,16 @@ ONLY = {
     "functional": {"torch"},
     "sketch": {"torch"},
     "allocation": {"torch"},
-    "linear": {"torch"},
+    "adapter.linear": {"torch"},
     "files": {"torch", "safetensors"},
     "hub": {"huggingface_hub"},
     "card": {"huggingface_hub"},
     "statistics": {"torch"},
-    "gradients": {"torch"},
-    "head": {"torch", "huggingface_hub"},
-    "tasks": {"numpy"},
-    "data": {"numpy", "PIL", "datasets"},
-    "metrics": {"numpy"},
+    "adapter.gradients": {"torch"},
+    "classifiers.bridge": {"torch", "huggingface_hub"},
+    "streams.tasks": {"numpy"},
+    "streams.readers": {"numpy", "PIL", "datasets"},
+    "streams.metrics": {"numpy"},
     "arguments": set(),
     "checkpoint": set(),
     "interrupts": set(),
@@ -72,7 +78,7 @@ ONLY = {
 
 
 def imports(module):
-    tree = ast.parse((ROOT / "dulbe_peft" / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "dulbe_peft" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -84,7 +90,11 @@ def imports(module):
 
 
 def test_every_module_has_its_place():
-    found = {path.stem for path in (ROOT / "dulbe_peft").glob("*.py")} - {"__init__", "__main__"}
+    found = {
+        ".".join(path.relative_to(ROOT / "dulbe_peft").with_suffix("").parts)
+        for path in (ROOT / "dulbe_peft").rglob("*.py")
+        if not path.stem.startswith("__")
+    }
     assert found == set(ORDER)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.linear import updated_linear
+from dulbe_peft.adapter.linear import updated_linear
 
 
 def written_out(x, weight, bias, down, up):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from dulbe_peft.metrics import (
+from dulbe_peft.streams.metrics import (
     accuracy_matrix,
     average_accuracy,
     backward_transfer,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.cli import StreamArguments, _fields, _parser
-from dulbe_peft.config import DualModeLoraConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dulbe_peft.tasks import (
-    ICARL_CIFAR100_ORDER,
-    Task,
-    check_class_names,
-    class_incremental_tasks,
-    dataset_class_names,
-    dataset_labels,
-    format_class_name,
-    format_prompts,
-    select_classes,
-)
+from dulbe_peft.streams.names import check_class_names, format_class_name, format_prompts
+from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
+from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
 
 class Pairs:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-import dulbe_peft.head
+import dulbe_peft.classifiers.bridge
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.functional import slerp
-from dulbe_peft.head import BridgeEnsembleHead
 
 DIM = 8
 
@@ -362,14 +362,14 @@ def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
         "import sys, types, torch, importlib.util\n"
         "package = types.ModuleType('dulbe_peft'); package.__path__ = [sys.argv[2]]\n"
         "sys.modules['dulbe_peft'] = package\n"
-        "from dulbe_peft.head import BridgeEnsembleHead\n"
+        "from dulbe_peft.classifiers.bridge import BridgeEnsembleHead\n"
         "head = BridgeEnsembleHead.from_pretrained(sys.argv[1] + '/head')\n"
         "images, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
         "assert torch.equal(head(images), expected)\n"
         "assert 'peft' not in sys.modules and 'transformers' not in sys.modules\n"
         "print(','.join(head.class_names))\n"
     )
-    package = os.path.dirname(dulbe_peft.head.__file__)
+    package = os.path.dirname(dulbe_peft.classifiers.bridge.__file__)
     command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), package]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

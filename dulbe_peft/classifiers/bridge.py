@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from dulbe_peft import hub
 from dulbe_peft.files import read_tensors, replacing, tensor_shapes, write_tensors
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights, without_autocast
-from dulbe_peft.tasks import check_class_names
+from dulbe_peft.streams.names import check_class_names
 
 CONFIG_FILE = "head_config.json"
 TENSORS_FILE = "head.safetensors"

@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dulbe_peft.data import HubImages, ImageFolder, NpzImages, decode_image, fingerprint, load_data
-from dulbe_peft.tasks import class_incremental_tasks
+from dulbe_peft.streams.fingerprint import fingerprint
+from dulbe_peft.streams.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data
+from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
 def encoded(value: int, file_format: str = "PNG") -> bytes:

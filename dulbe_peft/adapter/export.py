@@ -15,9 +15,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from dulbe_peft.config import PREFIX
+from dulbe_peft.adapter.layer import DualModeLinear, TextLoraLinear
+from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.files import replacing, write_tensors
-from dulbe_peft.layer import DualModeLinear, TextLoraLinear
 
 COMPRESSION_FILE = "compression.json"
 

@@ -1,9 +1,4 @@
-"""The adapter's configuration, and the entry of the method in PEFT's table of types.
-
-PEFT keeps its methods in the string enumeration `PeftType` and offers no way to add a member from outside.
-`register_peft_type` adds a real one, so that lookups by value, by name and by call, JSON, pickle and deepcopy all
-work as for PEFT's own methods. Everything that depends on the enumeration's internals is in that one function.
-"""
+"""The adapter's configuration."""
 
 from __future__ import annotations
 
@@ -16,48 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.files import tensor_shapes
 from dulbe_peft.hub import has_file
 
-PEFT_TYPE_NAME = "DULBE"
-PREFIX = "dulbe_"
 MAX_HISTORY_RANK = 2**16  # beyond any stream; a file that claims more is refused before memory is taken for it
 DEFAULT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
 TEXT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
-
-
-def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
-    """Add `name` to PEFT's enumeration of methods, once; later calls return the same member.
-
-    Raises:
-        RuntimeError: the enumeration no longer behaves as an `enum.Enum` of strings.
-    """
-    if name in PeftType.__members__:
-        return PeftType[name]
-    kind: Any = PeftType
-    member: Any = str.__new__(PeftType, name)
-    member._name_ = name
-    member._value_ = name
-    member.__objclass__ = PeftType
-    member._sort_order_ = len(PeftType.__members__)
-    try:
-        PeftType._member_names_.append(name)
-        PeftType._member_map_[name] = member
-        PeftType._value2member_map_[name] = member
-        if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
-            kind._hashable_values_.append(name)
-        type.__setattr__(PeftType, name, member)
-    except (AttributeError, TypeError) as error:  # pragma: no cover - another implementation of enum
-        raise RuntimeError(f"peft.PeftType cannot take the member {name!r}: its internals have changed") from error
-    if PeftType(name) is not member or PeftType[name] is not member or name not in list(PeftType):
-        raise RuntimeError(f"peft.PeftType does not find its new member {name!r}: its internals have changed")
-    return member
-
-
-DULBE = register_peft_type()
 
 
 def _check_rank(name: str, value: Any) -> None:

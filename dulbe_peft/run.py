@@ -15,14 +15,14 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint
+from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.checkpoint import CheckpointError, library_versions
-from dulbe_peft.config import PREFIX
-from dulbe_peft.data import fingerprint
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.interrupts import stop_between_batches
 from dulbe_peft.lock import only_process
-from dulbe_peft.metrics import accuracy_matrix, summarize
-from dulbe_peft.tasks import Task
+from dulbe_peft.streams.fingerprint import fingerprint
+from dulbe_peft.streams.metrics import accuracy_matrix, summarize
+from dulbe_peft.streams.tasks import Task
 
 RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"

@@ -22,9 +22,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from torch.nn import functional as F
 
-from dulbe_peft.config import DualModeLoraConfig
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.linear import updated_linear
 from dulbe_peft.functional import without_autocast
-from dulbe_peft.linear import updated_linear
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -25,11 +25,10 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
     load_data,
-    stream,
 )
 from dulbe_peft.checkpoint import json_sha256, library_versions, read_manifest
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.tasks import Task
+from dulbe_peft.streams.tasks import Task
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
 
@@ -235,7 +234,9 @@ def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tm
 
 def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
     output = shutil.copytree(finished, tmp_path / "run")
-    monkeypatch.setattr(stream, "library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"})
+    monkeypatch.setattr(
+        "dulbe_peft.run.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
+    )
     make_learner(base).run(tasks_of(photos), output)
     assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out
 

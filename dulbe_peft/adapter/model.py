@@ -15,9 +15,10 @@ from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_mo
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.allocation import ModeBases
-from dulbe_peft.config import DEFAULT_TARGET_MODULES, DULBE, PREFIX, TEXT_TARGET_MODULES, DualModeLoraConfig
-from dulbe_peft.layer import DualModeLayer, DualModeLinear, TextLoraLinear
+from dulbe_peft.adapter.config import DEFAULT_TARGET_MODULES, TEXT_TARGET_MODULES, DualModeLoraConfig
+from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.adapter.registration import DULBE, PREFIX
 
 TEXT_TOWER = "text_model"
 _NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up

@@ -1,0 +1,46 @@
+"""The entry of the method in PEFT's table of types.
+
+PEFT keeps its methods in the string enumeration `PeftType` and offers no way to add a member from outside.
+`register_peft_type` adds a real one, so that lookups by value, by name and by call, JSON, pickle and deepcopy all
+work as for PEFT's own methods. Everything that depends on the enumeration's internals is in that one function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.utils import PeftType
+
+PEFT_TYPE_NAME = "DULBE"
+PREFIX = "dulbe_"
+
+
+def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
+    """Add `name` to PEFT's enumeration of methods, once; later calls return the same member.
+
+    Raises:
+        RuntimeError: the enumeration no longer behaves as an `enum.Enum` of strings.
+    """
+    if name in PeftType.__members__:
+        return PeftType[name]
+    kind: Any = PeftType
+    member: Any = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType.__members__)
+    try:
+        PeftType._member_names_.append(name)
+        PeftType._member_map_[name] = member
+        PeftType._value2member_map_[name] = member
+        if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
+            kind._hashable_values_.append(name)
+        type.__setattr__(PeftType, name, member)
+    except (AttributeError, TypeError) as error:  # pragma: no cover - another implementation of enum
+        raise RuntimeError(f"peft.PeftType cannot take the member {name!r}: its internals have changed") from error
+    if PeftType(name) is not member or PeftType[name] is not member or name not in list(PeftType):
+        raise RuntimeError(f"peft.PeftType does not find its new member {name!r}: its internals have changed")
+    return member
+
+
+DULBE = register_peft_type()

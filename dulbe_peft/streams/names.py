@@ -1,0 +1,81 @@
+"""Class names, and the prompts that are made of them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Iterable, Set
+
+CLASS_NAME_STYLES = ("verbatim", "spaces")
+
+
+def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
+    """Class names as a tuple of plain strings; any text will do, for a name is data and never a path.
+
+    Args:
+        names: names of the classes, in the order their labels index.
+        seen: names that are taken already, for example by earlier tasks.
+
+    Raises:
+        TypeError: `names` is a single string or has no order, or a name is not a string.
+        ValueError: there is no name; a name is blank, holds a control character such as NUL, or cannot be written as
+            UTF-8; or it occurs twice, here or in `seen`.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
+    if isinstance(names, Set) or not isinstance(names, Iterable):
+        raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
+    taken = set(seen)
+    checked: list[str] = []
+    positions: dict[str, int] = {}
+    for position, name in enumerate(names):
+        if not isinstance(name, str):
+            raise TypeError(f"class_names[{position}] must be a string, got {name!r} of type {type(name).__name__}")
+        name = str(name)  # numpy's strings are a subclass that JSON and pickle need not meet
+        if not name.strip():
+            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not be blank")
+        if any(unicodedata.category(character) == "Cc" for character in name):
+            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not hold control characters")
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"class_names[{position}] is {name!r}, which cannot be written as UTF-8") from error
+        if name in positions:
+            raise ValueError(f"class_names[{position}] and [{positions[name]}] are both {name!r}; names must differ")
+        if name in taken:
+            raise ValueError(f"class_names[{position}] is {name!r}, a class that was seen already")
+        positions[name] = position
+        checked.append(name)
+    if not checked:
+        raise ValueError("class_names is empty; at least one class is needed")
+    return tuple(checked)
+
+
+def format_class_name(name: str, style: str = "verbatim") -> str:
+    """A class name as it goes into a prompt: as it stands, or with underscores turned into spaces.
+
+    Raises:
+        ValueError: `style` is neither "verbatim" nor "spaces".
+    """
+    if style not in CLASS_NAME_STYLES:
+        raise ValueError(f"class name style is {style!r}; it must be one of {', '.join(CLASS_NAME_STYLES)}")
+    return name.replace("_", " ") if style == "spaces" else name
+
+
+def format_prompts(class_names: Iterable[str], template: str, style: str = "verbatim") -> list[str]:
+    """One prompt per class: `template` with its "{}" replaced by the name, whatever characters the name holds.
+
+    Raises:
+        TypeError: `template` is not a string.
+        ValueError: `template` does not hold "{}" exactly once, `style` is unknown, or two classes give one prompt.
+    """
+    if not isinstance(template, str):
+        raise TypeError(f"template must be a string, got {template!r} of type {type(template).__name__}")
+    if template.count("{}") != 1:
+        raise ValueError(f'template is {template!r}; it must hold "{{}}" exactly once, where the class name goes')
+    prompts: dict[str, str] = {}
+    for name in class_names:
+        prompt = template.replace("{}", format_class_name(name, style))
+        if prompt in prompts:
+            raise ValueError(f"classes {prompts[prompt]!r} and {name!r} give the same prompt {prompt!r}: rename one")
+        prompts[prompt] = name
+    return list(prompts)

@@ -1,0 +1,56 @@
+"""The order in which the classes of a stream arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+# The order iCaRL drew for CIFAR-100, which later work on it keeps.
+# fmt: off
+ICARL_CIFAR100_ORDER = (
+    87, 0, 52, 58, 44, 91, 68, 97, 51, 15, 94, 92, 10, 72, 49, 78, 61, 14, 8, 86, 84, 96, 18, 24, 32, 45, 88, 11,
+    4, 67, 69, 66, 77, 47, 79, 93, 29, 50, 57, 83, 17, 81, 41, 12, 37, 59, 25, 20, 80, 73, 1, 28, 6, 46, 62, 82,
+    53, 9, 31, 75, 38, 63, 33, 74, 27, 22, 36, 3, 16, 21, 60, 19, 70, 90, 89, 43, 5, 42, 65, 76, 40, 30, 23, 85, 2,
+    95, 56, 48, 71, 64, 98, 13, 99, 7, 34, 55, 54, 26, 35, 39,
+)
+# fmt: on
+
+
+def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ...]) -> np.ndarray:
+    """The order of classes as a permutation of 0..C-1, int64."""
+    num_classes = len(class_names)
+    if class_order is not None and seed is not None:
+        raise ValueError(f"class_order and seed={seed!r} are both given; a stream has one order")
+    if class_order is None:
+        if seed is None:
+            return np.arange(num_classes)
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+            raise TypeError(f"seed must be an int, got {seed!r} of type {type(seed).__name__}")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
+        return np.random.RandomState(seed).permutation(num_classes).astype(np.int64)
+    if isinstance(class_order, str):
+        if class_order != "icarl":
+            raise ValueError(f'class_order is {class_order!r}; the one order known by name is "icarl"')
+        if num_classes != len(ICARL_CIFAR100_ORDER):
+            raise ValueError(f'class_order "icarl" is for the 100 classes of CIFAR-100, got {num_classes} classes')
+        return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
+    if not isinstance(class_order, Iterable):
+        raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
+    entries = list(class_order)
+    if entries and all(isinstance(entry, str) for entry in entries):
+        labels = {name: label for label, name in enumerate(class_names)}
+        unknown = [name for name in entries if name not in labels]
+        if unknown:
+            raise ValueError(f"class_order names {unknown[0]!r}, which is no class of the dataset")
+        entries = [labels[name] for name in entries]
+    for position, entry in enumerate(entries):
+        if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, (int, np.integer)):
+            raise TypeError(f"class_order[{position}] is {entry!r}; the entries must be all ints or all class names")
+    if sorted(entries) != list(range(num_classes)):
+        absent = sorted(set(range(num_classes)) - set(entries))
+        detail = f"{absent[0]} is absent" if absent else f"it has {len(entries)} entries"
+        raise ValueError(f"class_order must hold each of 0..{num_classes - 1} once, but {detail}")
+    return np.array(entries, dtype=np.int64)

@@ -1,0 +1,125 @@
+"""What a data set is: images with labels, and where it carries them, class names.
+
+A data set is anything with `len(dataset)` and `dataset[i]` giving a {"image", "label"} dict or an (image, label)
+pair. Where the labels can be had alone (`.labels`, `.targets`, a "label" column), no image is decoded for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.streams.names import check_class_names
+
+
+def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
+    """Image and label of `dataset[index]`, which may be a {"image", "label"} mapping or a pair.
+
+    Raises:
+        TypeError: the sample has another form, or its label is no integer.
+        ValueError: there is no such sample, or the mapping lacks a key.
+    """
+    try:
+        sample = dataset[index]
+    except (IndexError, KeyError) as error:
+        raise ValueError(f"dataset has length {len(dataset)} but no sample {index}: {error!r}") from error
+    if isinstance(sample, Mapping):
+        if "image" not in sample or "label" not in sample:
+            raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
+        image, label = sample["image"], sample["label"]
+    elif isinstance(sample, (tuple, list)) and len(sample) == 2:
+        image, label = sample
+    else:
+        raise TypeError(
+            f"sample {index} is a {type(sample).__name__}; "
+            'it must be a {"image", "label"} mapping or an (image, label) pair'
+        )
+    value = np.asarray(label)
+    if value.ndim or value.dtype.kind not in "iu":
+        raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
+    return image, int(value)
+
+
+def _label_array(values: Any, source: str) -> np.ndarray:
+    """Labels as int64, refusing the bools and floats that a cast would let through."""
+    if isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            if isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
+    if array.dtype.kind not in "iu":
+        first = f", the first is {values[0]!r}" if array.size else ""
+        raise TypeError(f"{source} must hold ints, got values of type {array.dtype}{first}")
+    return array.astype(np.int64)
+
+
+def dataset_labels(dataset: Any) -> np.ndarray:
+    """Labels of a dataset, int64 of shape (len(dataset),), without decoding an image wherever that is possible.
+
+    Raises:
+        TypeError: `dataset` has no length or no items, is a mapping of splits, or a label is not an int.
+        ValueError: there is not one label per image, or a label is negative.
+    """
+    if isinstance(dataset, Mapping):
+        raise TypeError(f"dataset is a mapping with the keys {sorted(map(str, dataset))}; pass one of its splits")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"dataset is a {type(dataset).__name__}; it must have __len__ and __getitem__")
+    column_names = getattr(dataset, "column_names", None)
+    if getattr(dataset, "labels", None) is not None:
+        labels = _label_array(dataset.labels, "dataset.labels")
+    elif getattr(dataset, "targets", None) is not None:
+        labels = _label_array(dataset.targets, "dataset.targets")
+    elif isinstance(column_names, list):
+        if "label" not in column_names:
+            raise ValueError(f"dataset has the columns {column_names}; name the one with the labels 'label'")
+        labels = _label_array(dataset.with_format(None)["label"][:], "dataset['label']")
+    elif hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        labels = dataset_labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    else:
+        labels = np.array([read_sample(dataset, index)[1] for index in range(len(dataset))], dtype=np.int64)
+    if len(labels) != len(dataset):
+        raise ValueError(f"dataset has {len(labels)} labels but {len(dataset)} images")
+    if len(labels) and labels.min() < 0:
+        index = int(labels.argmin())
+        raise ValueError(f"the label of sample {index} is {labels[index]}; labels must not be negative")
+    return labels
+
+
+def dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
+    """Class names a dataset carries (`.class_names`, `.classes`, `.features["label"].names`), or None."""
+    for attribute in ("class_names", "classes"):
+        names = getattr(dataset, attribute, None)
+        if names is not None:
+            return check_class_names(names)
+    features = getattr(dataset, "features", None)
+    if isinstance(features, Mapping) and getattr(features.get("label"), "names", None) is not None:
+        return check_class_names(features["label"].names)
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        return dataset_class_names(dataset.dataset)
+    return None
+
+
+def checked_labels(dataset: Any, class_names: Sequence[str], name: str = "dataset") -> np.ndarray:
+    """Labels of a dataset that must not be empty, int64 of shape (len(dataset),), each an index of `class_names`.
+
+    Args:
+        name: what messages call the dataset.
+
+    Raises:
+        TypeError: as `dataset_labels`.
+        ValueError: as `dataset_labels`, or the dataset is empty, or a label is out of range.
+    """
+    labels = dataset_labels(dataset)
+    if not len(labels):
+        raise ValueError(f"{name} is empty; at least one image is needed")
+    if labels.max() >= len(class_names):
+        index = int(labels.argmax())
+        raise ValueError(
+            f"the label of {name} sample {index} is {labels[index]}; there are {len(class_names)} classes, "
+            f"so labels must lie in 0..{len(class_names) - 1}"
+        )
+    return labels

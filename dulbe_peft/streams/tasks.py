@@ -1,0 +1,179 @@
+"""A class-incremental stream: an order of classes, an initial increment, an increment.
+
+class order     [ 87  0  52 | 58  44 | 91  68 ]      initial_increment=3, increment=2
+tasks               0           1        2
+labels            0  1   2    0   1    0   1         a task's labels index its own class_names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.orders import resolve_order
+from dulbe_peft.streams.samples import checked_labels, dataset_class_names, read_sample
+
+
+class ClassSubset:
+    """The images of some classes of a dataset, with labels that index `class_names`.
+
+    Args:
+        dataset: the dataset the images come from.
+        indices: positions in `dataset`, shape (n,), int64.
+        labels: label of each of them in this subset, shape (n,), int64.
+        class_names: names of the subset's classes.
+        source_labels: the label each sample must carry in `dataset`, shape (n,), int64.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        indices: np.ndarray,
+        labels: np.ndarray,
+        class_names: tuple[str, ...],
+        source_labels: np.ndarray,
+    ) -> None:
+        self.dataset = dataset
+        self.indices = indices
+        self.labels = labels
+        self.class_names = class_names
+        self.source_labels = source_labels
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        position = int(self.indices[index])
+        image, label = read_sample(self.dataset, position)
+        if label != self.source_labels[index]:  # a target_transform, say, would put the image into another class
+            raise ValueError(
+                f"sample {position} of the dataset gives the label {label}, "
+                f"but its list of labels says {self.source_labels[index]}"
+            )
+        return {"image": image, "label": int(self.labels[index])}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def item_name(self, index: int) -> str:
+        """Name of an image for messages: its path where the dataset knows it."""
+        position = int(self.indices[index])
+        name = getattr(self.dataset, "item_name", None)
+        return str(name(position)) if name is not None else f"item {position}"
+
+    def content_id(self, index: int) -> str:
+        """What tells this image from others without reading it; its position where the dataset knows no better."""
+        position = int(self.indices[index])
+        content_id = getattr(self.dataset, "content_id", None)
+        return str(content_id(position)) if content_id is not None else f"#{position}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step of a stream: training images, test images (or None) and the names of its new classes.
+
+    The labels of both datasets index `class_names`.
+    """
+
+    train: Any
+    test: Any
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "class_names", check_class_names(self.class_names))
+
+
+def _check_count(name: str, value: Any, num_classes: int) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if not 1 <= value <= num_classes:
+        raise ValueError(f"{name} is {value}; it must lie in 1..{num_classes}, the number of classes")
+    return int(value)
+
+
+def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
+    train_names = dataset_class_names(train)
+    test_names = None if test is None else dataset_class_names(test)
+    if train_names is not None and test_names is not None and train_names != test_names:
+        differing = sorted(set(train_names) ^ set(test_names))
+        detail = f"{differing[0]!r} is in one only" if differing else "they stand in another order"
+        raise ValueError(f"train and test disagree on the class names: {detail}")
+    names = train_names or test_names
+    if names is None:
+        raise ValueError("the dataset carries no class names; pass class_names")
+    return names
+
+
+def _take(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[str, ...]) -> ClassSubset:
+    """The images of `classes`, in the dataset's order, labelled by their class's position in `classes`."""
+    positions = np.full(int(max(labels.max(), classes.max())) + 1, -1, dtype=np.int64)
+    positions[classes] = np.arange(len(classes))
+    indices = np.flatnonzero(positions[labels] >= 0)
+    return ClassSubset(dataset, indices, positions[labels[indices]], names, labels[indices])
+
+
+def select_classes(dataset: Any, class_names: Sequence[str]) -> ClassSubset:
+    """The images of the named classes of a dataset that carries class names, labelled by their place in `class_names`.
+
+    Raises:
+        ValueError: the dataset carries no class names, or has no class of such a name.
+    """
+    wanted, carried = check_class_names(class_names), dataset_class_names(dataset)
+    if carried is None:
+        raise ValueError("the dataset carries no class names to select by")
+    absent = sorted(set(wanted) - set(carried))
+    if absent:
+        raise ValueError(f"the dataset has no class {absent[0]!r}")
+    labels = checked_labels(dataset, carried)
+    return _take(dataset, labels, np.array([carried.index(name) for name in wanted], dtype=np.int64), wanted)
+
+
+def class_incremental_tasks(
+    train: Any,
+    test: Any = None,
+    class_names: Sequence[str] | None = None,
+    *,
+    increment: int,
+    initial_increment: int | None = None,
+    class_order: Sequence[int] | Sequence[str] | str | None = None,
+    seed: int | None = None,
+) -> list[Task]:
+    """Split a dataset into tasks of `increment` new classes each.
+
+    Args:
+        train: training images; labels index `class_names`.
+        test: test images with the same labels, or None.
+        class_names: names of all classes; None takes those the datasets carry.
+        increment: new classes per task; the last task takes what is left.
+        initial_increment: classes of the first task, 50 for "B50"; None is `increment`.
+        class_order: all labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
+        seed: draws the order as `RandomState(seed).permutation(C)` instead; 1993 in the protocols of the field.
+
+    Raises:
+        TypeError: a count, the seed, a label or an entry of the order has the wrong type.
+        ValueError: a count or label is out of range, the order is no permutation, a dataset is empty, a class has no
+            training image, a task has no test image, or the class names are missing, double or contradictory.
+    """
+    names = _common_class_names(train, test) if class_names is None else check_class_names(class_names)
+    increment = _check_count("increment", increment, len(names))
+    first = (
+        increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
+    )
+    order = resolve_order(class_order, seed, names)
+    train_labels = checked_labels(train, names, "train")
+    test_labels = None if test is None else checked_labels(test, names, "test")
+    for label, count in enumerate(np.bincount(train_labels, minlength=len(names))):
+        if not count:
+            raise ValueError(f"class {label} ({names[label]!r}) has no training image")
+    tasks: list[Task] = []
+    for classes in np.split(order, range(first, len(names), increment)):
+        task_names = tuple(names[label] for label in classes)
+        held_out = None if test_labels is None else _take(test, test_labels, classes, task_names)
+        if held_out is not None and not len(held_out):
+            raise ValueError(f"task {len(tasks)} has no test image for any of its classes {list(task_names)}")
+        tasks.append(Task(_take(train, train_labels, classes, task_names), held_out, task_names))
+    return tasks

@@ -1,0 +1,90 @@
+"""What version 0.1 wrote still loads, predicts the same, and its runs go on; see `tests/saved/README.md`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file
+
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    OccupationStatistics,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.demo import DIGITS, DigitImages
+
+ROOT = Path(__file__).parents[1]
+SAVED = Path(__file__).parent / "saved" / "0.1"
+MODEL = "dulbe_peft/assets/demo_clip"  # as it was given then, from the repository's root
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+
+    def pick(start, stop):
+        rows = np.concatenate([np.flatnonzero(digits.target == label)[start:stop] for label in range(6)])
+        images = DigitImages(digits.images[rows], digits.target[rows])
+        images.class_names = DIGITS[:6]
+        return images
+
+    return class_incremental_tasks(pick(0, 12), pick(12, 18), increment=2)
+
+
+def make_learner():
+    torch.manual_seed(0)
+    clip, processor = load_clip(MODEL)
+    config = DualModeLoraConfig(support_rank=16, residual_rank=4, target_modules=["k_proj", "v_proj"])
+    args = LearnerArguments(
+        epochs=1, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
+    )
+    return ClassIncrementalLearner(get_peft_model(clip, config), processor, args=args)
+
+
+def test_a_learner_gives_the_same_features_and_logits(tasks):
+    learner = ClassIncrementalLearner.from_pretrained(SAVED / "learner")
+    assert learner.class_names == DIGITS[:4]
+    expected = load_file(SAVED / "expected.safetensors")
+    images = [tasks[t].test[i]["image"] for t in range(3) for i in range(0, 12, 3)]
+    features = learner.image_embeds([(image, 0) for image in images])
+    assert torch.equal(features, expected["image_embeds"])
+    assert torch.equal(learner.head(features), expected["logits"])
+    assert torch.equal(BridgeEnsembleHead.from_pretrained(SAVED / "learner")(features), expected["logits"])
+
+
+def test_a_run_goes_on(tasks, tmp_path):
+    output = shutil.copytree(SAVED / "run", tmp_path / "run")
+    learner = make_learner()
+    results = learner.run(tasks, output)
+    expected = json.loads((SAVED / "expected_results.json").read_text())
+    for key in ("head", "text", "zero_shot"):
+        assert results[key] == pytest.approx(expected[key], abs=1e-6)
+    adapter = load_file(output / "task-003" / "adapter_model.safetensors")
+    head = load_file(output / "task-003" / "head.safetensors")
+    for found, name in ((adapter, "expected_adapter.safetensors"), (head, "expected_head.safetensors")):
+        for key, tensor in load_file(SAVED / name).items():
+            assert torch.equal(found[key], tensor), key
+
+
+def test_sketches_are_read():
+    stats = OccupationStatistics.load(SAVED / "sketch.safetensors")
+    assert stats.sketch_rows == 4 and stats["a"] is stats["b"]
+    assert stats["a"].shape == (4, 12) and stats["c"].shape == (3, 3)
+    assert stats.errors["a"] == pytest.approx(3347.1182172501194) and stats.errors["c"] == 0
