@@ -58,6 +58,10 @@ def make_learner():
     return ClassIncrementalLearner(get_peft_model(clip, config), processor, args=args)
 
 
+def rounded(figures):
+    return json.loads(json.dumps(figures), parse_float=lambda text: round(float(text), 6))
+
+
 def test_a_learner_gives_the_same_features_and_logits(tasks):
     learner = ClassIncrementalLearner.from_pretrained(SAVED / "learner")
     assert learner.class_names == DIGITS[:4]
@@ -75,7 +79,7 @@ def test_a_run_goes_on(tasks, tmp_path):
     results = learner.run(tasks, output)
     expected = json.loads((SAVED / "expected_results.json").read_text())
     for key in ("head", "text", "zero_shot"):
-        assert results[key] == pytest.approx(expected[key], abs=1e-6)
+        assert rounded(results[key]) == rounded(expected[key])
     adapter = load_file(output / "task-003" / "adapter_model.safetensors")
     head = load_file(output / "task-003" / "head.safetensors")
     for found, name in ((adapter, "expected_adapter.safetensors"), (head, "expected_head.safetensors")):
