@@ -16,13 +16,16 @@ from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.strategies import STRATEGIES, Strategy, register_strategy
 from dulbe_peft.streams.readers import ImageFolder, NpzImages, load_data
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "STRATEGIES",
     "BridgeEnsembleHead",
     "CheckpointError",
     "ClassIncrementalLearner",
@@ -31,9 +34,11 @@ __all__ = [
     "DualModeLoraModel",
     "ImageFolder",
     "LearnerArguments",
+    "LearnerState",
     "ModeBases",
     "NpzImages",
     "OccupationStatistics",
+    "Strategy",
     "Task",
     "allocate_modes",
     "bidirectional_kl",
@@ -44,6 +49,7 @@ __all__ = [
     "load_clip",
     "load_data",
     "probe_gradients",
+    "register_strategy",
     "route_gradients",
     "slerp",
 ]

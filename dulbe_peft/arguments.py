@@ -83,6 +83,14 @@ class LearnerArguments:
             "choices": ("current", "at_introduction"),
         },
     )
+    drift: str = field(
+        default="none",
+        metadata={
+            "help": "When a task closes: leave what classifiers store as it is, or move it along with the features by "
+            "a linear map.",
+            "choices": ("none", "linear"),
+        },
+    )
     num_depths: int = field(default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."})
     reliability_temperature: float = field(default=0.05, metadata={"help": "beta, softmax over bridge depths."})
     seed: int = field(default=0, metadata={"help": "Seed of the initial weights and of the order of images."})

@@ -21,6 +21,7 @@ from typing import Any
 from dulbe_peft.files import naming, replacing, sync
 
 MANIFEST = "manifest.json"
+RESULTS_FILE = "results.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")

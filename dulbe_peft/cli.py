@@ -36,6 +36,14 @@ class StreamArguments:
         metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
     )
     output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
+    strategy: str = dataclasses.field(
+        default="dulbe",
+        metadata={"help": "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing."},
+    )
+    classifiers: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
+    )
     increment: int = dataclasses.field(default=10, metadata={"help": "Classes per task."})
     initial_increment: int | None = dataclasses.field(
         default=None, metadata={"help": "Classes of the first task, where it differs."}
@@ -235,24 +243,33 @@ def _run(arguments: argparse.Namespace) -> int:
         if not getattr(stream, name):
             raise ValueError(f"--{name} is required")
     import torch
-    from peft import get_peft_model
 
     from dulbe_peft.backbone import load_clip
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
+    from dulbe_peft.specs import split_specs
+    from dulbe_peft.strategies import make_strategy
 
+    strategy = make_strategy(stream.strategy)
+    classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks = None if stream.dry_run else _tasks(stream)
-    clip, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
+    model: Any
+    model, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
-    model = get_peft_model(clip, config, revision=stream.revision)
+    if strategy.adapts:
+        from peft import get_peft_model
+
+        if config.target_modules is None and strategy.target_modules is not None:
+            config.target_modules = sorted(strategy.target_modules)
+        model = get_peft_model(model, config, revision=stream.revision)
     if tasks is None:
-        print(_describe(model))
+        print(_describe(model) if strategy.adapts else "nothing is trained, no layer is adapted")
         return 0
-    learner = ClassIncrementalLearner(model, processor, args=args)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
     results = learner.run(tasks, stream.output, resume=stream.resume)
     if world()[0] == 0:
-        if "head" in results:
+        if "classifiers" in results:
             print(format_summary(results))
         print(f"written: {Path(stream.output) / 'results.json'}")
     leave()
@@ -337,7 +354,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dulbe_peft.adapter.export import COMPRESSION_FILE, export_lora
 
-    model = _load(arguments.folder, arguments.model).model
+    learner = _load(arguments.folder, arguments.model)
+    if learner.state.adapter is None:
+        raise ValueError(
+            f"{arguments.folder!r} has no adapter to export: its strategy {learner.strategy.name!r} trains nothing"
+        )
+    model = learner.model
     folder = export_lora(model, arguments.output, arguments.compress_to)
     if arguments.compress_to is not None:
         report = json.loads((folder / COMPRESSION_FILE).read_text(encoding="utf-8"))

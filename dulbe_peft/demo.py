@@ -19,6 +19,7 @@ from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SUPPORT_RANK = 16
+CLASSIFIERS = ("bridge", "prototype")
 SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 
@@ -73,7 +74,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
     clip, processor = load_clip(demo_model_folder())
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=SUPPORT_RANK))
     args = LearnerArguments(**SETTINGS, seed=seed, device="cpu", progress=progress)
-    learner = ClassIncrementalLearner(model, processor, args=args)
+    learner = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS)
     results = learner.run(digit_tasks(), output_dir)
     plot_results(results, Path(output_dir) / "accuracy.png")
     print(format_summary(results))

@@ -41,6 +41,11 @@ class Encoder:
         self.profile = Profile()
         self._trained_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
 
+    @property
+    def embed_dim(self) -> int:
+        """d, width of the features."""
+        return int(self.clip.config.projection_dim)
+
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
@@ -107,7 +112,7 @@ class Encoder:
     @torch.no_grad()
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
-        features = torch.zeros(len(images), self.clip.config.projection_dim, device=self.device)
+        features = torch.zeros(len(images), self.embed_dim, device=self.device)
         with together():
             for pixels, _, index in self.batches(images, title):
                 features[index] = self.image_embeds(pixels)

@@ -11,6 +11,19 @@ from typing import Any
 
 import numpy as np
 
+# How a table calls what `results.json` calls otherwise.
+LABELS = {"zero_shot": "zero-shot", "text": "text, adapted", "bridge": "bridge ensemble", "prototype": "class means"}
+
+
+def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a table of results: a label and the figures, zero-shot first, then every classifier.
+
+    Args:
+        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
+    """
+    rows = [(LABELS[key], results[key]) for key in ("zero_shot", "text") if key in results]
+    return rows + [(LABELS.get(name, name), block) for name, block in results.get("classifiers", {}).items()]
+
 
 def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
     """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T.
