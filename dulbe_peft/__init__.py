@@ -13,7 +13,11 @@ from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import load_clip
 from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.classifiers import CLASSIFIERS, register_classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.state import LearnerState
@@ -25,10 +29,11 @@ from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 __version__ = "0.1.0"
 
 __all__ = [
-    "STRATEGIES",
+    "CLASSIFIERS",
     "BridgeEnsembleHead",
     "CheckpointError",
     "ClassIncrementalLearner",
+    "Classifier",
     "DualModeLinear",
     "DualModeLoraConfig",
     "DualModeLoraModel",
@@ -38,8 +43,9 @@ __all__ = [
     "ModeBases",
     "NpzImages",
     "OccupationStatistics",
-    "Strategy",
+    "PrototypeClassifier",
     "Task",
+    "TextClassifier",
     "allocate_modes",
     "bidirectional_kl",
     "class_incremental_tasks",
@@ -49,7 +55,7 @@ __all__ = [
     "load_clip",
     "load_data",
     "probe_gradients",
-    "register_strategy",
+    "register_classifier",
     "route_gradients",
     "slerp",
 ]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-import dulbe_peft.classifiers.bridge
+import dulbe_peft
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.functional import slerp
 
@@ -77,7 +77,7 @@ def test_shapes_and_defaults():
     assert head.reliability.shape == (2, 10) and head.bridge_prototypes().shape == (2, 10, DIM)
     assert head.expected_depth().shape == (2,) and head(randn(3, DIM)).shape == (3, 2)
     assert head(randn(0, DIM)).shape == (0, 2)
-    assert "embed_dim=8, num_depths=10, classes=2" in repr(head)
+    assert "embed_dim=8, num_depths=10, reliability_temperature=0.05, classes=2" in repr(head)
     assert not list(head.parameters())
 
 
@@ -158,7 +158,7 @@ def test_half_precision_and_autocast_are_computed_in_float32(head):
         found = head(images.to(dtype))
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, exact, rtol=0, atol=0.2)
-    head._ensemble = None
+    head._derived.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(head(images), exact)
         other = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=20.0)
@@ -186,7 +186,7 @@ def test_folded_vectors_follow_every_change_of_the_state(head):
     assert head.visual_prototypes.dtype == torch.float16 and head.ensemble_prototypes is not first
     torch.testing.assert_close(head.ensemble_prototypes, first, rtol=0, atol=5e-3)
     head.to("meta")
-    assert head._ensemble is None
+    assert not head._derived
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -369,7 +369,7 @@ def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
         "assert 'peft' not in sys.modules and 'transformers' not in sys.modules\n"
         "print(','.join(head.class_names))\n"
     )
-    package = os.path.dirname(dulbe_peft.classifiers.bridge.__file__)
+    package = os.path.dirname(dulbe_peft.__file__)
     command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), package]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,92 @@
+"""The classifiers by name: what `--classifiers bridge,ranpac:features=4000` chooses from, open to others' classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
+from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.specs import closest, convert, format_spec, parse_spec
+
+CLASSIFIERS: dict[str, type[Classifier]] = {}
+Kind = TypeVar("Kind", bound=type[Classifier])
+
+
+def register_classifier(cls: Kind) -> Kind:
+    """Put a classifier's class into `CLASSIFIERS` under its `name`; returns the class, so it works as a decorator.
+
+    Raises:
+        TypeError: `cls` is no class derived from `Classifier`.
+        ValueError: its name is missing or holds other characters than a-z, 0-9 and _, another class has the name or
+            the file names, or a setting has the name of a field that every file has.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, Classifier):
+        raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
+    if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
+        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must be of the characters a-z, 0-9 and _")
+    for other in CLASSIFIERS.values():
+        same = other.name == cls.name or other.file_stem == cls.file_stem
+        if same and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"{cls.__name__} takes the name {cls.name!r}, which {other.__name__} has")
+    taken = sorted({*COMMON_FIELDS, *OPTIONAL_FIELDS} & set(cls.setting_names()))
+    if taken:
+        raise ValueError(f"{cls.__name__} has a setting {taken[0]!r}, a field that every saved classifier has")
+    CLASSIFIERS[cls.name] = cls
+    return cls
+
+
+def make_classifier(
+    spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0, defaults: Mapping[str, Any] | None = None
+) -> Classifier:
+    """An empty classifier, by its name and settings.
+
+    Args:
+        spec: `name`, `name:key=value,key=value`, or a classifier without classes, which is returned.
+        embed_dim: d, width of the features.
+        logit_scale: tau itself.
+        defaults: settings for those classifiers that have them; what `spec` says comes first.
+
+    Raises:
+        TypeError: `spec` is neither a string nor a classifier.
+        ValueError: the name or a setting is unknown, a value does not fit, or the classifier that was given has
+            classes or another width.
+
+    >>> make_classifier("bridge:num_depths=5", embed_dim=512)
+    BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
+    """
+    if isinstance(spec, Classifier):
+        if spec.class_names:
+            raise ValueError(
+                f"the {spec.name!r} classifier already has {len(spec.class_names)} classes: give an empty one"
+            )
+        if spec.embed_dim != embed_dim:
+            raise ValueError(
+                f"the {spec.name!r} classifier takes {spec.embed_dim} dimensions, the model gives {embed_dim}"
+            )
+        return spec
+    name, values = parse_spec(spec)
+    if name not in CLASSIFIERS:
+        raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
+    cls = CLASSIFIERS[name]
+    given = convert(cls, values, hidden=("embed_dim", "logit_scale"), owner=f"the {name!r} classifier")
+    wanted = {key: value for key, value in (defaults or {}).items() if key in cls.setting_names()}
+    return cls(embed_dim=embed_dim, logit_scale=logit_scale, **(wanted | given))
+
+
+def spec(classifier: Classifier) -> str:
+    """The text that makes a classifier like this one: its name, and the settings that differ from the defaults.
+
+    >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
+    'bridge:depths=0/0.5'
+    """
+    usual = type(classifier)(embed_dim=classifier.embed_dim).settings()
+    changed = {key: value for key, value in classifier.settings().items() if key not in usual or usual[key] != value}
+    return format_spec(classifier.name, changed)
+
+
+for _cls in (BridgeEnsembleHead, TextClassifier, PrototypeClassifier):
+    register_classifier(_cls)

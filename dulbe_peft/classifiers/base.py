@@ -1,0 +1,352 @@
+"""What all classifiers share: checks, growth, calibrated probabilities, forgetting, drift. A classifier is its rule.
+
+    class MyClassifier(Classifier):      name = "mine"
+        __init__                         register_rows (one row a class), register_buffer (shared)
+        learn                            the buffers' new values for a task of new classes
+        logits                           unit features to scores
+
+Works on any model's image and text features, and needs neither peft nor transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.calibration import fit_temperature, hold_back
+from dulbe_peft.classifiers.files import SavedState
+from dulbe_peft.functional import without_autocast
+from dulbe_peft.streams.names import check_class_names
+
+
+class Classifier(SavedState):
+    """A classifier over given features that learns class by class and keeps no image.
+
+    A call that raises changes nothing.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau itself, 100 for CLIP, never its logarithm.
+
+    Attributes:
+        needs_text: whether `add_classes` needs text embeddings.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names it.
+    """
+
+    needs_text: ClassVar[bool] = False
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
+        if isinstance(embed_dim, bool) or not isinstance(embed_dim, int) or embed_dim < 2:
+            raise ValueError(f"embed_dim must be an int of at least 2, got {embed_dim!r}")
+        super().__init__(embed_dim, positive("logit_scale", logit_scale))
+
+    # ------------------------------------------------------------------ what a subclass fills
+
+    @abstractmethod
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The buffers' new values for a task of new classes; changes nothing itself.
+
+        Args:
+            names: the new classes.
+            images: (n, d), float32, unit features, on the classifier's device.
+            labels: (n,), integers that index `names`; every class has at least one image.
+            texts: (C_seen, d), float32, unit embeddings of all seen classes, the old ones' first; None where no text
+                was given.
+
+        Returns:
+            Values of the buffers that change, by name.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
+        raise NotImplementedError
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The buffers' new values for further images of known classes; `labels` index all seen classes."""
+        raise ValueError(
+            f"the {self.name!r} classifier cannot learn more images of a known class: it does not keep what that needs"
+        )
+
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The buffers' new values where a feature z has become z M; none where nothing stored depends on it.
+
+        Args:
+            matrix: M, (d, d), float64, on the CPU or on the classifier's device.
+        """
+        return {}
+
+    # ------------------------------------------------------------------ learning
+
+    @torch.no_grad()
+    def add_classes(
+        self,
+        class_names: Sequence[str],
+        image_embeds: torch.Tensor,
+        labels: torch.Tensor | Sequence[int],
+        text_embeds: torch.Tensor | None = None,
+    ) -> None:
+        """Take in the classes of one task; on any error the classifier is as it was.
+
+        Args:
+            class_names: the new classes.
+            image_embeds: (n, d), features of the task's images; normalised here.
+            labels: (n,), integers that index `class_names`; every class needs at least one image.
+            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came, then the
+                new ones'; normalised here. The old classes' embeddings are replaced by them. None will do where
+                `needs_text` is False.
+
+        Raises:
+            ValueError: a name is empty, repeated or already known, a class has no image, a label is out of range, a
+                row is zero or not finite, or the shapes do not fit.
+            TypeError: a name is not a string, or labels are not integers.
+        """
+        names = list(check_class_names(class_names, self._class_names))
+        images = self._unit(image_embeds, "image_embeds")
+        texts = None
+        if text_embeds is not None or self.needs_text:
+            texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+        indices = _check_labels(labels, len(images), names).to(images.device)
+        absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
+        if len(absent):
+            raise ValueError(f"class {names[int(absent[0])]!r} has no image")
+        with without_autocast(images):
+            changes = self.learn(names, images, indices, texts)
+            calibration = self._calibration.joined(*self._fit_temperature(names, images, indices, texts))
+        self._install(changes)
+        self._class_names = self._class_names + names
+        self._calibration = calibration
+
+    @torch.no_grad()
+    def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
+        """Take in further images of known classes, with the result of having seen them with the others.
+
+        The temperature of the probabilities stays as it is.
+
+        Args:
+            image_embeds: (n, d), features; normalised here.
+            labels: (n,), integers that index `class_names`.
+
+        Raises:
+            ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
+        """
+        images = self._unit(image_embeds, "image_embeds")
+        indices = _check_labels(labels, len(images), self._class_names).to(images.device)
+        with without_autocast(images):
+            self._install(self.learn_more(images, indices))
+
+    @torch.no_grad()
+    def forget_class(self, name: str) -> None:
+        """Drop a class: its row of every buffer that has one row a class.
+
+        What the class's images added to a shared matrix stays there: LDA's covariance, the Gram matrix of ridge and
+        RanPAC. Those matrices are sums over all classes, from which one class's part cannot be told. The temperature
+        of the probabilities stays too.
+
+        Raises:
+            ValueError: there is no such class.
+        """
+        if name not in self._class_names:
+            raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
+        kept = torch.tensor([known != name for known in self._class_names])
+        self._install({key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows})
+        self._class_names = [known for known in self._class_names if known != name]
+
+    @torch.no_grad()
+    def set_text_embeds(self, text_embeds: torch.Tensor) -> None:
+        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved.
+
+        Raises:
+            ValueError: this classifier keeps no texts, the shape does not fit, or a row is zero or not finite.
+        """
+        if "text_embeds" not in self._rows:
+            raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
+        self._install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
+
+    @torch.no_grad()
+    def move(self, matrix: torch.Tensor) -> None:
+        """Move what is stored of old images along with the features, by the map that `linear_map` gives.
+
+        Args:
+            matrix: M, (d, d): an old feature z is now about z M.
+
+        Raises:
+            ValueError: the shape does not fit, or an entry is not finite.
+        """
+        size = (self.embed_dim, self.embed_dim)
+        if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point() or matrix.shape != size:
+            got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+            raise ValueError(f"the map must be floating-point {size}, got {got}")
+        if not torch.isfinite(matrix).all():
+            raise ValueError("the map holds NaN or infinity")
+        self._install(self.moved(matrix.cpu().double()))
+
+    def _fit_temperature(
+        self, names: list[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> tuple[float, int]:
+        """log T on held-back images of the new task over all seen classes, and the number of those images."""
+        held = hold_back(images, labels)
+        if not held.any() or len(self._class_names) + len(names) < 2:
+            return 0.0, 0
+        twin = copy.copy(self)
+        twin._buffers, twin._derived = dict(self._buffers), {}
+        try:
+            twin._install(twin.learn(names, images[~held], labels[~held], texts))
+        except ValueError:  # the images that are left cancel out; all of them do not
+            return 0.0, 0
+        log_temperature = fit_temperature(twin.logits(images[held]), labels[held] + len(self._class_names))
+        return log_temperature, int(held.sum())
+
+    def _install(self, changes: Mapping[str, torch.Tensor]) -> None:
+        for name, value in changes.items():
+            buffer = self._buffers[name]
+            assert buffer is not None
+            self._buffers[name] = value.to(buffer.dtype).to(buffer.device)
+        self._derived = {}
+
+    # ------------------------------------------------------------------ using
+
+    def forward(self, image_embeds: torch.Tensor) -> torch.Tensor:
+        """Logits of all seen classes, without the calibration's temperature.
+
+        Args:
+            image_embeds: (n, d), features; normalised here.
+
+        Returns:
+            (n, C), float32.
+
+        Raises:
+            ValueError: there is no class yet, the shape does not fit, or a row is zero or not finite.
+        """
+        if not self._class_names:
+            raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
+        images = self._unit(image_embeds, "image_embeds")
+        with without_autocast(images):
+            return self.logits(images)
+
+    def probabilities(self, image_embeds: torch.Tensor) -> torch.Tensor:
+        """Calibrated probabilities of all seen classes, softmax(logits / `temperature`).
+
+        Args:
+            image_embeds: (n, d), features; normalised here.
+
+        Returns:
+            (n, C), float32; rows sum to 1.
+        """
+        return (self(image_embeds) / self.temperature).softmax(dim=1)
+
+    @property
+    def temperature(self) -> float:
+        """T of `probabilities`; 1 where no image could be held back to fit it."""
+        return self._calibration.temperature
+
+    @property
+    def class_names(self) -> list[str]:
+        """All seen classes, in the order they came."""
+        return list(self._class_names)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers kept."""
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kept numbers take."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where features are taken to; float64 buffers may have to stay on the CPU."""
+        tensors = list(self.tensors().values())
+        return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
+
+    def extra_repr(self) -> str:
+        settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
+        return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
+
+    def _unit(self, features: Any, name: str, rows: int | None = None) -> torch.Tensor:
+        """`features` at unit norm, in float32, on the classifier's device; raises for what cannot be normalised."""
+        if not isinstance(features, torch.Tensor) or not features.is_floating_point():
+            raise TypeError(
+                f"{name} must be a floating-point tensor, got {getattr(features, 'dtype', type(features))}"
+            )
+        if features.ndim != 2 or features.shape[1] != self.embed_dim:
+            raise ValueError(f"{name} must be (rows, {self.embed_dim}), got shape {tuple(features.shape)}")
+        if rows is not None and len(features) != rows:
+            raise ValueError(f"{name} must have {rows} rows, one per seen class in order, got {len(features)}")
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        largest = features.abs().amax(dim=1, keepdim=True)
+        for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
+            if bad.any():
+                raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
+        # Scaled first: the squares of large or tiny entries leave float32's range.
+        scaled = (features / largest).to(self.device, torch.float32)
+        return F.normalize(scaled, dim=1)
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive and finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
+
+
+def class_sums(images: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    """Sum of each class's features, (classes, d), in the type of `images`.
+
+    Raises:
+        ValueError: a class's unit features cancel out, so that it has no mean direction; the message names it.
+    """
+    sums = torch.stack([images[labels == index].sum(dim=0) for index in range(len(names))])
+    cancelled = sums.norm(dim=1) < 1e-4
+    if cancelled.any():
+        name = names[int(cancelled.nonzero()[0])]
+        raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
+    return sums
+
+
+def _check_labels(labels: Any, count: int, names: Sequence[str]) -> torch.Tensor:
+    try:
+        indices = torch.as_tensor(labels)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"labels must be integers, got {labels!r:.100}") from error
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, got {indices.dtype}")
+    if indices.shape != (count,):
+        raise ValueError(f"labels must be ({count},), one per image, got shape {tuple(indices.shape)}")
+    indices = indices.long()
+    bad = (indices < 0) | (indices >= len(names))
+    if bad.any():
+        raise ValueError(f"label {indices[bad][0].item()} is out of range for {len(names)} classes")
+    return indices
+
+
+def check_counts(counts: torch.Tensor) -> None:
+    """Raise a ValueError unless every class has at least one image."""
+    if (counts < 1).any():
+        raise ValueError(f"counts must be at least 1, got {int(counts.min())}")
+
+
+def check_unit_rows(name: str, rows: torch.Tensor) -> None:
+    """Raise a ValueError unless every row has norm 1, within the rounding of half precision."""
+    if ((rows.float().norm(dim=1) - 1).abs() > 1e-2).any():
+        raise ValueError(f"{name} must hold unit vectors")

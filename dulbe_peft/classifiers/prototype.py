@@ -1,0 +1,64 @@
+"""The nearest class mean: a class is the direction of its mean image feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.base import Classifier, check_counts, class_sums
+
+
+class PrototypeClassifier(Classifier):
+    """logits = tau z . v_c, with v_c the normalised sum of the unit features of class c.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau.
+
+    Attributes:
+        sums: (C, d), float64, sum of each class's unit features.
+        counts: (C,), int64, images of each class.
+
+    Reference:
+        Mensink et al., "Distance-Based Image Classification", 2013, section 3, with the cosine as the measure.
+    """
+
+    name = "prototype"
+    sums: torch.Tensor
+    counts: torch.Tensor
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("sums", embed_dim, dtype=torch.float64)
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        sums = class_sums(images.to(self.sums.device).double(), labels.to(self.sums.device), names)
+        counts = torch.bincount(labels, minlength=len(names))
+        return {"sums": torch.cat([self.sums, sums]), "counts": torch.cat([self.counts, counts])}
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        sums = self.sums.index_add(0, labels.to(self.sums.device), images.to(self.sums.device).double())
+        return {"sums": sums, "counts": self.counts + torch.bincount(labels, minlength=len(self.counts))}
+
+    @property
+    def visual_prototypes(self) -> torch.Tensor:
+        """v_c, (C, d), float32 unit vectors."""
+        return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * images @ self.visual_prototypes.T
+
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
+        directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
+        return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_counts(state["counts"])
+        if (state["sums"].norm(dim=1) < 1e-4).any():
+            raise ValueError("sums must not be zero: a class needs a mean direction")

@@ -1,0 +1,47 @@
+"""The text classifier: a class is its name's embedding, as in zero-shot CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dulbe_peft.classifiers.base import Classifier, check_unit_rows
+
+
+class TextClassifier(Classifier):
+    """logits = tau z . e_c, with e_c the unit text embedding of class c. It learns nothing from images.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau.
+
+    Attributes:
+        text_embeds: e_c, (C, d), unit vectors.
+
+    Reference:
+        Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.
+    """
+
+    name = "text"
+    needs_text = True
+    text_embeds: torch.Tensor
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.register_rows("text_embeds", embed_dim)
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        assert texts is not None
+        return {"text_embeds": texts}
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * images @ self.text_embeds.float().T
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_unit_rows("text_embeds", state["text_embeds"])
