@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CLASSIFIERS",
+    "STRATEGIES",
     "BridgeEnsembleHead",
     "CheckpointError",
     "ClassIncrementalLearner",
@@ -44,6 +45,7 @@ __all__ = [
     "NpzImages",
     "OccupationStatistics",
     "PrototypeClassifier",
+    "Strategy",
     "Task",
     "TextClassifier",
     "allocate_modes",
@@ -56,6 +58,7 @@ __all__ = [
     "load_data",
     "probe_gradients",
     "register_classifier",
+    "register_strategy",
     "route_gradients",
     "slerp",
 ]

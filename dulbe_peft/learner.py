@@ -101,7 +101,7 @@ class ClassIncrementalLearner:
             [head if head is not None and spec == "bridge" else spec for spec in rows],
             self.encoder.embed_dim,
             self.logit_scale,
-            {"bridge": {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature}},
+            {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         )
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self._accelerator: Accelerator | None = None

@@ -14,7 +14,7 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional as F
@@ -199,14 +199,19 @@ class Classifier(SavedState):
         held = hold_back(images, labels)
         if not held.any() or len(self._class_names) + len(names) < 2:
             return 0.0, 0
-        twin = copy.copy(self)
-        twin._buffers, twin._derived = dict(self._buffers), {}
+        twin = self.fork()
         try:
             twin._install(twin.learn(names, images[~held], labels[~held], texts))
         except ValueError:  # the images that are left cancel out; all of them do not
             return 0.0, 0
         log_temperature = fit_temperature(twin.logits(images[held]), labels[held] + len(self._class_names))
         return log_temperature, int(held.sum())
+
+    def fork(self) -> Self:
+        """A classifier with the same classes that can learn on without changing this one; tensors are shared."""
+        twin = copy.copy(self)
+        twin._buffers, twin._derived = dict(self._buffers), {}
+        return twin
 
     def _install(self, changes: Mapping[str, torch.Tensor]) -> None:
         for name, value in changes.items():

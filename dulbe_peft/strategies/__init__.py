@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, TypeVar
 
-from dulbe_peft.specs import convert, parse_spec
+from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
@@ -66,7 +65,5 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
 
 def _kind(name: str) -> type[Strategy]:
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(name, STRATEGIES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"there is no strategy {name!r}{hint} Known are: {', '.join(sorted(STRATEGIES))}")
+        raise ValueError(f"there is no strategy {name!r}{closest(name, STRATEGIES)}")
     return STRATEGIES[name]
