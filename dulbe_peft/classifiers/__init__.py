@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.rapf import RapfClassifier
 from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.specs import closest, convert, format_spec, parse_spec
 
 CLASSIFIERS: dict[str, type[Classifier]] = {}
@@ -112,3 +115,5 @@ def spec(classifier: Classifier) -> str:
 
 for _cls in (BridgeEnsembleHead, TextClassifier, PrototypeClassifier):
     register_classifier(_cls)
+for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
+    register_classifier(_method_cls)
