@@ -148,6 +148,10 @@ class ClassIncrementalLearner:
             raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
         return head
 
+    @head.setter
+    def head(self, head: BridgeEnsembleHead) -> None:
+        self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
+
     @property
     def memory(self) -> Memory | None:
         return self.state.memory
@@ -231,18 +235,7 @@ class ClassIncrementalLearner:
             if self._accelerator:
                 self._accelerator.log(figures, step=steps)
 
-        trainer = TaskTrainer(
-            state.model,
-            self.encoder,
-            state.adapter,
-            state.strategy,
-            state.args,
-            self.logit_scale,
-            state.class_names,
-            len(state.tasks),
-            state.memory,
-            log,
-        )
+        trainer = TaskTrainer(state, self.encoder, self.logit_scale, log)
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
             classifiers = self._classifiers_after(state, teacher, features, images.labels, names)

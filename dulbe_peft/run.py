@@ -233,15 +233,16 @@ def _say(text: str) -> None:
         tqdm.write(text)
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    names = []
-    for part, value in current.items():
-        old = saved.get(part)
-        if isinstance(value, dict) and isinstance(old, dict):
-            names += [f"{part}.{key}" for key in sorted({*value, *old}) if value.get(key) != old.get(key)]
-        elif old != value:
-            names.append(part)
-    return names
+def _differences(saved: Any, current: Any, path: str = "") -> list[str]:
+    """Where two nested dictionaries differ, as dotted paths; parts that only `saved` has are left out at the top."""
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        return [] if saved == current else [path]
+    keys = {*saved, *current} if path else current
+    return [
+        name
+        for key in sorted(keys)
+        for name in _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
+    ]
 
 
 def _plain(value: Any) -> Any:

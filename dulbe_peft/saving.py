@@ -164,8 +164,8 @@ def _listed(folder: Path) -> set[str]:
     if strange or LEARNER_FILE not in files:
         kinds = ", ".join(sorted(READABLE))
         raise CheckpointError(
-            f"{folder / MANIFEST} lists {strange[:3] or sorted(files)[:3]}: a learner consists of {kinds} files, and "
-            f"{LEARNER_FILE} is one of them"
+            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted({LEARNER_FILE} - files)}: a learner consists "
+            f"of {kinds} files, and {LEARNER_FILE} is needed"
         )
     return files
 

@@ -96,7 +96,7 @@ def everything(world):
         kept |= {f"{title} {name} mode": module.training for name, module in model.named_modules()}
     kept |= {f"head {name}": value.clone() for name, value in world.learner.head.state_dict().items()}
     kept |= {f"S {name}": value.clone() for name, value in world.learner.statistics.items()}
-    kept["tasks"], kept["step"] = list(world.learner.tasks), world.learner._step
+    kept["tasks"], kept["step"] = list(world.learner.tasks), world.learner.state.step
     kept["history_rank"] = world.model.active_peft_config.history_rank
     return kept
 

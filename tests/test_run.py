@@ -133,7 +133,7 @@ def test_a_run_with_another_head_or_base_model_is_refused(base, photos, finished
     output = shutil.copytree(finished, tmp_path / "run")
     learner = make_learner(base)
     learner.head = BridgeEnsembleHead(learner.head.embed_dim, depths=[0.5], logit_scale=learner.logit_scale)
-    with pytest.raises(ValueError, match=r"another run: head\.depths differ"):
+    with pytest.raises(ValueError, match=r"another run: classifiers\.bridge\.depths"):
         learner.run(tasks_of(photos), output)
     clip, processor = base
     other = copy.deepcopy(clip)
