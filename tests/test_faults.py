@@ -869,7 +869,7 @@ FILES = [
         "manifest without files",
         lambda w: load_learner(w, manifest(w, files={})),
         C,
-        "misses adapter_model.safetensors",
+        "misses learner.json",
     ),
     (
         "manifest with a path",
