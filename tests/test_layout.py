@@ -56,7 +56,7 @@ ORDER = [
 ]
 ONLY = {
     "distributed": {"torch"},
-    "decompositions": {"torch"},
+    "decompositions": {"torch", "scipy"},
     "functional": {"torch"},
     "sketch": {"torch"},
     "allocation": {"torch"},
