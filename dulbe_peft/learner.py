@@ -120,7 +120,7 @@ class ClassIncrementalLearner:
         self._accelerator: Accelerator | None = None
 
     def new_statistics(self) -> OccupationStatistics:
-        """Empty ones of the kind that `args` asks for; a sketch leaves the K_h directions of a support unshrunk."""
+        """Empty statistics of the kind that `args` asks for; a sketch has twice the K_h rows that a support needs."""
         support_rank = self.model.active_peft_config.support_rank
         return OccupationStatistics(max(1, 2 * support_rank) if self.args.statistics == "sketch" else None)
 
@@ -307,7 +307,7 @@ class ClassIncrementalLearner:
             pixels, _labels, index = batch
             features[index] = self.encoder.image_embeds(pixels)
 
-        statistics = self.new_statistics()
+        statistics = OccupationStatistics()  # exact within a task, also where what is kept is a sketch
         with self._without_idle_modes(), together():
             if own_part(range(len(images))):
                 batches = self.encoder.batches(images, self._title("close"))
@@ -326,10 +326,7 @@ class ClassIncrementalLearner:
                 text = torch.cat([self.head.text_embeds.to(new_text), new_text])
         labels = torch.as_tensor(images.labels, device=features.device)
         self.head.add_classes(list(names), features, labels, text)
-        if self.statistics:
-            self.statistics.merge(statistics)
-        else:
-            self.statistics = statistics
+        self.statistics.merge(statistics)
 
     # ------------------------------------------------------------------ using
 

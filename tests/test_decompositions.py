@@ -159,4 +159,4 @@ def test_asymmetry_is_the_largest_difference_wherever_it_is():
 
 
 def test_the_example_in_the_docstring():
-    assert doctest.testmod(dulbe_peft.decompositions) == (0, 1)
+    assert doctest.testmod(dulbe_peft.decompositions) == (0, 2)
