@@ -66,8 +66,8 @@ class LearnerArguments:
     statistics: str = field(
         default="exact",
         metadata={
-            "help": "Input statistics in full, or an approximation: of matrices wider than 2 K_h a sketch of so many "
-            "rows, with a bound on what it lacks.",
+            "help": "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are "
+            "cut to their 2 K_h leading directions. A bound on what is lost is tracked.",
             "choices": ("exact", "sketch"),
         },
     )

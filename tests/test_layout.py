@@ -20,7 +20,6 @@ ORDER = [
     "distributed",
     "decompositions",
     "functional",
-    "sketch",
     "statistics",
     "specs",
     "adapter.modes",
@@ -72,9 +71,8 @@ ORDER = [
 ]
 ONLY = {
     "distributed": {"torch"},
-    "decompositions": {"torch"},
+    "decompositions": {"torch", "scipy"},
     "functional": {"torch"},
-    "sketch": {"torch"},
     "allocation": {"torch"},
     "adapter.linear": {"torch"},
     "files": {"torch", "safetensors"},
