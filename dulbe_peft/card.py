@@ -9,6 +9,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from dulbe_peft.backbone import encoder_of
+
 TITLE = "Dual-Mode Low-Rank Learner with Bridge-Prototype Ensemble for Vision-Language Class-Incremental Learning"
 AUTHORS = (
     "Chiyuan He and Zihuan Qiu and Fanman Meng and Chao Wang and Liangjiang Chen and Linfeng Xu and Qingbo Wu and "
@@ -42,11 +44,12 @@ def model_card(
     goes_on = ", and the statistics that are needed to go on learning" if statistics and learner.statistics else ""
     sections = [
         f"# {title}",
-        f"A CLIP model that learned {count}, one task after the other, without keeping images of old ones: a "
-        f"dual-mode low-rank adapter for PEFT, a bridge-prototype head{goes_on}. Made with `dulbe_peft`. "
+        f"This {encoder_of(learner.clip).title} model learned {count}, one task after the other, without keeping "
+        f"images of old ones: a dual-mode low-rank adapter for PEFT, a bridge-prototype head{goes_on}. Made with "
+        "`dulbe_peft`. "
         f"Base model: `{base}`{elsewhere}.",
         "## Use",
-        _snippets(source, base),
+        _snippets(source, base, type(learner.clip).__name__),
         "## Classes",
         "One line a task, in the order they were learned.",
         _fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in learner.tasks)),
@@ -56,10 +59,11 @@ def model_card(
         sections += ["## Results", f"Top-1 accuracy in percent over all seen classes{about}.", _results(results)]
     sections += ["## Settings", _settings(learner), "## Decisions", _decisions(learner.args, config)]
     sections += ["## Citation", _fenced("bibtex", _CITATION)]
-    return f"---\n{_header(base, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_header(learner, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _header(base: str | None, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None) -> str:
+def _header(learner: Any, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None) -> str:
+    base = learner.model.active_peft_config.base_model_name_or_path
     measured = []
     for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy")):
         if results and "head" in results:
@@ -78,7 +82,13 @@ def _header(base: str | None, title: str, count: str, results: dict[str, Any] | 
         base_model=base if _is_repo_id(base) else None,
         library_name="peft",
         pipeline_tag="image-classification",
-        tags=["class-incremental-learning", "clip", "continual-learning", "dulbe", "dulbe_peft"],
+        tags=[
+            "class-incremental-learning",
+            learner.clip.config.model_type,
+            "continual-learning",
+            "dulbe",
+            "dulbe_peft",
+        ],
         model_name=title if measured else None,
         eval_results=measured or None,
     )
@@ -95,7 +105,7 @@ def _is_repo_id(name: str | None) -> bool:
     return True
 
 
-def _snippets(source: str, base: str | None) -> str:
+def _snippets(source: str, base: str | None, model_class: str) -> str:
     whole = f"""import dulbe_peft  # registers the method with PEFT; without it loading ends in KeyError: 'DULBE'
 from PIL import Image
 
@@ -103,9 +113,9 @@ learner = dulbe_peft.ClassIncrementalLearner.from_pretrained({source!r})
 print(learner.predict(Image.open("photo.jpg")))"""
     adapter = f"""import dulbe_peft
 from peft import PeftModel
-from transformers import CLIPModel
+from transformers import {model_class}
 
-clip = CLIPModel.from_pretrained({base!r})
+clip = {model_class}.from_pretrained({base!r})
 model = PeftModel.from_pretrained(clip, {source!r})"""
     head = f"""from dulbe_peft import BridgeEnsembleHead
 

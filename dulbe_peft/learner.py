@@ -23,7 +23,13 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import check_clip_like, check_processor
+from dulbe_peft.backbone import (
+    check_dual_encoder,
+    check_processor,
+    check_statistics_tokens,
+    embed_dim,
+    logit_scale,
+)
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import (
     agree,
@@ -46,14 +52,14 @@ from dulbe_peft.streams.tasks import Task
 
 
 class ClassIncrementalLearner:
-    """Learns tasks of new classes with a CLIP model, its dual-mode adapter and a bridge-prototype head.
+    """Learns tasks of new classes with a dual encoder, its dual-mode adapter and a bridge-prototype head.
 
     Under `accelerate launch` every process calls every method with the same data; each works on its share of every
     batch, all end with the same state, and one writes.
 
     Args:
-        model: `get_peft_model(CLIPModel, DualModeLoraConfig(...))`.
-        processor: a `CLIPProcessor`, or anything with `image_processor` and `tokenizer` as it has them.
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`; `clip` as [`load_dual_encoder`] returns it.
+        processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         head: a head without classes; None makes one from `args`.
         args: settings; None takes the defaults.
 
@@ -64,7 +70,7 @@ class ClassIncrementalLearner:
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
 
     Raises:
-        ValueError: the model is not CLIP-like or has no dual-mode adapter, or the head does not fit.
+        ValueError: the model is of a type that is not served or has no dual-mode adapter, or the head does not fit.
 
     Reference:
         Appendix "Complete Procedure", Algorithm 1.
@@ -83,11 +89,12 @@ class ClassIncrementalLearner:
             )
         check_adapter_name(model)
         clip: Any = model.get_base_model()
-        check_clip_like(clip)
-        check_processor(processor)
+        check_dual_encoder(clip)
+        check_processor(processor, clip)
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         self.args = args or LearnerArguments()
+        check_statistics_tokens(clip, self.args.statistics_tokens)
         filter_trackers(self.args.log_with, "runs")  # raises where accelerate does not know the tracker
         self.device = _device(self.args)
         refuse_sharded(model)
@@ -96,8 +103,8 @@ class ClassIncrementalLearner:
         self.clip = clip
         self.processor = processor
         self.encoder = Encoder(clip, processor, self.args, self.device)
-        self.logit_scale = math.exp(float(clip.logit_scale.detach()))
-        dim = clip.config.projection_dim
+        self.logit_scale = logit_scale(clip)
+        dim = embed_dim(clip)
         if head is None:
             head = BridgeEnsembleHead(
                 dim,
@@ -515,7 +522,7 @@ class ClassIncrementalLearner:
 
         Args:
             source: the saved folder, or the id of a repository on the Hub.
-            base_model: the pristine CLIPModel; None loads the one the adapter's configuration names.
+            base_model: the pristine model; None loads the one the adapter's configuration names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
             revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
             token: of the Hub; None takes the one that is stored on the machine.

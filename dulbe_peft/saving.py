@@ -25,7 +25,7 @@ from dulbe_peft import checkpoint, hub
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
+from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
 from dulbe_peft.classifiers.bridge import CONFIG_FILE as HEAD_CONFIG_FILE
@@ -182,11 +182,11 @@ def _restore_around(learner: Any, folder: Path, adapter: dict[str, torch.Tensor]
         head = BridgeEnsembleHead.from_pretrained(folder).to(learner.device)
         statistics = _read_statistics(learner, folder)
     names = [name for task in state["tasks"] for name in task]
-    if head.class_names != names or head.embed_dim != learner.clip.config.projection_dim:
+    if head.class_names != names or head.embed_dim != embed_dim(learner.clip):
         raise CheckpointError(
             f"{folder} does not fit together: its tasks have {len(names)} classes, its head has "
             f"{len(head.class_names)} (or others) for features of {head.embed_dim} dimensions, the base model gives "
-            f"{learner.clip.config.projection_dim}"
+            f"{embed_dim(learner.clip)}"
         )
     if adapter is not None:
         with _strictly(folder):
@@ -234,7 +234,7 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
         name = config.base_model_name_or_path
         if not name:
             raise ValueError(f"{folder} names no base model: pass base_model")
-        base_model, _ = load_clip(name, config.revision, attn_implementation=state["attn_implementation"])
+        base_model, _ = load_dual_encoder(name, config.revision, attn_implementation=state["attn_implementation"])
     _check_base_model(base_model)
     with _strictly(folder):
         _check_adapter(folder / ADAPTER_FILE, config, base_model)
@@ -259,10 +259,10 @@ def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArg
 
 def _check_base_model(base_model: Any) -> None:
     if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a CLIPModel or None, got {base_model!r:.100}")
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
-    check_clip_like(base_model)
+    check_encoder(base_model)
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:

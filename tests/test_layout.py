@@ -24,6 +24,7 @@ ORDER = [
     "statistics",
     "adapter.modes",
     "allocation",
+    "encoders",
     "adapter.registration",
     "adapter.config",
     "adapter.linear",
@@ -72,6 +73,7 @@ ONLY = {
     "streams.metrics": {"numpy"},
     "arguments": set(),
     "checkpoint": set(),
+    "encoders": set(),
     "interrupts": set(),
     "lock": set(),
 }
