@@ -30,7 +30,9 @@ from dulbe_peft.checkpoint import CheckpointError, library_versions
 class StreamArguments:
     """Where a stream comes from and where it goes."""
 
-    model: str = dataclasses.field(default="", metadata={"help": "CLIP model: a folder, or a Hub id. Required."})
+    model: str = dataclasses.field(
+        default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
+    )
     data: str = dataclasses.field(
         default="",
         metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
@@ -244,7 +246,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is required")
     import torch
 
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
@@ -255,7 +257,7 @@ def _run(arguments: argparse.Namespace) -> int:
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks = None if stream.dry_run else _tasks(stream)
     model: Any
-    model, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
+    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model
@@ -304,14 +306,14 @@ def _describe(model: Any) -> str:
     """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
     import torch
 
+    from dulbe_peft.backbone import image_size, unit_image_embeds
     from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 
     config = model.active_peft_config
     clip = model.get_base_model()
-    vision = clip.config.vision_config
-    image = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
     statistics = collect_statistics(
-        model, [image], lambda _, batch: clip.get_image_features(pixel_values=batch), into=OccupationStatistics()
+        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
     )
     lines = []
     for name, layer in model.dual_mode_layers().items():
@@ -329,10 +331,10 @@ def _describe(model: Any) -> str:
 
 
 def _load(folder: str, model: str | None) -> Any:
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    base = None if model is None else load_clip(model)[0]
+    base = None if model is None else load_dual_encoder(model)[0]
     return ClassIncrementalLearner.from_pretrained(folder, base_model=base)
 
 

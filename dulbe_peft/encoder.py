@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, together, world
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.interrupts import until_stopped
@@ -24,10 +24,10 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Encoder:
-    """A CLIP model's two towers over data sets and class names.
+    """A dual encoder's two towers over data sets and class names.
 
     Args:
-        clip: the CLIPModel, with its adapters.
+        clip: the model, with its adapters.
         processor: its processor.
         args: batch sizes, workers, cache, precision, prompts.
         device: where the model is.
@@ -44,7 +44,7 @@ class Encoder:
     @property
     def embed_dim(self) -> int:
         """d, width of the features."""
-        return int(self.clip.config.projection_dim)
+        return embed_dim(self.clip)
 
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
@@ -60,7 +60,7 @@ class Encoder:
     def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
         """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
-        size = self.clip.config.vision_config.image_size
+        size = image_size(self.clip, self.processor)
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
         return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
 
@@ -122,9 +122,9 @@ class Encoder:
     # ------------------------------------------------------------------ class names
 
     def tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Token ids of the names' prompts, (names, longest prompt)."""
+        """What the text tower takes for the names' prompts; see `backbone.tokenize`."""
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
-        batch = tokenize(self.processor, prompts, self.clip.config.text_config.max_position_embeddings)
+        batch = tokenize(self.processor, prompts, self.clip)
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -137,6 +137,6 @@ class Encoder:
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
     def text_embeds(self, names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
+        """Unit text embeddings of classes, (classes, d), encoded in chunks."""
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
         return torch.cat([self.token_embeds(self.tokens(chunk)) for chunk in chunks])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +18,22 @@ from torch import nn
 from dulbe_peft import saving
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import check_clip_like, check_processor
-from dulbe_peft.classifiers import Classifier, make_classifiers
+from dulbe_peft.backbone import (
+    check_dual_encoder,
+    check_encoder,
+    check_processor,
+    check_statistics_tokens,
+    has_text,
+    logit_scale,
+)
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.distributed import agree, copy_from_main, on_main_process, refuse_sharded, together
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.profiling import Profile
 from dulbe_peft.run import run_stream
+from dulbe_peft.specs import parse_spec
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
@@ -43,9 +50,9 @@ class ClassIncrementalLearner:
     batch, all end with the same state, and one writes.
 
     Args:
-        model: `get_peft_model(clip, DualModeLoraConfig(...))`. A strategy that trains nothing, such as "frozen", also
-            takes the model without an adapter.
-        processor: a `CLIPProcessor`, or anything with `image_processor` and `tokenizer` as it has them.
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
+            strategy that trains nothing, such as "frozen", also takes `clip` itself.
+        processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge"; None makes one.
         args: settings; None takes the defaults.
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
@@ -86,7 +93,9 @@ class ClassIncrementalLearner:
         args = args or LearnerArguments()
         method = make_strategy(strategy)
         clip = _check_model(model, method)
-        check_processor(processor)
+        check_processor(processor, clip)
+        if method.adapts:
+            check_statistics_tokens(clip, args.statistics_tokens)
         filter_trackers(args.log_with, "runs")  # raises where accelerate does not know the tracker
         self.device = _device(args)
         refuse_sharded(model)
@@ -94,15 +103,17 @@ class ClassIncrementalLearner:
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         self.encoder = Encoder(clip, processor, args, self.device)
-        self.logit_scale = math.exp(float(clip.logit_scale.detach()))
-        specs = method.classifiers if classifiers is None else classifiers
-        rows = [specs] if isinstance(specs, (str, Classifier)) else list(specs)
+        self.logit_scale = logit_scale(clip)
+        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers
         made = make_classifiers(
-            [head if head is not None and spec == "bridge" else spec for spec in rows],
+            _specs(method.classifiers if rows is None else rows, head, usual=rows is None and not has_text(clip)),
             self.encoder.embed_dim,
             self.logit_scale,
             {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         )
+        reads_text = [name for name, classifier in made.items() if classifier.needs_text]
+        if reads_text and not has_text(clip):
+            raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self._accelerator: Accelerator | None = None
 
@@ -211,7 +222,8 @@ class ClassIncrementalLearner:
             absent = [name for index, name in enumerate(names) if index not in present]
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
-            self.encoder.tokens((*self.class_names, *names))
+            if has_text(self.clip):
+                self.encoder.tokens((*self.class_names, *names))
         agree((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
@@ -252,8 +264,10 @@ class ClassIncrementalLearner:
     ) -> dict[str, Classifier]:
         """Every classifier with the new classes; the present ones stay as they are."""
         classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-        new_text = self.encoder.text_embeds(names)
-        old_text = self.encoder.text_embeds(state.class_names) if state.tasks else new_text[:0]
+        new_text = old_text = torch.zeros(0, self.encoder.embed_dim, device=features.device)
+        if any(classifier.needs_text for classifier in classifiers.values()):
+            new_text = self.encoder.text_embeds(names)
+            old_text = self.encoder.text_embeds(state.class_names) if state.tasks else old_text
         map_ = None
         if state.args.drift == "linear" and state.tasks and teacher is not None:
             map_ = linear_map(teacher, features)
@@ -486,8 +500,19 @@ def _check_model(model: Any, strategy: Strategy) -> Any:
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    check_clip_like(model)
+    if strategy.adapts:
+        check_dual_encoder(model)
+    else:
+        check_encoder(model)
     return model
+
+
+def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:
+    """What to make: a given head in place of "bridge"; with `usual`, only classifiers that need no text."""
+    chosen = [head if head is not None and row == "bridge" else row for row in rows]
+    if not usual:
+        return chosen
+    return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]
 
 
 def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -19,6 +19,7 @@ from dulbe_peft import checkpoint, saving
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -284,7 +285,7 @@ def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
 
 def _zero_shot(learner: StreamLearner, stream: list[Task]) -> list[float]:
     """A_t of the pristine model with the text embeddings of the classes seen by task t."""
-    if any(task.test is None for task in stream):
+    if any(task.test is None for task in stream) or not has_text(learner.state.base):
         return []
     return learner.zero_shot([(task.test, task.class_names) for task in stream])
 
@@ -319,11 +320,12 @@ def _results(state: LearnerState, progress: dict[str, Any], identity: dict[str, 
         if all("text_accuracy" in row for row in rows):
             results["text"] = _summary(rows, "text_accuracy")
         zero_shot = progress["zero_shot"]
-        results["zero_shot"] = {
-            "overall": zero_shot,
-            "average_accuracy": sum(zero_shot) / len(zero_shot),
-            "last_accuracy": zero_shot[-1],
-        }
+        if zero_shot:
+            results["zero_shot"] = {
+                "overall": zero_shot,
+                "average_accuracy": sum(zero_shot) / len(zero_shot),
+                "last_accuracy": zero_shot[-1],
+            }
     return results
 
 

@@ -26,7 +26,7 @@ from dulbe_peft import checkpoint, hub
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
+from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
@@ -211,7 +211,7 @@ def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> Learner
         }
         memory = _read_memory(state, folder)
     names = [name for task in saved["tasks"] for name in task]
-    width = state.base.config.projection_dim
+    width = embed_dim(state.base)
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(
@@ -311,7 +311,7 @@ def _load_base(folder: Path, config: DualModeLoraConfig | None, saved: dict[str,
     revision = config.revision if config is not None else named.get("revision")
     if not name:
         raise ValueError(f"{folder} names no base model: pass base_model")
-    return load_clip(name, revision, attn_implementation=saved["attn_implementation"])[0]
+    return load_dual_encoder(name, revision, attn_implementation=saved["attn_implementation"])[0]
 
 
 @contextmanager
@@ -332,10 +332,10 @@ def _undone_on_error(base_model: nn.Module) -> Iterator[None]:
 
 def _check_base_model(base_model: Any) -> None:
     if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a CLIPModel or None, got {base_model!r:.100}")
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
-    check_clip_like(base_model)
+    check_encoder(base_model)
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:

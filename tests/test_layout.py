@@ -24,6 +24,7 @@ ORDER = [
     "specs",
     "adapter.modes",
     "allocation",
+    "encoders",
     "adapter.registration",
     "adapter.config",
     "adapter.linear",
@@ -94,6 +95,7 @@ ONLY = {
     "streams.metrics": {"numpy"},
     "arguments": set(),
     "checkpoint": set(),
+    "encoders": set(),
     "interrupts": set(),
     "lock": set(),
 }
