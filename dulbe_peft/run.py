@@ -19,7 +19,6 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.interrupts import stop_between_batches
-from dulbe_peft.lock import only_process
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.streams.tasks import Task
@@ -27,7 +26,7 @@ from dulbe_peft.streams.tasks import Task
 RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _TASK_FOLDER = r"task-\d{3,}"
 
@@ -54,7 +53,7 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
 
 def _occupy(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
-    held.enter_context(only_process(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
 
 

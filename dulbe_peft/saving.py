@@ -33,7 +33,6 @@ from dulbe_peft.classifiers.bridge import TENSORS_FILE as HEAD_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process
 from dulbe_peft.files import read_tensors, tensor_shapes
-from dulbe_peft.lock import commit_alone
 from dulbe_peft.run import RESULTS_FILE
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.streams.names import check_class_names
@@ -58,7 +57,7 @@ _STATE_FIELDS: dict[str, Any] = {
 
 def save(learner: Any, folder: Path) -> None:
     """See `ClassIncrementalLearner.save_pretrained`."""
-    on_main_process(partial(commit_alone, folder, learner.write, _manifest_fields(learner)))
+    on_main_process(partial(checkpoint.commit_alone, folder, learner.write, _manifest_fields(learner)))
 
 
 def write(learner: Any, folder: Path, statistics: bool = True, card: str | None = None) -> None:

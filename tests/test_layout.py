@@ -43,7 +43,6 @@ ORDER = [
     "streams.metrics",
     "arguments",
     "checkpoint",
-    "lock",
     "profiling",
     "encoder",
     "run",
@@ -71,9 +70,8 @@ ONLY = {
     "streams.readers": {"numpy", "PIL", "datasets"},
     "streams.metrics": {"numpy"},
     "arguments": set(),
-    "checkpoint": set(),
+    "checkpoint": {"filelock"},
     "interrupts": set(),
-    "lock": set(),
 }
 
 
