@@ -18,7 +18,6 @@ from dulbe_peft import checkpoint
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.interrupts import stop_between_batches
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.streams.tasks import Task
@@ -45,7 +44,6 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     with ExitStack() as held:
-        held.enter_context(stop_between_batches())
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_occupy, output, held))
         return _run(learner, stream, output, resume)

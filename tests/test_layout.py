@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     "files",
     "hub",
-    "interrupts",
     "distributed",
     "decompositions",
     "functional",
@@ -71,7 +70,6 @@ ONLY = {
     "streams.metrics": {"numpy"},
     "arguments": set(),
     "checkpoint": {"filelock"},
-    "interrupts": set(),
 }
 
 
