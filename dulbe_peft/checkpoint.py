@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -22,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.files import naming, replacing, sync
+from dulbe_peft.files import TEMPORARY_MARK, naming, replacing, sync, temporary_folder
 
 MANIFEST = "manifest.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
@@ -106,7 +105,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         )
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = temporary_folder(folder)
         try:
             write(temporary)
             _seal(temporary, fields)
@@ -170,7 +169,7 @@ def clear_leftovers(parent: Path, names: str) -> None:
         parent: where `commit_folder` and `write_json` wrote.
         names: regular expression of what they were to write.
     """
-    leftover = re.compile(rf"\.({names})\.[a-z0-9_]{{8}}(\.old)?")
+    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
     for path in sorted(parent.iterdir()):
         match = leftover.fullmatch(path.name)
         if match and match[2] and not (parent / match[1]).exists():

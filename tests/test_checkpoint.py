@@ -208,20 +208,22 @@ def test_json_is_whole_or_as_it_was(tmp_path):
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    for name in (".task-003.a1b2c3d4", ".task-002.a1b2c3d4.old", ".results.json.__345678", "task-002", ".task-003"):
+    ours = ["task-003.dulbe-tmp-a1b2c3d4", "task-002.dulbe-tmp-a1b2c3d4.old", "results.json.dulbe-tmp-__345678"]
+    others = ["other.dulbe-tmp-a1b2c3d4", "task-003.20251121", "task-003.20251121.old", "task-003.dulbe-tmp-short"]
+    for name in ("task-002", ".task-003", *(f".{name}" for name in ours + others[:2])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    for name in (".lock", ".task-003.short", ".other.a1b2c3d4", ".task-004.a1b2c3d4"):
+    for name in (".lock", ".task-004.dulbe-tmp-a1b2c3d4", *(f".{name}" for name in others[2:])):
         (tmp_path / name).write_text(name)
     clear_leftovers(tmp_path, r"task-\d+|results\.json")
-    left = {".lock", ".task-003.short", ".other.a1b2c3d4", ".task-003", "task-002"}
+    left = {".lock", ".task-003", "task-002", *(f".{name}" for name in others)}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_a_folder_that_stepped_aside_for_one_that_never_came_is_put_back(folder):
     before = content(folder)
-    os.replace(folder, folder.with_name(".saved.a1b2c3d4.old"))
-    folder.with_name(".saved.a1b2c3d4").mkdir()
+    os.replace(folder, folder.with_name(".saved.dulbe-tmp-a1b2c3d4.old"))
+    folder.with_name(".saved.dulbe-tmp-a1b2c3d4").mkdir()
     clear_leftovers(folder.parent, "saved")
     assert content(folder) == before and [path.name for path in folder.parent.iterdir()] == ["saved"]
 
@@ -304,8 +306,8 @@ def test_a_file_of_others_in_the_lock_s_place_is_kept(tmp_path):
 def test_saving_refuses_a_second_writer_and_removes_what_killed_ones_left(tmp_path):
     folder = tmp_path / "saved"
     commit_alone(folder, fill("old"), {})
-    folder.rename(tmp_path / ".saved.a1b2c3d4.old")
-    (tmp_path / ".saved.a1b2c3d4").mkdir()
+    folder.rename(tmp_path / ".saved.dulbe-tmp-a1b2c3d4.old")
+    (tmp_path / ".saved.dulbe-tmp-a1b2c3d4").mkdir()
 
     def fail(_):
         with pytest.raises(CheckpointError, match="saved is in use"):

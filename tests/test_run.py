@@ -246,8 +246,8 @@ def test_leftovers_of_killed_runs_are_removed_and_a_folder_that_stepped_aside_co
     base, photos, finished, tmp_path, capsys
 ):
     output = shutil.copytree(finished, tmp_path / "run")
-    os.replace(output / "task-002", output / ".task-002.a1b2c3d4.old")
-    for name in (".task-002.a1b2c3d4", ".task-003.a1b2c3d4", ".results.json.a1b2c3d4"):
+    os.replace(output / "task-002", output / ".task-002.dulbe-tmp-a1b2c3d4.old")
+    for name in (".task-002.dulbe-tmp-a1b2c3d4", ".task-003.dulbe-tmp-a1b2c3d4", ".results.json.dulbe-tmp-a1b2c3d4"):
         (output / name).mkdir()
     make_learner(base).run(tasks_of(photos), output)
     assert "resuming after task-002" in capsys.readouterr().out
