@@ -82,23 +82,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    terminated: list[int] = []
     try:
-        with _terminable():
+        with _terminable(terminated):
             return arguments.call(arguments)
     except (KeyboardInterrupt, SystemExit) as stop:
         return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
+        if terminated:  # the signal ended a process that reads images, too, and its end is this error
+            return _stopped(arguments, argv, signal.SIGTERM)
         print(f"dulbe-peft: {error}", file=sys.stderr)
         return 2
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM an exception, as SIGINT is one."""
+def _terminable(received: list[int]) -> Iterator[None]:
+    """Make SIGTERM an exception, as SIGINT is one, and note it in `received`."""
+
+    def stop(number: int, _: Any) -> None:
+        received.append(number)
+        sys.exit(128 + number)
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -16,11 +18,16 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, together, world
 from dulbe_peft.images import PixelDataset
-from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.profiling import Profile
 from dulbe_peft.streams.names import format_prompts
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _leave_signals_to_the_main_process(_: int) -> None:
+    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 class Encoder:
@@ -77,6 +84,8 @@ class Encoder:
                 pixels, _, _ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
+        # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
+        next(loaded, None)
 
     def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
         """Batches of this process's part of the images."""
@@ -92,10 +101,11 @@ class Encoder:
             batch_sampler=batches,
             num_workers=self.args.num_workers,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_main_process,
         )
         hidden = not self.args.progress or world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
-        return until_stopped(bar)
+        return cast(Iterable[Batch], bar)
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""

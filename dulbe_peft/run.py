@@ -24,8 +24,6 @@ from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_version
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.interrupts import stop_between_batches
-from dulbe_peft.lock import only_process
 from dulbe_peft.profiling import Profile
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -35,7 +33,7 @@ from dulbe_peft.streams.tasks import Task
 
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _TASK_FOLDER = r"task-\d{3,}"
 
@@ -68,7 +66,6 @@ def run_stream(
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     with ExitStack() as held:
-        held.enter_context(stop_between_batches())
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_occupy, output, held))
         return _run(learner, stream, output, resume)
@@ -76,7 +73,7 @@ def run_stream(
 
 def _occupy(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
-    held.enter_context(only_process(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
 
 

@@ -32,7 +32,6 @@ from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, Checkpoint
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
 from dulbe_peft.files import read_tensors, tensor_shapes, write_tensors
-from dulbe_peft.lock import commit_alone
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, make_strategy
@@ -61,7 +60,7 @@ _STATE_DEFAULTS: dict[str, Any] = {"base_model": None, "classifiers": ["bridge"]
 
 def save(state: LearnerState, folder: Path) -> None:
     """Write a learner into a folder of its own, put in place whole."""
-    on_main_process(partial(commit_alone, folder, partial(write, state), _manifest_fields(state)))
+    on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
 
 
 def write(state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None) -> None:

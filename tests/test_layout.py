@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     "files",
     "hub",
-    "interrupts",
     "distributed",
     "decompositions",
     "functional",
@@ -58,7 +57,6 @@ ORDER = [
     "images",
     "streams.metrics",
     "checkpoint",
-    "lock",
     "profiling",
     "encoder",
     "training",
@@ -94,10 +92,8 @@ ONLY = {
     "streams.readers": {"numpy", "PIL", "datasets"},
     "streams.metrics": {"numpy"},
     "arguments": set(),
-    "checkpoint": set(),
+    "checkpoint": {"filelock"},
     "encoders": set(),
-    "interrupts": set(),
-    "lock": set(),
 }
 
 
