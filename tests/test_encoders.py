@@ -24,6 +24,7 @@ from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
+    Task,
     class_incremental_tasks,
     export_lora,
     load_clip,
@@ -484,3 +485,22 @@ def test_an_image_only_processor_is_saved_and_loaded(folders, tmp_path, model_ty
 def test_the_command_line_takes_every_served_type(folders, capsys):
     assert main(["run", "--model", str(folders["siglip"]), "--dry-run", "--residual-rank", "2"]) == 0
     assert "adapted visual layers: 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
+    """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
+    model, processor = load_dual_encoder(folders[model_type])
+    args = LearnerArguments(device="cpu", progress=False)
+    with pytest.raises(ValueError, match="'text' needs text"):
+        ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers=("prototype", "text"))
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen")
+    assert learner.classifiers and not any(classifier.needs_text for classifier in learner.classifiers.values())
+    noise = np.random.default_rng(0)
+    images = [Image.fromarray(noise.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
+    data = [(image, index % 2) for index, image in enumerate(images)]
+    tasks = [Task(data, data, ("a", "b")), Task(data, data, ("c", "d"))]
+    results = learner.run(tasks, tmp_path / "run")
+    assert "zero_shot" not in results and "text" not in results and "prototype" in results["classifiers"]
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+    assert again.predict(images) == learner.predict(images)
