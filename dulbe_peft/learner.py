@@ -210,8 +210,9 @@ class ClassIncrementalLearner:
         state = self.state
         if not state.goes_on:
             raise ValueError(
-                "this learner holds no statistics of its finished tasks (it was published without them): it can "
-                "predict and evaluate, but not tell which directions a new task may use"
+                f"this learner holds no statistics of its finished tasks, or nothing else that the strategy "
+                f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
+                "learn a further task"
             )
         with together():
             if isinstance(state.model, PeftModel):
