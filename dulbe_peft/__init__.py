@@ -16,7 +16,10 @@ from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.ranpac import RanpacClassifier
+from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -39,12 +42,15 @@ __all__ = [
     "DualModeLoraConfig",
     "DualModeLoraModel",
     "ImageFolder",
+    "LdaClassifier",
     "LearnerArguments",
     "LearnerState",
     "ModeBases",
     "NpzImages",
     "OccupationStatistics",
     "PrototypeClassifier",
+    "RanpacClassifier",
+    "RidgeClassifier",
     "Strategy",
     "Task",
     "TextClassifier",

@@ -13,4 +13,4 @@ class Frozen(Strategy):
 
     name = "frozen"
     adapts = False
-    classifiers = ("bridge", "prototype")
+    classifiers = ("bridge", "prototype", "lda", "ranpac")
