@@ -1,4 +1,4 @@
-"""Dual-mode low-rank adapters and bridge-prototype heads for CLIP models that keep learning new classes.
+"""Dual-mode low-rank adapters and bridge-prototype heads for CLIP-like models that keep learning new classes.
 
 `import dulbe_peft` registers the method with PEFT.
 """
@@ -11,7 +11,7 @@ from dulbe_peft.adapter.model import DualModeLoraModel, register
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import load_clip
+from dulbe_peft.backbone import load_clip, load_dual_encoder
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers.base import Classifier
@@ -23,7 +23,9 @@ from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.strategies import STRATEGIES, Strategy, register_strategy
 from dulbe_peft.streams.readers import ImageFolder, NpzImages, load_data
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CLASSIFIERS",
+    "STRATEGIES",
     "BridgeEnsembleHead",
     "CheckpointError",
     "ClassIncrementalLearner",
@@ -41,12 +44,14 @@ __all__ = [
     "ImageFolder",
     "LdaClassifier",
     "LearnerArguments",
+    "LearnerState",
     "ModeBases",
     "NpzImages",
     "OccupationStatistics",
     "PrototypeClassifier",
     "RanpacClassifier",
     "RidgeClassifier",
+    "Strategy",
     "Task",
     "TextClassifier",
     "allocate_modes",
@@ -57,8 +62,10 @@ __all__ = [
     "export_lora",
     "load_clip",
     "load_data",
+    "load_dual_encoder",
     "probe_gradients",
     "register_classifier",
+    "register_strategy",
     "route_gradients",
     "slerp",
 ]

@@ -8,7 +8,6 @@ import torch
 
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.functional import allocate_layer, historical_support
-from dulbe_peft.sketch import sketched_support
 
 
 @torch.no_grad()
@@ -54,8 +53,7 @@ def allocate_modes(
             if id(matrix) not in supports:
                 on_device = matrix.to(gradient.device)
                 label = f"statistic of layer {name!r}"
-                find = sketched_support if len(matrix) < matrix.shape[1] else historical_support
-                supports[id(matrix)] = find(on_device, support_rank, residual_rank, label)
+                supports[id(matrix)] = historical_support(on_device, support_rank, residual_rank, label)
             support = supports[id(matrix)].to(gradient.device)
         label = f"gradient of layer {name!r}"
         shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)

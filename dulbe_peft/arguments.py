@@ -66,8 +66,8 @@ class LearnerArguments:
     statistics: str = field(
         default="exact",
         metadata={
-            "help": "Input statistics in full, or an approximation: of matrices wider than 2 K_h a sketch of so many "
-            "rows, with a bound on what it lacks.",
+            "help": "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are "
+            "cut to their 2 K_h leading directions. A bound on what is lost is tracked.",
             "choices": ("exact", "sketch"),
         },
     )
@@ -81,6 +81,14 @@ class LearnerArguments:
         metadata={
             "help": "Encode all seen classes anew after each task, or keep each as it was when its class arrived.",
             "choices": ("current", "at_introduction"),
+        },
+    )
+    drift: str = field(
+        default="none",
+        metadata={
+            "help": "When a task closes: leave what classifiers store as it is, or move it along with the features by "
+            "a linear map.",
+            "choices": ("none", "linear"),
         },
     )
     num_depths: int = field(default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."})

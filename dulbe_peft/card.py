@@ -9,16 +9,19 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from dulbe_peft.backbone import encoder_of
+from dulbe_peft.state import LearnerState
+from dulbe_peft.streams.metrics import result_rows
+
 TITLE = "Dual-Mode Low-Rank Learner with Bridge-Prototype Ensemble for Vision-Language Class-Incremental Learning"
 AUTHORS = (
     "Chiyuan He and Zihuan Qiu and Fanman Meng and Chao Wang and Liangjiang Chen and Linfeng Xu and Qingbo Wu and "
     "Hongliang Li"
 )
-CLASSIFIERS = (("zero_shot", "zero-shot"), ("text", "text classifier"), ("head", "bridge-prototype head"))
 
 
 def model_card(
-    learner: Any,
+    state: LearnerState,
     repo_id: str | None,
     statistics: bool = True,
     results: dict[str, Any] | None = None,
@@ -27,42 +30,47 @@ def model_card(
     """README.md of a saved learner: a YAML header for the Hub, and Markdown.
 
     Args:
-        learner: a `ClassIncrementalLearner`.
+        state: the learner.
         repo_id: where it will be; None writes a placeholder into the snippets.
-        statistics: whether they are saved with it.
+        statistics: whether what the strategy keeps is saved with it.
         results: what `ClassIncrementalLearner.run` returned; accuracies in it become the header's model-index.
         dataset_name: of the images that `results` are about.
     """
     source = repo_id or "path/to/this/folder"
-    config = learner.model.active_peft_config
-    count = f"{len(learner.class_names)} classes in {len(learner.tasks)} task{'s' * (len(learner.tasks) != 1)}"
+    count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
-    base = config.base_model_name_or_path
+    base = state.base_name[0]
     elsewhere = "" if _is_repo_id(base) else " (a folder where it was made; anywhere else, pass `base_model=`)"
-    goes_on = ", and the statistics that are needed to go on learning" if statistics and learner.statistics else ""
+    parts = [] if state.adapter is None else ["a dual-mode low-rank adapter for PEFT"]
+    parts.append(f"the classifiers {', '.join(f'`{name}`' for name in state.classifiers)}")
+    if statistics and state.memory:
+        parts.append("and the statistics that are needed to go on learning")
     sections = [
         f"# {title}",
-        f"A CLIP model that learned {count}, one task after the other, without keeping images of old ones: a "
-        f"dual-mode low-rank adapter for PEFT, a bridge-prototype head{goes_on}. Made with `dulbe_peft`. "
-        f"Base model: `{base}`{elsewhere}.",
+        f"This {encoder_of(state.base).title} model learned {count}, one task after the other, without keeping images "
+        f"of old ones, with the strategy `{state.strategy.name}`: {', '.join(parts)}. Made with `dulbe_peft`. Base "
+        f"model: `{base}`{elsewhere}.",
         "## Use",
-        _snippets(source, base),
+        _snippets(source, state),
         "## Classes",
         "One line a task, in the order they were learned.",
-        _fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in learner.tasks)),
+        _fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in state.tasks)),
     ]
-    if results and "head" in results:
+    if results and results.get("classifiers"):
         about = f" on {dataset_name}" if dataset_name else ""
         sections += ["## Results", f"Top-1 accuracy in percent over all seen classes{about}.", _results(results)]
-    sections += ["## Settings", _settings(learner), "## Decisions", _decisions(learner.args, config)]
+    sections += ["## Settings", _settings(state), _DECISIONS]
     sections += ["## Citation", _fenced("bibtex", _CITATION)]
-    return f"---\n{_header(base, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_header(state, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _header(base: str | None, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None) -> str:
+def _header(
+    state: LearnerState, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None
+) -> str:
+    base = state.base_name[0]
     measured = []
     for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy")):
-        if results and "head" in results:
+        if results and results.get("classifiers"):
             measured.append(
                 EvalResult(
                     task_type="image-classification",
@@ -71,14 +79,20 @@ def _header(base: str | None, title: str, count: str, results: dict[str, Any] | 
                     dataset_name=dataset_name or f"a class-incremental stream, {count}",
                     metric_type="accuracy",
                     metric_name=metric,
-                    metric_value=results["head"][key],
+                    metric_value=next(iter(results["classifiers"].values()))[key],
                 )
             )
     data = ModelCardData(
         base_model=base if _is_repo_id(base) else None,
         library_name="peft",
         pipeline_tag="image-classification",
-        tags=["class-incremental-learning", "clip", "continual-learning", "dulbe", "dulbe_peft"],
+        tags=[
+            "class-incremental-learning",
+            state.base.config.model_type,
+            "continual-learning",
+            "dulbe",
+            "dulbe_peft",
+        ],
         model_name=title if measured else None,
         eval_results=measured or None,
     )
@@ -95,72 +109,55 @@ def _is_repo_id(name: str | None) -> bool:
     return True
 
 
-def _snippets(source: str, base: str | None) -> str:
+def _snippets(source: str, state: LearnerState) -> str:
     whole = f"""import dulbe_peft  # registers the method with PEFT; without it loading ends in KeyError: 'DULBE'
 from PIL import Image
 
 learner = dulbe_peft.ClassIncrementalLearner.from_pretrained({source!r})
 print(learner.predict(Image.open("photo.jpg")))"""
-    adapter = f"""import dulbe_peft
+    parts = [_fenced("python", whole)]
+    if state.adapter is not None:
+        kind = type(state.base).__name__
+        adapter = f"""import dulbe_peft
 from peft import PeftModel
-from transformers import CLIPModel
+from transformers import {kind}
 
-clip = CLIPModel.from_pretrained({base!r})
+clip = {kind}.from_pretrained({state.base_name[0]!r})
 model = PeftModel.from_pretrained(clip, {source!r})"""
-    head = f"""from dulbe_peft import BridgeEnsembleHead
+        parts += ["The adapter alone, for PEFT:", _fenced("python", adapter)]
+    classifier = type(next(iter(state.classifiers.values()))).__name__
+    head = f"""from dulbe_peft import {classifier}
 
-head = BridgeEnsembleHead.from_pretrained({source!r})
-print(head.class_names)"""
-    parts = [_fenced("python", whole), "The adapter alone, for PEFT:", _fenced("python", adapter)]
-    return "\n\n".join([*parts, "The head alone, for the model's image features:", _fenced("python", head)])
+classifier = {classifier}.from_pretrained({source!r})
+print(classifier.class_names)"""
+    return "\n\n".join([*parts, "A classifier alone, for the model's image features:", _fenced("python", head)])
 
 
 def _results(results: dict[str, Any]) -> str:
     rows = ["| classifier | A_bar | A_last |", "|---|---|---|"]
-    for key, label in CLASSIFIERS:
-        block = results[key]
+    for label, block in result_rows(results):
         rows.append(f"| {label} | {100 * block['average_accuracy']:.2f} | {100 * block['last_accuracy']:.2f} |")
     return "\n".join(rows)
 
 
-def _settings(learner: Any) -> str:
-    config = learner.model.active_peft_config
-    plain = config.to_dict()
-    values = {field.name: plain[field.name] for field in config.own_fields()}
-    values |= learner.args.portable()
+def _settings(state: LearnerState) -> str:
+    values: dict[str, Any] = {"strategy": {"name": state.strategy.name, **state.strategy.settings()}}
+    if state.config is not None:
+        plain = state.config.to_dict()
+        values["adapter"] = {field.name: plain[field.name] for field in state.config.own_fields()}
+    values["arguments"] = state.args.portable()
+    values["classifiers"] = {name: classifier.settings() for name, classifier in state.classifiers.items()}
     return _fenced("json", json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False))
-
-
-def _decisions(args: Any, config: Any) -> str:
-    """docs/decisions.md in short, as this learner's settings have them."""
-    rate = "per step" if args.lr_schedule == "step" else "per epoch, with a floor of 1 %"
-    reduction = "their means" if args.kl_reduction == "mean" else "their sums, divided by the batch size"
-    teacher = "from the probe pass" if args.teacher == "cached" else "computed at every step"
-    texts = "encoded anew after each task" if args.text_embeds == "current" else "kept from the class's own task"
-    text_lora = f"rank {config.text_rank}, alpha {config.text_alpha:g}, carried over all tasks"
-    lines = (
-        f"teacher: the model before the task, its image features {teacher}",
-        "first task: top right singular vectors of the gradient, the first ones shared, the next residual",
-        f"structure loss: class term over images and instance term over old classes, {reduction}, each times its "
-        "squared temperature",
-        "old classes' texts in that loss: encoded once at the task's start, one matrix for student and teacher",
-        f"learning rate: cosine to 0 {rate}; one Adam for each task",
-        f"text LoRA: {text_lora if config.text_rank else 'none'}",
-        f"input statistics: un-centred sums over the tokens `{args.statistics_tokens}`; layers that read one tensor "
-        "share one matrix",
-        f"class texts: {texts}",
-        "visual prototypes and reliability: fixed when a class arrives",
-        f"depths: {args.num_depths}, evenly spaced from 0 to 1 unless the head was made with others; folded "
-        "prototypes are not normalised again",
-        f"prompt: `{args.prompt_template}`, class names `{args.class_name_style}`",
-    )
-    return "Where the paper leaves a choice open:\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def _fenced(language: str, text: str) -> str:
     return f"```{language}\n{text}\n```"
 
 
+_DECISIONS = (
+    "What each setting decides where the paper leaves a choice open: `docs/decisions.md` in the repository of "
+    "`dulbe_peft`."
+)
 _CITATION = f"""@unpublished{{dulbe,
   title  = {{{TITLE}}},
   author = {{{AUTHORS}}},

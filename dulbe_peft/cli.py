@@ -30,12 +30,22 @@ from dulbe_peft.checkpoint import CheckpointError, library_versions
 class StreamArguments:
     """Where a stream comes from and where it goes."""
 
-    model: str = dataclasses.field(default="", metadata={"help": "CLIP model: a folder, or a Hub id. Required."})
+    model: str = dataclasses.field(
+        default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
+    )
     data: str = dataclasses.field(
         default="",
         metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
     )
     output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
+    strategy: str = dataclasses.field(
+        default="dulbe",
+        metadata={"help": "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing."},
+    )
+    classifiers: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
+    )
     increment: int = dataclasses.field(default=10, metadata={"help": "Classes per task."})
     initial_increment: int | None = dataclasses.field(
         default=None, metadata={"help": "Classes of the first task, where it differs."}
@@ -72,23 +82,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    terminated: list[int] = []
     try:
-        with _terminable():
+        with _terminable(terminated):
             return arguments.call(arguments)
     except (KeyboardInterrupt, SystemExit) as stop:
         return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
+        if terminated:  # the signal ended a process that reads images, too, and its end is this error
+            return _stopped(arguments, argv, signal.SIGTERM)
         print(f"dulbe-peft: {error}", file=sys.stderr)
         return 2
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM an exception, as SIGINT is one."""
+def _terminable(received: list[int]) -> Iterator[None]:
+    """Make SIGTERM an exception, as SIGINT is one, and note it in `received`."""
+
+    def stop(number: int, _: Any) -> None:
+        received.append(number)
+        sys.exit(128 + number)
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -235,24 +253,33 @@ def _run(arguments: argparse.Namespace) -> int:
         if not getattr(stream, name):
             raise ValueError(f"--{name} is required")
     import torch
-    from peft import get_peft_model
 
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
+    from dulbe_peft.specs import split_specs
+    from dulbe_peft.strategies import make_strategy
 
+    strategy = make_strategy(stream.strategy)
+    classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks = None if stream.dry_run else _tasks(stream)
-    clip, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
+    model: Any
+    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
-    model = get_peft_model(clip, config, revision=stream.revision)
+    if strategy.adapts:
+        from peft import get_peft_model
+
+        if config.target_modules is None and strategy.target_modules is not None:
+            config.target_modules = sorted(strategy.target_modules)
+        model = get_peft_model(model, config, revision=stream.revision)
     if tasks is None:
-        print(_describe(model))
+        print(_describe(model) if strategy.adapts else "nothing is trained, no layer is adapted")
         return 0
-    learner = ClassIncrementalLearner(model, processor, args=args)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
     results = learner.run(tasks, stream.output, resume=stream.resume)
     if world()[0] == 0:
-        if "head" in results:
+        if "classifiers" in results:
             print(format_summary(results))
         print(f"written: {Path(stream.output) / 'results.json'}")
     leave()
@@ -287,14 +314,14 @@ def _describe(model: Any) -> str:
     """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
     import torch
 
+    from dulbe_peft.backbone import image_size, unit_image_embeds
     from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 
     config = model.active_peft_config
     clip = model.get_base_model()
-    vision = clip.config.vision_config
-    image = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
     statistics = collect_statistics(
-        model, [image], lambda _, batch: clip.get_image_features(pixel_values=batch), into=OccupationStatistics()
+        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
     )
     lines = []
     for name, layer in model.dual_mode_layers().items():
@@ -312,10 +339,10 @@ def _describe(model: Any) -> str:
 
 
 def _load(folder: str, model: str | None) -> Any:
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    base = None if model is None else load_clip(model)[0]
+    base = None if model is None else load_dual_encoder(model)[0]
     return ClassIncrementalLearner.from_pretrained(folder, base_model=base)
 
 
@@ -337,7 +364,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dulbe_peft.adapter.export import COMPRESSION_FILE, export_lora
 
-    model = _load(arguments.folder, arguments.model).model
+    learner = _load(arguments.folder, arguments.model)
+    if learner.state.adapter is None:
+        raise ValueError(
+            f"{arguments.folder!r} has no adapter to export: its strategy {learner.strategy.name!r} trains nothing"
+        )
+    model = learner.model
     folder = export_lora(model, arguments.output, arguments.compress_to)
     if arguments.compress_to is not None:
         report = json.loads((folder / COMPRESSION_FILE).read_text(encoding="utf-8"))

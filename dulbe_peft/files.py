@@ -15,6 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
+
+
+def temporary_folder(path: Path) -> Path:
+    """A new folder beside `path`, in which its successor is written."""
+    return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
+
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file whole or not at all, with the mode the umask gives.
@@ -35,7 +42,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     with naming(path):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        folder = temporary_folder(path)
         temporary = folder / path.name
         try:
             temporary.touch()

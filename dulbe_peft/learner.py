@@ -1,8 +1,7 @@
-"""Algorithm 1: probe, allocate, train, fold, close; one task after the other over any dataset of (image, label)."""
+"""A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import filter_trackers
@@ -18,53 +16,64 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft import saving
-from dulbe_peft.adapter.gradients import probe_gradients, route_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import check_clip_like, check_processor
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.distributed import (
-    agree,
-    copy_from_main,
-    on_main_process,
-    own_part,
-    refuse_sharded,
-    sum_over_processes,
-    together,
+from dulbe_peft.backbone import (
+    check_dual_encoder,
+    check_encoder,
+    check_processor,
+    check_statistics_tokens,
+    has_text,
+    logit_scale,
 )
-from dulbe_peft.encoder import Batch, Encoder
-from dulbe_peft.functional import bidirectional_kl, cross_modal_loss
-from dulbe_peft.images import PixelDataset
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.distributed import agree, copy_from_main, on_main_process, refuse_sharded, together
+from dulbe_peft.encoder import Encoder
 from dulbe_peft.profiling import Profile
 from dulbe_peft.run import run_stream
-from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.specs import parse_spec
+from dulbe_peft.state import LearnerState
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import checked_labels
+from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import TaskTrainer
 
 
 class ClassIncrementalLearner:
-    """Learns tasks of new classes with a CLIP model, its dual-mode adapter and a bridge-prototype head.
+    """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data; each works on its share of every
     batch, all end with the same state, and one writes.
 
     Args:
-        model: `get_peft_model(CLIPModel, DualModeLoraConfig(...))`.
-        processor: a `CLIPProcessor`, or anything with `image_processor` and `tokenizer` as it has them.
-        head: a head without classes; None makes one from `args`.
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
+            strategy that trains nothing, such as "frozen", also takes `clip` itself.
+        processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
+        head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge"; None makes one.
         args: settings; None takes the defaults.
+        strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
+        classifiers: one or several of "name", "name:key=value" or [`Classifier`] objects; the first one is what
+            `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
 
     Attributes:
+        state: all that is saved, see [`LearnerState`].
         tasks: the class names of every finished task, in order.
-        head: the [`BridgeEnsembleHead`] over all seen classes.
-        statistics: the [`OccupationStatistics`] of all finished tasks.
+        classifiers: name -> [`Classifier`] over all seen classes.
+        memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
 
     Raises:
-        ValueError: the model is not CLIP-like or has no dual-mode adapter, or the head does not fit.
+        ValueError: the model does not fit the strategy, or a classifier does not fit the model.
+
+    Example:
+        >>> learner = ClassIncrementalLearner(model, processor, strategy="frozen", classifiers=("ranpac", "bridge"))
+        >>> learner.learn_task(photos, ["cat", "dog"])
+        >>> learner.predict(image)
+        ['dog']
 
     Reference:
         Appendix "Complete Procedure", Algorithm 1.
@@ -76,266 +85,210 @@ class ClassIncrementalLearner:
         processor: Any,
         head: BridgeEnsembleHead | None = None,
         args: LearnerArguments | None = None,
+        strategy: str | Strategy = "dulbe",
+        classifiers: str | Classifier | Sequence[str | Classifier] | None = None,
     ) -> None:
-        if not isinstance(model, PeftModel) or not isinstance(model.base_model, DualModeLoraModel):
-            raise ValueError(
-                f"model must come from get_peft_model(clip, DualModeLoraConfig(...)), got {type(model).__name__}"
-            )
-        check_adapter_name(model)
-        clip: Any = model.get_base_model()
-        check_clip_like(clip)
-        check_processor(processor)
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
-        self.args = args or LearnerArguments()
-        filter_trackers(self.args.log_with, "runs")  # raises where accelerate does not know the tracker
-        self.device = _device(self.args)
+        args = args or LearnerArguments()
+        method = make_strategy(strategy)
+        clip = _check_model(model, method)
+        check_processor(processor, clip)
+        if method.adapts:
+            check_statistics_tokens(clip, args.statistics_tokens)
+        filter_trackers(args.log_with, "runs")  # raises where accelerate does not know the tracker
+        self.device = _device(args)
         refuse_sharded(model)
-        self.model = model.to(self.device).eval()
-        copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
-        self.clip = clip
-        self.processor = processor
-        self.encoder = Encoder(clip, processor, self.args, self.device)
-        self.logit_scale = math.exp(float(clip.logit_scale.detach()))
-        dim = clip.config.projection_dim
-        if head is None:
-            head = BridgeEnsembleHead(
-                dim,
-                num_depths=self.args.num_depths,
-                reliability_temperature=self.args.reliability_temperature,
-                logit_scale=self.logit_scale,
-            )
-        self.head = head
-        if self.head.class_names:
-            raise ValueError(
-                f"head already has {len(self.head.class_names)} classes: give an empty one, or load a learner"
-            )
-        if self.head.embed_dim != dim:
-            raise ValueError(f"head takes features of {self.head.embed_dim} dimensions, the model gives {dim}")
-        self.head.to(self.device)
-        self.statistics = self.new_statistics()
-        self.tasks: list[tuple[str, ...]] = []
-        self.source: dict[str, str] | None = None
-        self._step = 0
+        model = model.to(self.device).eval()
+        if isinstance(model, PeftModel):
+            copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+        self.encoder = Encoder(clip, processor, args, self.device)
+        self.logit_scale = logit_scale(clip)
+        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers
+        made = make_classifiers(
+            _specs(method.classifiers if rows is None else rows, head, usual=rows is None and not has_text(clip)),
+            self.encoder.embed_dim,
+            self.logit_scale,
+            {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
+        )
+        reads_text = [name for name, classifier in made.items() if classifier.needs_text]
+        if reads_text and not has_text(clip):
+            raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
+        self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self._accelerator: Accelerator | None = None
 
-    def new_statistics(self) -> OccupationStatistics:
-        """Empty ones of the kind that `args` asks for; a sketch leaves the K_h directions of a support unshrunk."""
-        support_rank = self.model.active_peft_config.support_rank
-        return OccupationStatistics(max(1, 2 * support_rank) if self.args.statistics == "sketch" else None)
+    @property
+    def model(self) -> Any:
+        return self.state.model
+
+    @property
+    def clip(self) -> Any:
+        """The model under the adapter."""
+        return self.state.base
+
+    @property
+    def processor(self) -> Any:
+        return self.state.processor
+
+    @property
+    def args(self) -> LearnerArguments:
+        return self.state.args
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.state.strategy
+
+    @property
+    def classifiers(self) -> dict[str, Classifier]:
+        return self.state.classifiers
+
+    @property
+    def classifier(self) -> Classifier:
+        """The first classifier, which `predict` uses."""
+        return next(iter(self.state.classifiers.values()))
+
+    @property
+    def head(self) -> BridgeEnsembleHead:
+        """The bridge ensemble.
+
+        Raises:
+            AttributeError: the learner has none.
+        """
+        head = self.state.classifiers.get("bridge")
+        if not isinstance(head, BridgeEnsembleHead):
+            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
+        return head
+
+    @head.setter
+    def head(self, head: BridgeEnsembleHead) -> None:
+        self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.state.memory
+
+    @property
+    def statistics(self) -> OccupationStatistics:
+        """The memory of a strategy that keeps occupation statistics; empty where it keeps something else."""
+        memory = self.state.memory
+        return memory if isinstance(memory, OccupationStatistics) else OccupationStatistics()
+
+    @property
+    def tasks(self) -> list[tuple[str, ...]]:
+        return self.state.tasks
+
+    @property
+    def source(self) -> dict[str, str] | None:
+        return self.state.source
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """All seen classes, in the order they came."""
-        return tuple(name for task in self.tasks for name in task)
+        return self.state.class_names
 
     @property
     def profile(self) -> Profile:
         """Where the time of the last task went."""
         return self.encoder.profile
 
-    def _title(self, phase: str) -> str:
-        return f"task {len(self.tasks) + 1} {phase}"
-
     # ------------------------------------------------------------------ learning
 
-    def learn_task(self, dataset: Any, class_names: Sequence[str]) -> None:
+    def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
         Args:
             dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs; images as PIL images or as
-                preprocessed float tensors (3, height, width); labels index `class_names`.
-            class_names: the new classes, each with at least one image.
+                preprocessed float tensors (3, height, width).
+            class_names: the new classes, each with at least one image, which the labels index. None takes the names
+                that the dataset carries.
 
         Raises:
-            ValueError: an unknown, repeated or empty class, a label out of range, an unreadable image, a loss,
-                gradient or feature that is not finite.
+            ValueError: an unknown, repeated or empty class, names that contradict the dataset's own, a label out of
+                range, an unreadable image, a loss, gradient or feature that is not finite.
             TypeError: a class name is not a string.
         """
-        if self.tasks and not self.statistics:
+        state = self.state
+        if not state.goes_on:
             raise ValueError(
-                "this learner holds no statistics of its finished tasks (it was published without them): it can "
-                "predict and evaluate, but not tell which directions a new task may use"
+                f"this learner holds no statistics of its finished tasks, or nothing else that the strategy "
+                f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
+                "learn a further task"
             )
         with together():
-            check_adapter_name(self.model)
-            names = check_class_names(class_names, seen=self.class_names)
-            labels = checked_labels(dataset, names)
+            if isinstance(state.model, PeftModel):
+                check_adapter_name(state.model)
+            names, labels = named_labels(dataset, class_names)
+            check_class_names(names, seen=self.class_names)
             present = set(labels.tolist())
             absent = [name for index, name in enumerate(names) if index not in present]
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
-            self.encoder.tokens((*self.class_names, *names))
+            if has_text(self.clip):
+                self.encoder.tokens((*self.class_names, *names))
         agree((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
-        before = _clone(get_peft_model_state_dict(self.model, save_embedding_layers=False))
-        head_before, step = _clone(self.head.state_dict()), self._step
+        before = _adapter_state(state.model)
         try:
-            teacher = self._plan(images, names)
-            with self.profile.phase("train"), self.model.held_weights(), self.encoder.keep_graphs():
-                self._train(images, names, teacher)
-            self.model.fold_task()
-            with self.profile.phase("close"):
-                self._close(images, names)
+            self.state = self._learned(state, images, names)
         except BaseException:
-            saving.set_adapter_state(self.model, before)
-            self.head.load_state_dict(head_before)
-            self.model.zero_grad(set_to_none=True)
-            self._step = step
+            self.state = state
+            if before is not None:
+                saving.set_adapter_state(state.model, before)
+                state.model.zero_grad(set_to_none=True)
             raise
-        self.tasks.append(names)
 
-    def _plan(self, images: PixelDataset, names: Sequence[str]) -> torch.Tensor:
-        """Probe the new task, install its modes, and return the teacher's features, (n, d)."""
-        teacher = torch.zeros(len(images), self.head.embed_dim, device=self.device)
-        with torch.no_grad():
-            text = self.encoder.text_embeds(names)
+    def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
+        """The state after one more task; the adapter alone is changed in place."""
+        steps = state.step
 
-        def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-            pixels, labels, index = batch
-            features = self.encoder.gathered_image_embeds(pixels, len(index))
-            teacher[index] = features.detach()
-            return cross_modal_loss(features, text, labels, self.logit_scale), len(index)
+        def log(figures: dict[str, float], count: int) -> None:
+            nonlocal steps
+            steps += count
+            if self._accelerator:
+                self._accelerator.log(figures, step=steps)
 
-        with self.profile.phase("probe"):
-            batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-            with self._without_idle_modes(), together():
-                probe = probe_gradients(self.model, batches, loss_fn)
-            sum_over_processes(probe.values())
-        config = self.model.active_peft_config
+        trainer = TaskTrainer(state, self.encoder, self.logit_scale, log)
+        teacher, features, memory = trainer.learn(images, names)
+        with self.profile.phase("close"):
+            classifiers = self._classifiers_after(state, teacher, features, images.labels, names)
+        return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=steps)
 
-        def allocate() -> dict[str, ModeBases]:
-            ranks = {name: getattr(config, name) for name in ("shared_rank", "residual_rank", "support_rank")}
-            modes = allocate_modes(probe, self.statistics, **ranks)
-            return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
-
-        with self.profile.phase("allocate"):
-            self.model.begin_task(on_main_process(allocate))
-        return teacher
-
-    def _train(self, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor) -> None:
-        args = self.args
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        steps = math.ceil(len(images) / args.batch_size)
-        optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
-        per_step = args.lr_schedule == "step"
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-            optimizer,
-            T_max=args.epochs * steps if per_step else args.epochs,
-            eta_min=0.0 if per_step else 0.01 * args.learning_rate,
-        )
-        tokens = self.encoder.tokens(names)
-        text, old_text = None, self._old_text()
-        optimizer.zero_grad(set_to_none=True)
-        self.model.train()
-        try:
-            for epoch in range(args.epochs):
-                losses = []
-                order = self._order(len(images), epoch)
-                title = self._title(f"epoch {epoch + 1}/{args.epochs}")
-                for batch in self.encoder.training_batches(images, title, order):
-                    if text is None or text.requires_grad:
-                        text = self.encoder.token_embeds(tokens)
-                    task_loss, structure_loss = self._losses(batch, text, old_text, teacher)
-                    route_gradients(self.model, task_loss, structure_loss, args.structure_weight)
-                    sum_over_processes(p.grad for p in parameters if p.grad is not None)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                    if per_step:
-                        schedule.step()
-                    losses.append(task_loss.detach())
-                if not per_step:
-                    schedule.step()
-                self._log_epoch(torch.stack(losses), epoch)
-        finally:
-            self.model.eval()
-
-    def _old_text(self) -> torch.Tensor | None:
-        """The old classes' text embeddings by the model as it is when this task begins, E_<t.
-
-        The head may hold others: a loaded one those of other prompts or of when each class came.
-        """
-        if not self.tasks or self.args.structure_weight == 0:
-            return None
-        with torch.no_grad():
-            return self.encoder.text_embeds(self.class_names)
-
-    def _losses(
-        self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cross-entropy over the current classes and the structure loss over the old ones, from one forward pass."""
-        pixels, labels, index = batch
-        features = self.encoder.gathered_image_embeds(pixels, len(index))
-        task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
-        if old_text is None:
-            return task_loss, None
-        reference = teacher[index]
-        if self.args.teacher == "online":
-            with torch.no_grad(), self.model.previous_task():
-                reference = self.encoder.gathered_image_embeds(pixels, len(index))
-        structure_loss = bidirectional_kl(
-            self.logit_scale * features @ old_text.T,
-            self.logit_scale * reference @ old_text.T,
-            self.args.class_temperature,
-            self.args.instance_temperature,
-            reduction=self.args.kl_reduction,
-        )
-        return task_loss, structure_loss
-
-    def _order(self, size: int, epoch: int) -> list[int]:
-        """The order of one epoch, a function of the seed, the task and the epoch alone."""
-        state = np.random.SeedSequence([self.args.seed, len(self.tasks), epoch]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
-        return torch.randperm(size, generator=generator).tolist()
-
-    def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
-        finite = torch.isfinite(losses)
-        if not finite.all():
-            step = int((~finite).nonzero()[0])
-            raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
-        self._step += len(losses)
-        if self._accelerator:
-            values = {"loss": losses.mean().item(), "epoch": epoch + 1, "task": len(self.tasks) + 1}
-            self._accelerator.log(values, step=self._step)
-
-    def _close(self, images: PixelDataset, names: Sequence[str]) -> None:
-        """One pass with the finished model: features for the head and, on the way, the layers' input statistics."""
-        features = torch.zeros(len(images), self.head.embed_dim, device=self.device)
-
-        def forward_fn(_: nn.Module, batch: Batch) -> None:
-            pixels, _labels, index = batch
-            features[index] = self.encoder.image_embeds(pixels)
-
-        statistics = self.new_statistics()
-        with self._without_idle_modes(), together():
-            if own_part(range(len(images))):
-                batches = self.encoder.batches(images, self._title("close"))
-                collect_statistics(
-                    self.model, batches, forward_fn, into=statistics, tokens=self.args.statistics_tokens
-                )
-        statistics.sum_over_processes(features.device)
-        sum_over_processes([features])
-        with torch.no_grad():
+    @torch.no_grad()
+    def _classifiers_after(
+        self,
+        state: LearnerState,
+        teacher: torch.Tensor | None,
+        features: torch.Tensor,
+        labels: Any,
+        names: tuple[str, ...],
+    ) -> dict[str, Classifier]:
+        """Every classifier with the new classes; the present ones stay as they are."""
+        classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+        new_text = old_text = torch.zeros(0, self.encoder.embed_dim, device=features.device)
+        if any(classifier.needs_text for classifier in classifiers.values()):
             new_text = self.encoder.text_embeds(names)
-            if not self.tasks:
-                text = new_text
-            elif self.args.text_embeds == "current":
-                text = torch.cat([self.encoder.text_embeds(self.class_names), new_text])
-            else:
-                text = torch.cat([self.head.text_embeds.to(new_text), new_text])
-        labels = torch.as_tensor(images.labels, device=features.device)
-        self.head.add_classes(list(names), features, labels, text)
-        if self.statistics:
-            self.statistics.merge(statistics)
-        else:
-            self.statistics = statistics
+            old_text = self.encoder.text_embeds(state.class_names) if state.tasks else old_text
+        map_ = None
+        if state.args.drift == "linear" and state.tasks and teacher is not None:
+            map_ = linear_map(teacher, features)
+        indices = torch.as_tensor(labels, device=features.device)
+        for classifier in classifiers.values():
+            text = None
+            if classifier.needs_text:
+                kept: Any = getattr(classifier, "text_embeds", None)
+                at_introduction = state.args.text_embeds == "at_introduction" and kept is not None
+                text = torch.cat([kept.to(new_text) if at_introduction else old_text, new_text])
+            if map_ is not None:
+                classifier.move(map_)
+            classifier.add_classes(list(names), features, indices, text)
+        return classifiers
 
     # ------------------------------------------------------------------ using
 
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
-        """Unit features of a dataset's images, or of a sequence of bare images, (n, d)."""
-        with self._without_idle_modes():
+        """Unit features of a dataset's images, or of a sequence of (image, label) pairs, (n, d)."""
+        with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
     def predict(self, images: Any) -> list[str]:
@@ -349,43 +302,52 @@ class ClassIncrementalLearner:
         """
         self._check_learned()
         rows = list(images) if isinstance(images, (list, tuple)) else [images]
-        chosen = self.head(self.image_embeds([(image, -1) for image in rows])).argmax(dim=1)
+        chosen = self.classifier(self.image_embeds([(image, -1) for image in rows])).argmax(dim=1)
         return [self.class_names[int(index)] for index in chosen]
 
-    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, float]:
+    @torch.no_grad()
+    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes, without a task's identity.
 
         Args:
             dataset: as in `learn_task`.
-            class_names: what the labels index; None: all seen classes.
+            class_names: what the labels index; None: the names that the dataset carries, or else all seen classes.
 
         Returns:
-            `accuracy` with the head and `text_accuracy` with the text embeddings alone, both in [0, 1], and
-            `num_images`.
+            `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
+            embeddings alone, where a classifier keeps them; all in [0, 1]; and `num_images`.
 
         Raises:
-            ValueError: nothing has been learned, the dataset is empty, or a class has not been seen.
+            ValueError: nothing has been learned, the dataset is empty, the names contradict the dataset's own, or a
+                class has not been seen.
         """
         self._check_learned()
-        names = self.class_names if class_names is None else check_class_names(class_names)
+        names, labels = named_labels(dataset, class_names, default=self.class_names)
         position = {name: index for index, name in enumerate(self.class_names)}
-        unknown = [name for name in names if name not in position]
-        if unknown:
+        unknown = [names[index] for index in sorted(set(labels.tolist())) if names[index] not in position]
+        if unknown or (class_names is not None and not set(names) <= set(position)):
+            unknown = unknown or [name for name in names if name not in position]
             raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
-        labels = checked_labels(dataset, names)
         features = self.image_embeds(dataset, labels)
         truth = torch.tensor([position[names[int(label)]] for label in labels], device=features.device)
-        with torch.no_grad():
-            by_head = (self.head(features).argmax(dim=1) == truth).float().mean().item()
-            by_text = ((features @ self.head.text_embeds.to(features).T).argmax(dim=1) == truth).float().mean().item()
-        return {"accuracy": by_head, "text_accuracy": by_text, "num_images": float(len(labels))}
+        accuracies = {
+            name: (classifier(features).argmax(dim=1) == truth).float().mean().item()
+            for name, classifier in self.classifiers.items()
+        }
+        figures: dict[str, Any] = {
+            "accuracy": next(iter(accuracies.values())),
+            "classifiers": accuracies,
+            "num_images": float(len(labels)),
+        }
+        text: Any = next((c.text_embeds for c in self.classifiers.values() if hasattr(c, "text_embeds")), None)
+        if text is not None:
+            right = (features @ text.to(features).T).argmax(dim=1) == truth
+            figures["text_accuracy"] = right.float().mean().item()
+        return figures
 
-    def _without_idle_modes(self) -> AbstractContextManager[None]:
-        """Between tasks B = 0: the same outputs, without the products that give nothing."""
-        layers = self.model.dual_mode_layers().values()
-        if any(layer.merged or layer.is_trained("default") for layer in layers):
-            return nullcontext()
-        return self.model.previous_task()
+    def _resting(self) -> AbstractContextManager[None]:
+        adapter = self.state.adapter
+        return nullcontext() if adapter is None else adapter.without_idle_modes()
 
     def _check_learned(self) -> None:
         if not self.tasks:
@@ -400,7 +362,8 @@ class ClassIncrementalLearner:
         """
         names = [name for _, group in tests for name in group]
         right, total, seen, rows = 0, 0, 0, []
-        with self.model.disable_adapter():
+        pristine = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
+        with pristine:
             text = self.encoder.text_embeds(names)
             encoded = []
             for dataset, group in tests:
@@ -422,8 +385,8 @@ class ClassIncrementalLearner:
             resume: go on after the newest valid folder, if it belongs to the same run.
 
         Returns:
-            What `results.json` holds: for the head and the text classifier the accuracy matrix, A_bar, A_last,
-            forgetting and backward transfer; zero-shot accuracy; configuration, seed and versions.
+            What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
+            A_last, forgetting and backward transfer; zero-shot accuracy; configuration, strategy, seed and versions.
 
         Raises:
             ValueError: the folder belongs to a run with other settings, classes or data (the message names what
@@ -449,7 +412,7 @@ class ClassIncrementalLearner:
         Raises:
             OSError: the folder cannot be written; a folder that was there is as it was.
         """
-        saving.save(self, Path(folder))
+        saving.save(self.state, Path(folder))
 
     def push_to_hub(
         self,
@@ -485,20 +448,8 @@ class ClassIncrementalLearner:
         """
         commit = {"revision": revision, "commit_message": commit_message, "create_pr": create_pr}
         return on_main_process(
-            lambda: saving.push(self, repo_id, statistics, results, dataset_name, private, token, commit)
+            lambda: saving.push(self.state, repo_id, statistics, results, dataset_name, private, token, commit)
         )
-
-    def write(self, folder: Path) -> None:
-        """Write the learner's files into an existing folder, without a manifest."""
-        saving.write(self, folder)
-
-    def restore(self, folder: Path) -> None:
-        """Take over the state that `save_pretrained` or `run` wrote, in place of this learner's.
-
-        Raises:
-            CheckpointError: the folder is damaged or of another format.
-        """
-        saving.restore(self, folder)
 
     @classmethod
     def from_pretrained(
@@ -515,7 +466,7 @@ class ClassIncrementalLearner:
 
         Args:
             source: the saved folder, or the id of a repository on the Hub.
-            base_model: the pristine CLIPModel; None loads the one the adapter's configuration names.
+            base_model: the pristine model; None loads the one that the saved learner names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
             revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
             token: of the Hub; None takes the one that is stored on the machine.
@@ -526,8 +477,10 @@ class ClassIncrementalLearner:
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
-        learner = saving.load(cls, folder, base_model, args)
-        learner.source = origin or learner.source
+        with saving.opened(folder, base_model, args) as state:
+            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy)
+            classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
+            learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         return learner
 
 
@@ -538,8 +491,37 @@ def check_adapter_name(model: Any) -> None:
         raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
 
 
-def _clone(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+def _check_model(model: Any, strategy: Strategy) -> Any:
+    """The model under the adapter, after a check that the strategy can work with it."""
+    if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
+        check_adapter_name(model)
+        model = model.get_base_model()
+    elif strategy.adapts or isinstance(model, PeftModel) or not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
+            f"got {type(model).__name__}"
+        )
+    if strategy.adapts:
+        check_dual_encoder(model)
+    else:
+        check_encoder(model)
+    return model
+
+
+def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:
+    """What to make: a given head in place of "bridge"; with `usual`, only classifiers that need no text."""
+    chosen = [head if head is not None and row == "bridge" else row for row in rows]
+    if not usual:
+        return chosen
+    return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]
+
+
+def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A copy of the adapter's tensors; None without an adapter."""
+    if not isinstance(model, PeftModel):
+        return None
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _device(args: LearnerArguments) -> torch.device:

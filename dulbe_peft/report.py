@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.card import CLASSIFIERS
+from dulbe_peft.streams.metrics import result_rows
 
 
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
-    """Draw accuracy over all seen classes after each task, for the head, the text classifier and zero-shot.
+    """Draw accuracy over all seen classes after each task, for every classifier, the text alone and zero-shot.
 
     Args:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
@@ -18,7 +19,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
     Raises:
         ValueError: the results hold no accuracies.
     """
-    if "head" not in results:
+    if "classifiers" not in results:
         raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,8 +28,8 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for (key, label), style in zip(CLASSIFIERS, ("^:", "s--", "o-"), strict=True):
-        axes.plot(classes, [100 * value for value in results[key]["overall"]], style, label=label)
+    for (label, block), style in zip(result_rows(results), cycle(("^:", "s--", "o-", "d-", "v-", "P-", "X-"))):
+        axes.plot(classes, [100 * value for value in block["overall"]], style, label=label)
     axes.set_xlabel("classes seen")
     axes.set_ylabel("top-1 accuracy over all seen classes (%)")
     axes.set_xticks(classes)
@@ -40,8 +41,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
 def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
     rows = ["                       A_bar  A_last  forgetting  backward transfer"]
-    for key, label in CLASSIFIERS:
-        block = results[key]
+    for label, block in result_rows(results):
         row = f"{label:<22}{100 * block['average_accuracy']:6.1f}  {100 * block['last_accuracy']:6.1f}"
         if "forgetting" in block:
             row += f"  {100 * block['forgetting']:10.1f}  {100 * block['backward_transfer']:17.1f}"

@@ -6,33 +6,53 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from torch import nn
 from tqdm.auto import tqdm
 
-from dulbe_peft import checkpoint
+from dulbe_peft import checkpoint, saving
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.checkpoint import CheckpointError, library_versions
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import has_text
+from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.interrupts import stop_between_batches
-from dulbe_peft.lock import only_process
+from dulbe_peft.profiling import Profile
+from dulbe_peft.state import LearnerState
+from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.streams.tasks import Task
 
-RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _TASK_FOLDER = r"task-\d{3,}"
 
 
-def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
+class StreamLearner(Protocol):
+    """What a stream needs of a learner."""
+
+    state: LearnerState
+
+    @property
+    def profile(self) -> Profile: ...
+    def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
+    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]: ...
+    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]: ...
+
+
+def run_stream(
+    learner: StreamLearner, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True
+) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
     if not stream:
@@ -46,7 +66,6 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     with ExitStack() as held:
-        held.enter_context(stop_between_batches())
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_occupy, output, held))
         return _run(learner, stream, output, resume)
@@ -54,7 +73,7 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, resu
 
 def _occupy(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
-    held.enter_context(only_process(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
 
 
@@ -70,32 +89,33 @@ def _dead_readers_named(output: Path) -> Iterator[None]:
         ) from error
 
 
-def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[str, Any]:
-    identity = _identity(learner, stream)
+def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool) -> dict[str, Any]:
+    identity = _identity(learner.state, stream)
     progress = _resume(learner, output, identity) if resume else None
     if progress is None:
-        if learner.tasks:
-            raise ValueError(f"the learner has already learned {len(learner.tasks)} tasks: a stream starts with none")
+        if learner.state.tasks:
+            count = len(learner.state.tasks)
+            raise ValueError(f"the learner has already learned {count} tasks: a stream starts with none")
         _refuse_old_folders(output, resume)
         progress = {"rows": [], "zero_shot": _zero_shot(learner, stream)}
         if progress["zero_shot"]:
             _say(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
-    timings = _read_timings(output, len(learner.tasks))
-    for index in range(len(learner.tasks), len(stream)):
+    timings = _read_timings(output, len(learner.state.tasks))
+    for index in range(len(learner.state.tasks), len(stream)):
         started = time.perf_counter()
         learner.learn_task(stream[index].train, stream[index].class_names)
         with learner.profile.phase("test"):
             progress["rows"].append(_test(learner, stream[: index + 1]))
         with learner.profile.phase("save"):
-            _commit(learner, output / f"task-{index + 1:03d}", progress, identity)
+            _commit(learner.state, output / f"task-{index + 1:03d}", progress, identity)
         seconds = time.perf_counter() - started
         done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
         timings.append(done)
         on_main_process(partial(checkpoint.write_json, output / TIMINGS_FILE, {"tasks": timings}))
-        _say(_line(progress, index, len(stream), len(learner.class_names)) + f", {seconds:.1f} s")
-        if learner.args.profile:
+        _say(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
+        if learner.state.args.profile:
             _say(learner.profile.table())
-    results = _results(learner, progress, identity)
+    results = _results(learner.state, progress, identity)
     on_main_process(partial(checkpoint.write_json, output / RESULTS_FILE, results))
     return results
 
@@ -109,35 +129,50 @@ def _read_timings(output: Path, finished: int) -> list[Any]:
     return [*tasks[:finished], *[None] * (finished - len(tasks))]
 
 
-def _identity(learner: Any, stream: list[Task]) -> dict[str, Any]:
+def _identity(state: LearnerState, stream: list[Task]) -> dict[str, Any]:
     """What must be the same for a run to be the same run."""
-    config = learner.model.active_peft_config.to_dict()
-    for name in ("history_rank", "inference_mode", "peft_version"):
-        config.pop(name)
+    look = state.args.teacher == "cached"  # an online teacher is there for images that are augmented anew each time
     return {
-        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in config.items()},
-        "arguments": learner.args.portable(),
+        "adapter": {} if state.config is None else _adapter_settings(state.config),
+        "arguments": state.args.portable(),
+        "base_model": _base_model_sha256(state.base),
         "classes": [list(task.class_names) for task in stream],
-        "data": [[_fingerprint(learner, data) for data in (task.train, task.test)] for task in stream],
-        "head": _head_settings(learner.head),
-        "base_model": _base_model_sha256(learner),
+        "classifiers": {name: _classifier_settings(classifier) for name, classifier in state.classifiers.items()},
+        "data": [
+            [None if data is None else fingerprint(data, look=look) for data in (task.train, task.test)]
+            for task in stream
+        ],
+        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
     }
 
 
-def _fingerprint(learner: Any, dataset: Any) -> str | None:
-    # An online teacher is there for images that are augmented anew each time.
-    return None if dataset is None else fingerprint(dataset, look=learner.args.teacher == "cached")
+def _adapter_settings(config: DualModeLoraConfig) -> dict[str, Any]:
+    settings = config.to_dict()
+    for name in ("history_rank", "inference_mode", "peft_version"):
+        settings.pop(name)
+    return {k: str(v) if k.endswith("_type") else v for k, v in settings.items()}
 
 
-def _head_settings(head: Any) -> dict[str, Any]:
-    settings = {name: getattr(head, name) for name in ("embed_dim", "reliability_temperature", "logit_scale")}
-    return settings | {"depths": head.depths.tolist()}
+def _classifier_settings(classifier: Classifier) -> dict[str, Any]:
+    return {"embed_dim": classifier.embed_dim, "logit_scale": classifier.logit_scale, **classifier.settings()}
 
 
-def _base_model_sha256(learner: Any) -> str:
+def _with_defaults(identity: dict[str, Any]) -> dict[str, Any]:
+    """A saved identity in today's form: a setting that was not there yet has its default."""
+    old = dict(identity)
+    if "classifiers" not in old and "head" in old:  # version 0.1 had one method and one classifier
+        old["classifiers"] = {"bridge": _plain(_classifier_settings(BridgeEnsembleHead(**old.pop("head"))))}
+        old["strategy"] = {"name": Dulbe.name, **Dulbe().settings()}
+    if old.get("adapter"):
+        old["adapter"] = _plain(_adapter_settings(DualModeLoraConfig())) | old["adapter"]
+    old["arguments"] = _plain(LearnerArguments().portable()) | old.get("arguments", {})
+    return old
+
+
+def _base_model_sha256(base: nn.Module) -> str:
     """Of the pristine weights' names, shapes and first values."""
     digest = hashlib.sha256()
-    for name, tensor in learner.clip.state_dict().items():
+    for name, tensor in base.state_dict().items():
         if PREFIX not in name and "modules_to_save" not in name:
             first = tensor.flatten()[:64].double().cpu().numpy()
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + first.tobytes())
@@ -158,13 +193,16 @@ def _refuse_old_folders(output: Path, resume: bool) -> None:
         raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
 
 
-def _resume(learner: Any, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+def _resume(learner: StreamLearner, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     folder = on_main_process(partial(_newest_folder, output, identity))
     if folder is None:
         return None
-    learner.restore(folder)
-    _say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    learner.state = saving.restore(learner.state, folder)
+    _say(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
     progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+    for row in progress["rows"]:
+        if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
+            row["classifiers"] = {"bridge": {k: row[k] for k in ("accuracy", "accuracy_by_task")}}
     return progress
 
 
@@ -176,7 +214,7 @@ def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
         except CheckpointError as error:
             _say(f"stepping over {folder}: {error}")
             continue
-        different = _differences(manifest.get("identity", {}), _plain(identity))
+        different = _differences(_with_defaults(manifest.get("identity", {})), _plain(identity))
         if different:
             names = ", ".join(different)
             raise ValueError(f"{folder} belongs to another run: {names} differ; choose another output_dir")
@@ -193,78 +231,100 @@ def _say(text: str) -> None:
         tqdm.write(text)
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    names = []
-    for part, value in current.items():
-        old = saved.get(part)
-        if isinstance(value, dict) and isinstance(old, dict):
-            names += [f"{part}.{key}" for key in sorted({*value, *old}) if value.get(key) != old.get(key)]
-        elif old != value:
-            names.append(part)
-    return names
+def _differences(saved: Any, current: Any, path: str = "") -> list[str]:
+    """Where two nested dictionaries differ, as dotted paths; parts that only `saved` has are left out at the top."""
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        return [] if saved == current else [path]
+    keys = {*saved, *current} if path else current
+    return [
+        name
+        for key in sorted(keys)
+        for name in _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
+    ]
 
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
-        learner.write(temporary)
+        saving.write(state, temporary)
         checkpoint.write_json(temporary / PROGRESS_FILE, progress)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
         "identity": identity,
-        "tasks": [list(task) for task in learner.tasks],
+        "tasks": [list(task) for task in state.tasks],
     }
     on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
 
 
-def _test(learner: Any, seen: list[Task]) -> dict[str, Any]:
-    """Accuracy over all seen test images and on each seen task's, for the head and for the text classifier."""
+def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
+    """Accuracy over all seen test images and on each seen task's, for every classifier and for the text alone."""
     rows = [learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None]
-    images = sum(row["num_images"] for row in rows)
-    pooled: dict[str, Any] = {}
-    for name in ("accuracy", "text_accuracy") if rows else ():
-        pooled[name] = sum(row[name] * row["num_images"] for row in rows) / images
-        pooled[f"{name}_by_task"] = [row[name] for row in rows]
-    return pooled
+    if not rows:
+        return {}
+    images = [row["num_images"] for row in rows]
+
+    def pooled(name: str, values: list[float]) -> dict[str, Any]:
+        whole = sum(value * count for value, count in zip(values, images, strict=True)) / sum(images)
+        return {name: whole, f"{name}_by_task": values}
+
+    figures = pooled("accuracy", [row["accuracy"] for row in rows])
+    if "text_accuracy" in rows[0]:
+        figures |= pooled("text_accuracy", [row["text_accuracy"] for row in rows])
+    figures["classifiers"] = {
+        name: pooled("accuracy", [row["classifiers"][name] for row in rows]) for name in rows[0]["classifiers"]
+    }
+    return figures
 
 
-def _zero_shot(learner: Any, stream: list[Task]) -> list[float]:
+def _zero_shot(learner: StreamLearner, stream: list[Task]) -> list[float]:
     """A_t of the pristine model with the text embeddings of the classes seen by task t."""
-    if any(task.test is None for task in stream):
+    if any(task.test is None for task in stream) or not has_text(learner.state.base):
         return []
     return learner.zero_shot([(task.test, task.class_names) for task in stream])
 
 
 def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str:
+    """What is said after a task. The numbers by task are the first classifier's."""
     row = progress["rows"][index]
     text = f"task {index + 1}/{total}: {classes} classes"
     if "accuracy" in row:
-        by_task = " ".join(f"{100 * value:.1f}" for value in row["accuracy_by_task"])
-        text += f", text {100 * row['text_accuracy']:.1f} %, head {100 * row['accuracy']:.1f} %, by task [{by_task}]"
+        if "text_accuracy" in row:
+            text += f", text {100 * row['text_accuracy']:.1f} %"
+        text += "".join(f", {name} {100 * part['accuracy']:.1f} %" for name, part in row["classifiers"].items())
+        text += f", by task [{' '.join(f'{100 * value:.1f}' for value in row['accuracy_by_task'])}]"
     return text
 
 
-def _results(learner: Any, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+def _results(state: LearnerState, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {
         "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
         "class_names": identity["classes"],
-        "seed": learner.args.seed,
+        "seed": state.args.seed,
+        "strategy": identity["strategy"],
         "versions": library_versions(),
     }
     rows = progress["rows"]
     if all("accuracy" in row for row in rows):
-        for key, name in (("head", "accuracy"), ("text", "text_accuracy")):
-            results[key] = summarize(
-                accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows]
-            )
-        zero_shot = progress["zero_shot"]
-        results["zero_shot"] = {
-            "overall": zero_shot,
-            "average_accuracy": sum(zero_shot) / len(zero_shot),
-            "last_accuracy": zero_shot[-1],
+        results["classifiers"] = {
+            name: _summary([row["classifiers"][name] for row in rows], "accuracy") for name in state.classifiers
         }
+        if "bridge" in results["classifiers"]:
+            results["head"] = results["classifiers"]["bridge"]
+        if all("text_accuracy" in row for row in rows):
+            results["text"] = _summary(rows, "text_accuracy")
+        zero_shot = progress["zero_shot"]
+        if zero_shot:
+            results["zero_shot"] = {
+                "overall": zero_shot,
+                "average_accuracy": sum(zero_shot) / len(zero_shot),
+                "last_accuracy": zero_shot[-1],
+            }
     return results
+
+
+def _summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return summarize(accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows])

@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,24 @@ from dulbe_peft import checkpoint, hub
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
+from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
-from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, CheckpointError
-from dulbe_peft.classifiers.bridge import CONFIG_FILE as HEAD_CONFIG_FILE
-from dulbe_peft.classifiers.bridge import TENSORS_FILE as HEAD_FILE
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
-from dulbe_peft.files import read_tensors, tensor_shapes
-from dulbe_peft.lock import commit_alone
-from dulbe_peft.run import RESULTS_FILE
+from dulbe_peft.files import read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.streams.names import check_class_names
 
 ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
+MEMORY_FILE = "memory.safetensors"
+MEMORY_FORMAT = "dulbe-memory-1"
 LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
-NEEDED = {ADAPTER_FILE, ADAPTER_CONFIG_FILE, LEARNER_FILE, HEAD_CONFIG_FILE, HEAD_FILE}
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
@@ -51,43 +51,58 @@ _STATE_FIELDS: dict[str, Any] = {
     "step": int,
     "tasks": list,
 }
+# What version 0.1, which had one method and one classifier, left out.
+_STATE_DEFAULTS: dict[str, Any] = {"base_model": None, "classifiers": ["bridge"], "strategy": {"name": "dulbe"}}
 
 
 # ---------------------------------------------------------------------- writing
 
 
-def save(learner: Any, folder: Path) -> None:
-    """See `ClassIncrementalLearner.save_pretrained`."""
-    on_main_process(partial(commit_alone, folder, learner.write, _manifest_fields(learner)))
+def save(state: LearnerState, folder: Path) -> None:
+    """Write a learner into a folder of its own, put in place whole."""
+    on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
 
 
-def write(learner: Any, folder: Path, statistics: bool = True, card: str | None = None) -> None:
-    """Write the learner's files into an existing folder, without a manifest.
+def write(state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None) -> None:
+    """Write a learner's files into an existing folder, without a manifest.
 
     Args:
-        learner: a `ClassIncrementalLearner`.
+        state: what to write.
         folder: where the files go.
         statistics: write also what is needed to go on learning.
         card: text of the model card; None makes one without results.
     """
-    learner.model.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / MODEL_CARD).write_text(card or model_card(learner, None), encoding="utf-8")
-    learner.head.save_pretrained(folder)
-    if statistics and (learner.statistics or not learner.tasks):
-        learner.statistics.save(folder / STATISTICS_FILE)
-    learner.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    state = {
-        "arguments": learner.args.portable(),
-        "attn_implementation": learner.clip.config._attn_implementation,
-        "source": learner.source,
-        "step": learner._step,
-        "tasks": [list(task) for task in learner.tasks],
+    if state.adapter is not None:
+        state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+    (folder / MODEL_CARD).write_text(card or model_card(state, None), encoding="utf-8")
+    for classifier in state.classifiers.values():
+        classifier.save_pretrained(folder)
+    if statistics:
+        _write_memory(state, folder)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    name, revision = state.base_name
+    content = {
+        "arguments": state.args.portable(),
+        "attn_implementation": state.base.config._attn_implementation,
+        "base_model": {"name": name, "revision": revision},
+        "classifiers": list(state.classifiers),
+        "source": state.source,
+        "step": state.step,
+        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
+        "tasks": [list(task) for task in state.tasks],
     }
-    checkpoint.write_json(folder / LEARNER_FILE, state)
+    checkpoint.write_json(folder / LEARNER_FILE, content)
+
+
+def _write_memory(state: LearnerState, folder: Path) -> None:
+    if isinstance(state.memory, OccupationStatistics):
+        state.memory.save(folder / STATISTICS_FILE)
+    elif state.memory:
+        write_tensors(folder / MEMORY_FILE, state.memory, {MEMORY_FORMAT: state.strategy.name})
 
 
 def push(
-    learner: Any,
+    state: LearnerState,
     repo_id: str,
     statistics: bool,
     results: dict[str, Any] | str | Path | None,
@@ -99,24 +114,25 @@ def push(
     """See `ClassIncrementalLearner.push_to_hub`."""
     if isinstance(results, (str, Path)):
         results = json.loads(Path(results).read_text(encoding="utf-8"))
-    tasks = [list(task) for task in learner.tasks]
+    tasks = [list(task) for task in state.tasks]
     if results is not None and (not isinstance(results, dict) or results.get("class_names") != tasks):
         raise ValueError(f"results are not of this learner: their class_names are not its tasks, {tasks!r:.200}")
     repo_id = hub.create(repo_id, private, token)
 
     def fill(folder: Path) -> None:
-        write(learner, folder, statistics, model_card(learner, repo_id, statistics, results, dataset_name))
+        write(state, folder, statistics, model_card(state, repo_id, statistics, results, dataset_name))
         if results is not None:
             checkpoint.write_json(folder / RESULTS_FILE, results)
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "learner"
-        checkpoint.commit_folder(folder, fill, _manifest_fields(learner))
-        return hub.upload(folder, repo_id, replaces=(STATISTICS_FILE, RESULTS_FILE), token=token, **commit)
+        checkpoint.commit_folder(folder, fill, _manifest_fields(state))
+        replaces = (STATISTICS_FILE, MEMORY_FILE, RESULTS_FILE)
+        return hub.upload(folder, repo_id, replaces=replaces, token=token, **commit)
 
 
-def _manifest_fields(learner: Any) -> dict[str, Any]:
-    return {"tasks": [list(task) for task in learner.tasks]}
+def _manifest_fields(state: LearnerState) -> dict[str, Any]:
+    return {"tasks": [list(task) for task in state.tasks]}
 
 
 # ---------------------------------------------------------------------- reading
@@ -140,15 +156,15 @@ def locate(
 
 
 def _listed(folder: Path) -> set[str]:
-    """The files in a manifest, of which none has been opened yet."""
+    """File names in the manifest; opens none of them."""
     with _strictly(folder):
         files = set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
     strange = sorted(name for name in files if Path(name).suffix not in READABLE or ".." in Path(name).parts)
-    if strange or not files >= NEEDED:
+    if strange or LEARNER_FILE not in files:
         kinds = ", ".join(sorted(READABLE))
         raise CheckpointError(
-            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted(NEEDED - files)}: a learner consists of "
-            f"{kinds} files, and those are needed"
+            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted({LEARNER_FILE} - files)}: a learner consists "
+            f"of {kinds} files, and {LEARNER_FILE} is needed"
         )
     return files
 
@@ -166,103 +182,159 @@ def _strictly(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def restore(learner: Any, folder: Path) -> None:
-    """See `ClassIncrementalLearner.restore`."""
+def restore(state: LearnerState, folder: Path) -> LearnerState:
+    """The state that a folder holds, for a learner of the same settings; its adapter is loaded into the model.
+
+    Raises:
+        CheckpointError: the folder is damaged, of another format, or does not fit the learner.
+    """
     checkpoint.read_manifest(folder)
-    with _strictly(folder):
-        saved, _ = read_tensors(folder / ADAPTER_FILE)
-    _check_fits(saved, get_peft_model_state_dict(learner.model, save_embedding_layers=False), folder)
-    _restore_around(learner, folder, saved)
-
-
-def _restore_around(learner: Any, folder: Path, adapter: dict[str, torch.Tensor] | None = None) -> None:
-    """Head, statistics, tasks and step count of a folder that was checked; `adapter` too, where it is not in yet."""
-    state = _read_state(folder)
-    with _strictly(folder):
-        head = BridgeEnsembleHead.from_pretrained(folder).to(learner.device)
-        statistics = _read_statistics(learner, folder)
-    names = [name for task in state["tasks"] for name in task]
-    if head.class_names != names or head.embed_dim != learner.clip.config.projection_dim:
-        raise CheckpointError(
-            f"{folder} does not fit together: its tasks have {len(names)} classes, its head has "
-            f"{len(head.class_names)} (or others) for features of {head.embed_dim} dimensions, the base model gives "
-            f"{learner.clip.config.projection_dim}"
-        )
+    saved = _read_state(folder)
+    adapter = None
+    if state.adapter is not None:
+        with _strictly(folder):
+            adapter, _ = read_tensors(folder / ADAPTER_FILE)
+        _check_fits(adapter, get_peft_model_state_dict(state.model, save_embedding_layers=False), folder)
+    restored = _around(state, folder, saved)
     if adapter is not None:
         with _strictly(folder):
-            set_adapter_state(learner.model, adapter)
-    learner.statistics = statistics
-    learner.head = head
-    learner.tasks = [tuple(task) for task in state["tasks"]]
-    learner._step = state["step"]
-    learner.source = state.get("source")
+            set_adapter_state(state.model, adapter)
+    return restored
 
 
-def _read_statistics(learner: Any, folder: Path) -> OccupationStatistics:
-    """The statistics, of this model's layers and sizes; none where the folder was written without them."""
-    path = folder / STATISTICS_FILE
-    if STATISTICS_FILE not in _listed(folder):
-        return learner.new_statistics()
-    layers = learner.model.dual_mode_layers()
-    rows = learner.new_statistics().sketch_rows
-    widths = {name: layer.in_features for name, layer in layers.items()}
-    shapes = {name: (min(width, rows or width), width) for name, width in widths.items()}
-    for name, shape in tensor_shapes(path).items():
-        if shape != shapes.get(name):
-            expected = shapes.get(name, "no such layer")
-            raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected}")
-    statistics = OccupationStatistics.load(path, learner.device)
-    if statistics.sketch_rows != rows:
-        raise ValueError(f"statistics are sketches of {statistics.sketch_rows} rows, the learner's settings: {rows}")
-    wrong = [n for n in statistics if shapes.get(n) != tuple(statistics[n].shape)]
-    if wrong or (statistics and len(statistics) != len(layers)):
-        raise ValueError(f"statistics are of {len(statistics)} layers, the model has {len(layers)}: {wrong[:3]}")
-    return statistics
-
-
-def load(kind: Any, folder: Path, base_model: nn.Module | None, args: LearnerArguments | None) -> Any:
-    """A learner of class `kind` from a folder; a base model that was given is as it was after any error."""
-    checkpoint.read_manifest(folder)
-    _listed(folder)
-    state = _read_state(folder)
+def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> LearnerState:
+    """The state with the classifiers, memory, tasks and step count of a folder that was checked."""
     with _strictly(folder):
-        found = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
-        if found != DULBE:
-            raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
-        config = DualModeLoraConfig.from_pretrained(str(folder))
+        classifiers = {
+            name: _classifier_type(name).from_pretrained(folder).to(state.device) for name in saved["classifiers"]
+        }
+        memory = _read_memory(state, folder)
+    names = [name for task in saved["tasks"] for name in task]
+    width = embed_dim(state.base)
+    for name, classifier in classifiers.items():
+        if classifier.class_names != names or classifier.embed_dim != width:
+            raise CheckpointError(
+                f"{folder} does not fit together: its tasks have {len(names)} classes, its classifier {name!r} has "
+                f"{len(classifier.class_names)} (or others) for features of {classifier.embed_dim} dimensions, the "
+                f"base model gives {width}"
+            )
+    return replace(
+        state,
+        classifiers=classifiers,
+        memory=memory,
+        tasks=[tuple(task) for task in saved["tasks"]],
+        step=saved["step"],
+        source=saved.get("source"),
+    )
+
+
+def _classifier_type(name: str) -> type[Classifier]:
+    if name not in CLASSIFIERS:
+        known = ", ".join(sorted(CLASSIFIERS))
+        raise ValueError(f"the learner has a classifier {name!r}, known are {known}: import the module that makes it")
+    return CLASSIFIERS[name]
+
+
+def _read_memory(state: LearnerState, folder: Path) -> Memory | None:
+    """What the strategy kept, checked against the model's layers; None where the folder was written without it."""
+    files = _listed(folder)
+    memory: Memory | None = None
+    widths = {name: layer.in_features for name, layer in state.layers.items()}
+    if STATISTICS_FILE in files:
+        _check_widths(tensor_shapes(folder / STATISTICS_FILE), widths)
+        memory = OccupationStatistics.load(folder / STATISTICS_FILE, state.device)
+        if memory and (memory.sketch_rows is None) != (state.args.statistics == "exact"):
+            kept = "exact" if memory.sketch_rows is None else "sketch"
+            raise ValueError(f"statistics are of the kind {kept!r}, the learner's settings: {state.args.statistics!r}")
+    elif MEMORY_FILE in files:
+        memory, metadata = read_tensors(folder / MEMORY_FILE)
+        if metadata != {MEMORY_FORMAT: state.strategy.name}:
+            raise ValueError(
+                f"{MEMORY_FILE} is of {metadata}, expected {{{MEMORY_FORMAT!r}: {state.strategy.name!r}}}"
+            )
+    state.strategy.check_memory(memory, widths)
+    return memory
+
+
+def _check_widths(shapes: dict[str, tuple[int, ...]], widths: dict[str, int]) -> None:
+    """Compare a file's header with the model's layers, before memory is taken for a matrix."""
+    for name, shape in shapes.items():
+        if len(shape) != 2 or shape[1] != widths.get(name) or shape[0] > shape[1]:
+            expected = widths.get(name, "no such layer")
+            raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected}")
+
+
+@contextmanager
+def opened(folder: Path, base_model: nn.Module | None, args: LearnerArguments | None) -> Iterator[LearnerState]:
+    """The state in a folder, on a base model; where the block raises, a given base model is as it was.
+
+    Args:
+        folder: what `save` wrote.
+        base_model: the pristine model; None loads the one that the folder names.
+        args: settings; None takes the saved ones without the machine's.
+    """
+    checkpoint.read_manifest(folder)
+    saved = _read_state(folder)
+    with _strictly(folder):
+        strategy = make_strategy(saved["strategy"])
+        settings = args or portable(saved["arguments"])
+        config = _read_config(folder) if ADAPTER_CONFIG_FILE in _listed(folder) else None
+        if config is None and strategy.adapts:
+            raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
-        name = config.base_model_name_or_path
-        if not name:
-            raise ValueError(f"{folder} names no base model: pass base_model")
-        base_model, _ = load_clip(name, config.revision, attn_implementation=state["attn_implementation"])
+        base_model = _load_base(folder, config, saved)
     _check_base_model(base_model)
     with _strictly(folder):
-        _check_adapter(folder / ADAPTER_FILE, config, base_model)
+        if config is not None:
+            _check_adapter(folder / ADAPTER_FILE, config, base_model)
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
+    with _undone_on_error(base_model):
+        model: nn.Module = base_model
+        if config is not None:
+            with _strictly(folder):
+                model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
+        yield _around(LearnerState(model, processor, settings, strategy, {}), folder, saved)
+
+
+def _read_config(folder: Path) -> DualModeLoraConfig:
+    found = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
+    if found != DULBE:
+        raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
+    config: DualModeLoraConfig = DualModeLoraConfig.from_pretrained(str(folder))
+    return config
+
+
+def _load_base(folder: Path, config: DualModeLoraConfig | None, saved: dict[str, Any]) -> nn.Module:
+    named = saved["base_model"] or {}
+    name = config.base_model_name_or_path if config is not None else named.get("name")
+    revision = config.revision if config is not None else named.get("revision")
+    if not name:
+        raise ValueError(f"{folder} names no base model: pass base_model")
+    return load_dual_encoder(name, revision, attn_implementation=saved["attn_implementation"])[0]
+
+
+@contextmanager
+def _undone_on_error(base_model: nn.Module) -> Iterator[None]:
+    """Take an adapter out of the model again where the block raises."""
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
     modules = dict(base_model.named_modules())
-    with _strictly(folder):
-        model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
     try:
-        learner = kind(model, processor, args=args or portable(state["arguments"]))
-        _restore_around(learner, folder)
+        yield
     except BaseException:
-        model.unload()
-        for name, module in base_model.named_modules():
-            if name and modules[name] is not module:  # PEFT leaves the trained copy of a module that was to be saved
+        for name, module in list(base_model.named_modules()):
+            if name and name in modules and modules[name] is not module:
                 base_model.set_submodule(name, modules[name])
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
         raise
-    return learner
 
 
 def _check_base_model(base_model: Any) -> None:
     if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a CLIPModel or None, got {base_model!r:.100}")
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
-    check_clip_like(base_model)
+    check_encoder(base_model)
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:
@@ -313,7 +385,7 @@ def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], fo
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / LEARNER_FILE
     with _strictly(folder):
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = _STATE_DEFAULTS | json.loads(path.read_text(encoding="utf-8"))
         missing = sorted(set(_STATE_FIELDS) - set(state))
         wrong = [name for name, kind in _STATE_FIELDS.items() if name in state and not isinstance(state[name], kind)]
         if missing or wrong:
@@ -322,4 +394,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         for task in state["tasks"]:
             seen += check_class_names(task, seen)
         portable(state["arguments"])
+        make_strategy(state["strategy"])
+        if not isinstance(state["classifiers"], list) or not state["classifiers"]:
+            raise ValueError(f"{LEARNER_FILE} must list classifiers, got {state['classifiers']!r:.100}")
     return state

@@ -17,6 +17,21 @@ from typing import Any
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
+def split_specs(text: str) -> list[str]:
+    """Split a list of specs at its commas; a part `key=value` belongs to the spec before it.
+
+    >>> split_specs("bridge,ranpac:features=4000,seed=1,text")
+    ['bridge', 'ranpac:features=4000,seed=1', 'text']
+    """
+    specs: list[str] = []
+    for part in text.split(","):
+        if specs and "=" in part and ":" not in part:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return specs
+
+
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value,key=value` into the name and the settings, which stay texts.
 

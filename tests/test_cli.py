@@ -165,6 +165,20 @@ def test_other_commands_stop_without_advice(capsys, monkeypatch):
     assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 
 
+def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
+    """A scheduler's SIGTERM reaches the processes that read images, too, and the end of one is an error."""
+
+    def call(_):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ChildProcessError("a process that reads images died") from None
+
+    monkeypatch.setattr(cli, "_env", call)
+    assert main(["env"]) == 143
+    assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
+
+
 def test_env(capsys):
     assert main(["env"]) == 0
     assert "torch: " in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_probe_refuses_bad_input(model):
         probe_gradients(model, [torch.tensor([0])], lambda m, rows: (torch.tensor(1.0), 1))
     with pytest.raises(RuntimeError, match="broken reader"):
         probe_gradients(model, iter(_broken_reader()), loss_fn)
-    assert all(layer._held_weight is None for layer in model.dual_mode_layers().values())
+    assert all(layer._held is None for layer in model.dual_mode_layers().values())
 
 
 def _broken_reader():

@@ -238,7 +238,7 @@ def test_card_is_written_from_the_data(hub, learned):
         "import dulbe_peft",
         '["zero", "one"]',
         '"epochs": 1',
-        "structure loss",
+        "docs/decisions.md",
         "@unpublished",
         "Fanman Meng",
     ):
@@ -250,7 +250,7 @@ def test_card_names_a_base_model_of_the_hub(learner, monkeypatch):
     from dulbe_peft.card import model_card
 
     monkeypatch.setattr(learner.model.active_peft_config, "base_model_name_or_path", "openai/clip-vit-base-patch16")
-    card = ModelCard(model_card(learner, "someone/learner"))
+    card = ModelCard(model_card(learner.state, "someone/learner"))
     assert card.data.base_model == "openai/clip-vit-base-patch16" and card.data.eval_results is None
     assert "## Results" not in card.text
 
@@ -267,7 +267,7 @@ def test_the_card_s_snippets_run(hub, learner, tasks, tmp_path, monkeypatch, cap
     assert spaces[0]["learner"].class_names == learner.class_names
     assert eval(capsys.readouterr().out.splitlines()[0])[0] in learner.class_names
     assert spaces[1]["model"].active_peft_config.history_rank == learner.model.history_rank
-    assert spaces[2]["head"].class_names == list(learner.class_names)
+    assert spaces[2]["classifier"].class_names == list(learner.class_names)
 
 
 def test_every_saved_folder_has_a_card_that_may_be_edited(learner, base, tmp_path):

@@ -303,12 +303,12 @@ def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned,
     with learned.held_weights(), learned.held_weights():
         assert torch.equal(image_features(learned), expected)
         twin = copy.deepcopy(learned)
-        held = [layer._held_weight for layer in layers]
+        held = [layer._held for layer in layers]
         probe_gradients(
             learned, [PIXELS], lambda m, x: (m.get_image_features(pixel_values=x).pooler_output.sum(), len(x))
         )
-        assert all(layer._held_weight is weight for layer, weight in zip(layers, held, strict=True))
-    assert all(layer._held_weight is None for layer in [*layers, *twin.dual_mode_layers().values()])
+        assert all(layer._held is weight for layer, weight in zip(layers, held, strict=True))
+    assert all(layer._held is None for layer in [*layers, *twin.dual_mode_layers().values()])
 
     def broken(adapter):
         raise MemoryError(adapter)
@@ -316,7 +316,7 @@ def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned,
     monkeypatch.setattr(layers[2], "folded_weight", broken)
     with pytest.raises(MemoryError), learned.held_weights():
         raise AssertionError("held without a weight")
-    assert all(layer._held_weight is None for layer in layers)
+    assert all(layer._held is None for layer in layers)
 
 
 def test_the_cached_weight_does_not_travel(learned):

@@ -19,8 +19,6 @@ from dulbe_peft.files import tensor_shapes
 from dulbe_peft.hub import has_file
 
 MAX_HISTORY_RANK = 2**16  # beyond any stream; a file that claims more is refused before memory is taken for it
-DEFAULT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
-TEXT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
 
 
 def _check_rank(name: str, value: Any) -> None:
@@ -89,7 +87,9 @@ class DualModeLoraConfig(PeftConfig):
         default=None,
         metadata={
             "help": "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
-            "None: k_proj, v_proj, fc1 and fc2. Inside a CLIPModel only the vision tower is adapted."
+            "None: keys, values and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only "
+            "the vision tower is adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the "
+            "projections."
         },
     )
     exclude_modules: list[str] | str | None = field(
@@ -103,7 +103,10 @@ class DualModeLoraConfig(PeftConfig):
     )
     text_target_modules: list[str] | None = field(
         default=None,
-        metadata={"help": "Name endings of the text tower's layers with LoRA. None: k_proj, v_proj, fc1 and fc2."},
+        metadata={
+            "help": "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, "
+            "v_proj, fc1 and fc2 in CLIP."
+        },
     )
     init_weights: bool = field(
         default=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,22 +40,20 @@ def probe_gradients(
     if any(layer.merged for layer in layers.values()):
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
     modes = {module: module.training for module in model.modules()}
-    held = [layer._held_weight for layer in layers.values()]
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
     model.eval()
     try:
-        for layer in layers.values():
-            weight = layer.folded_weight(adapter).detach()
-            # Sums over many batches are lost in half precision.
-            layer._held_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
-        weights = [layer._held_weight for layer in layers.values()]
-        for batch in batches:
-            loss, size = _checked_loss(loss_fn(model, batch), len(losses))
-            (loss * size).backward(inputs=weights)
-            losses.append(loss.detach())
-            total += size
+        weights = [_leaf(layer.folded_weight(adapter)) for layer in layers.values()]
+        with ExitStack() as held:
+            for layer, weight in zip(layers.values(), weights, strict=True):
+                held.enter_context(layer.holding(weight))
+            for batch in batches:
+                loss, size = _checked_loss(loss_fn(model, batch), len(losses))
+                (loss * size).backward(inputs=weights)
+                losses.append(loss.detach())
+                total += size
         if not total:
             raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
         if all(weight.grad is None for weight in weights):
@@ -64,12 +63,15 @@ def probe_gradients(
             for (name, _), weight in zip(layers.items(), weights, strict=True)
         }
     finally:
-        for layer, before in zip(layers.values(), held, strict=True):
-            layer._held_weight = before
         for module, training in modes.items():
             module.training = training
     _check_finite(losses, gradients)
     return gradients
+
+
+def _leaf(weight: torch.Tensor) -> torch.Tensor:
+    """A leaf with the weight's values, in at least float32: half precision loses sums over many batches."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -7,13 +7,25 @@ W_0 is never written to: the folded weight is a cache beside it, recomputed from
 `DualModeLinear.folded_weight` alone. A model that learned and a model that was loaded therefore agree bit for bit, and
 disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight,
 and it keeps the pristine one beside it, so `unmerge` is exact too.
+
+Which weight a forward pass of the vision tower's layer uses, and whether it adds the current modes:
+
+| state | set by | weight | modes |
+| --- | --- | --- | --- |
+| normal | | W_0 + B_hist P_hist', cached | on |
+| held | `layer.holding(weight)` | the given one; further updates are added where given | on |
+| resting | `resting(layers)`, for this thread alone | as above | off |
+| merged, or adapter disabled | PEFT | the base layer's own | off |
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,8 +35,34 @@ from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.adapter.linear import updated_linear
+from dulbe_peft.adapter.linear import Updates, updated_linear
 from dulbe_peft.functional import without_autocast
+
+# The layers whose modes are off, by id. A context variable, so that threads do not see each other's.
+_RESTING: ContextVar[frozenset[int]] = ContextVar("_RESTING", default=frozenset())
+_COUNTING = threading.Lock()
+
+
+@contextmanager
+def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
+    """Leave out the layers' current modes in this thread: their history alone.
+
+    Compiled code cannot read a context variable. It reads a count on each layer, which all threads share.
+    """
+    layers = list(layers)
+    token = _RESTING.set(_RESTING.get() | {id(layer) for layer in layers})
+    _count(layers, 1)
+    try:
+        yield
+    finally:
+        _count(layers, -1)
+        _RESTING.reset(token)
+
+
+def _count(layers: list[DualModeLinear], step: int) -> None:
+    with _COUNTING:
+        for layer in layers:
+            layer._rests += step
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -161,10 +199,10 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        # What it was made of, these tensors themselves, so that no other one gets their place, and the weight.
+        # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self._held_weight: torch.Tensor | None = None  # in place of W_0 and all history
-        self._history_only = False
+        self._rests = 0  # how many `resting` blocks hold this layer, of all threads
+        self._held: tuple[torch.Tensor, Callable[[], Updates] | None] | None = None
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
@@ -217,9 +255,15 @@ class DualModeLinear(DualModeLayer):
                 self._folded = key, (base, *factors), _fold(base, *factors)
         return self._folded[2]
 
+    @torch.no_grad()
+    def scaled_weight(self, adapter: str, scale: float) -> torch.Tensor:
+        """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype."""
+        base = self._linear.weight
+        return _fold(base, scale * self.dulbe_history_B[adapter], self.dulbe_history_P[adapter])
+
     def current_delta(self, adapter: str) -> torch.Tensor:
         """B P' of the current task's modes, (d_out, d_in) in float32."""
-        up = torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
+        up = self.current_up(adapter)
         with without_autocast(up):
             return up.float() @ self.dulbe_P[adapter].float().T
 
@@ -239,13 +283,38 @@ class DualModeLinear(DualModeLayer):
         """Whether any current up-projection differs from zero."""
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
+    @contextmanager
+    def holding(self, weight: torch.Tensor, updates: Callable[[], Updates] | None = None) -> Iterator[None]:
+        """Use `weight` in place of W_0 and all history, and add what `updates` returns in every forward pass.
+
+        Args:
+            weight: (d_out, d_in).
+            updates: returns pairs of P, (d_in, r), and B, (d_out, r).
+        """
+        before, self._held = self._held, (weight, updates)
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def current_up(self, adapter: str) -> torch.Tensor:
+        """B = [B_S B_R], (d_out, r_S + r_R)."""
+        return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
+
     @torch.no_grad()
     def fold(self, adapter: str) -> None:
         """Append the current modes to the history and set B = 0."""
-        up = torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1).float()
+        up = self.current_up(adapter).float()
         self.dulbe_history_B[adapter] = torch.cat([self.dulbe_history_B[adapter], up], dim=1)
         self.dulbe_history_P[adapter] = torch.cat([self.dulbe_history_P[adapter], self.dulbe_P[adapter]], dim=1)
         self._zero_up_projections(adapter)
+
+    @torch.no_grad()
+    def set_up_projections(self, adapter: str, up: torch.Tensor) -> None:
+        """Write B = [B_S B_R], (d_out, r_S + r_R)."""
+        shared_rank = self.dulbe_shared_B[adapter].shape[1]
+        self.dulbe_shared_B[adapter].copy_(up[:, :shared_rank])
+        self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
@@ -268,31 +337,32 @@ class DualModeLinear(DualModeLayer):
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         linear = self._linear
-        names = self._adapters_here(self.active_adapters)
-        held = self._held_weight
-        weight, extra = linear.weight if held is None else held, []
-        for name in names:
+        weight, updates = linear.weight, None
+        if self._held is not None:
+            weight, updates = self._held
+        modes_on = not (self._rests if torch.compiler.is_compiling() else id(self) in _RESTING.get())
+        extra: Updates = [] if updates is None else updates()
+        for name in self._adapters_here(self.active_adapters):
             if weight is linear.weight:
                 weight = self.folded_weight(name)
-            elif held is None and self.dulbe_history_B[name].shape[1]:
+            elif self._held is None and self.dulbe_history_B[name].shape[1]:
                 # A second adapter's history, beside the folded first one's.
                 extra.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
-            if not self._history_only:
-                up = torch.cat([self.dulbe_shared_B[name], self.dulbe_residual_B[name]], dim=1)
-                extra.append((self.dulbe_P[name], up.to(self.dulbe_P[name].dtype)))
+            if modes_on:
+                extra.append((self.dulbe_P[name], self.current_up(name).to(self.dulbe_P[name].dtype)))
         return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, extra)
 
     # ------------------------------------------------------------------ state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None, "_held_weight": None}
+        return {**self.__dict__, "_folded": None, "_held": None, "_rests": 0}
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         self._folded = None
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for a history of another length before the buffers are copied in."""
+        """Resize the history to the length in the state before its values are copied in."""
         self._folded = None
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
             buffers = getattr(self, attribute)

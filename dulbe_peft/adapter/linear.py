@@ -28,12 +28,13 @@ def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         x: (..., d_in).
         weight: W, (d_out, d_in).
         bias: (d_out,) or None.
-        updates: pairs of P, (d_in, r), frozen, and B, (d_out, r). Products with an update run in P's dtype.
+        updates: pairs of P, (d_in, r), and B, (d_out, r). Products with an update run in P's dtype.
     """
     fused = (
         len(updates) == 1
         and not weight.requires_grad
         and (bias is None or not bias.requires_grad)
+        and not updates[0][0].requires_grad
         and x.dtype == weight.dtype == updates[0][0].dtype == updates[0][1].dtype
         and not _in_autocast(x.device.type)
         and not torch.compiler.is_compiling()

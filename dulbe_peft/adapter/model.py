@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import peft
@@ -15,12 +16,13 @@ from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_mo
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.config import DEFAULT_TARGET_MODULES, TEXT_TARGET_MODULES, DualModeLoraConfig
-from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear, resting
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
+from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
 
-TEXT_TOWER = "text_model"
+_TEXT_TOWERS = {record.text_tower for record in ENCODERS.values() if record.text_tower}
 _NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,10 +41,11 @@ class DualModeLoraModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = DualModeLayer
-    target_module_mapping: dict[str, Any] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING | {
-        model_type: list(DEFAULT_TARGET_MODULES)
-        for model_type in ("clip", "clip_vision_model", "clip_vision_model_with_projection")
-    }
+    target_module_mapping: dict[str, Any] = (
+        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        | {model_type: list(record.target_modules) for model_type, record in ENCODERS.items()}
+        | {model_type: list(ENCODERS["clip"].target_modules) for model_type in CLIP_VISION_TYPES}
+    )
 
     # ------------------------------------------------------------------ injection
 
@@ -67,22 +70,47 @@ class DualModeLoraModel(BaseTuner):
 
     @staticmethod
     def _in_text_tower(key: str) -> bool:
-        return TEXT_TOWER in key.split(".")
+        return not _TEXT_TOWERS.isdisjoint(key.split("."))
 
-    @staticmethod
-    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
-        """Visual targets as in PEFT; inside a text tower only the text LoRA's own list counts."""
-        if not DualModeLoraModel._in_text_tower(key):
-            return check_target_module_exists(peft_config, key)
-        excluded = check_target_module_exists(peft_config, key)
-        if isinstance(excluded, _ExcludedModule):
-            return excluded
-        return peft_config.text_rank > 0 and key.rpartition(".")[2] in (
-            peft_config.text_target_modules or TEXT_TARGET_MODULES
+    def _in_pooling_head(self, key: str) -> bool:
+        record = find_record(self.model)
+        return record is not None and record.pooling_head in key.split(".")
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
+        """Visual targets as in PEFT, but lists of names leave the pooling head alone; text LoRA has its own list."""
+        found = check_target_module_exists(peft_config, key)
+        if isinstance(found, _ExcludedModule):
+            return found
+        if self._in_text_tower(key):
+            return peft_config.text_rank > 0 and self._is_text_target(peft_config, key)
+        if not isinstance(peft_config.target_modules, str) and self._in_pooling_head(key):
+            return False
+        return found
+
+    def _is_text_target(self, peft_config: Any, key: str) -> bool:
+        if peft_config.text_target_modules:
+            return any(f".{key}".endswith(f".{name}") for name in peft_config.text_target_modules)
+        record = find_record(self.model)
+        endings = record.text_targets if record else CLIP_TEXT_TARGETS
+        return re.fullmatch(rf"(.*\.)?({endings})", key) is not None
+
+    def _block_endings(self, model: nn.Module) -> list[str]:
+        """Name endings of all linear layers in the vision tower's blocks, which are the numbered modules."""
+        return sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, (nn.Linear, DualModeLayer))
+                and ".base_layer" not in name
+                and any(part.isdigit() for part in name.split("."))
+                and not self._in_text_tower(name)
+            }
         )
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
+        if peft_config.target_modules == "all-linear" and find_record(model) is not None:
+            peft_config.target_modules = self._block_endings(model)
         every = peft_config.target_modules == "all-linear"
         names = [name for name, _ in model.named_modules() if name]
         visual = False
@@ -173,6 +201,12 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(f"one adapter must be active for this call, got {self.active_adapters}: call set_adapter")
         return self.active_adapters[0]
 
+    @property
+    def active_config(self) -> DualModeLoraConfig:
+        """The configuration of the active adapter."""
+        config: Any = self.peft_config[self._active()]
+        return config
+
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
         """Name -> layer for every adapted layer of the vision tower, in the model's order."""
         adapter = self._active()
@@ -200,7 +234,7 @@ class DualModeLoraModel(BaseTuner):
 
     # ------------------------------------------------------------------ from task to task
 
-    def begin_task(self, modes: Mapping[str, ModeBases]) -> None:
+    def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
         """Fold the finished task's modes into the history, install new bases, and set B = 0.
 
         Modes whose B are all zero (a fresh adapter, or one that `fold_task` has just folded) leave no trace in the
@@ -208,6 +242,7 @@ class DualModeLoraModel(BaseTuner):
 
         Args:
             modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
+            orthonormal: refuse bases whose columns are not orthonormal. LoRA's bases, for one, are not.
 
         Raises:
             TypeError: `modes` is no mapping to [`ModeBases`].
@@ -217,7 +252,7 @@ class DualModeLoraModel(BaseTuner):
         adapter = self._active()
         layers = self.dual_mode_layers()
         self._check_unmerged()
-        _check_modes(modes, layers, adapter)
+        _check_modes(modes, layers, adapter, orthonormal)
         self.fold_task()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
@@ -241,41 +276,60 @@ class DualModeLoraModel(BaseTuner):
         config: Any = self.peft_config[adapter]
         config.history_rank = self.history_rank
 
-    @contextmanager
-    def previous_task(self) -> Iterator[None]:
-        """The vision tower as it was when this task began: history on, current modes off.
+    def previous_task(self) -> AbstractContextManager[None]:
+        """The vision tower as it was when this task began, in this thread: history on, current modes off.
 
         The text LoRA and `modules_to_save` stay as they are.
         """
-        layers = list(self.dual_mode_layers().values())
         self._check_unmerged()
-        before = [layer._history_only for layer in layers]
-        for layer in layers:
-            layer._history_only = True
-        try:
-            yield
-        finally:
-            for layer, flag in zip(layers, before, strict=True):
-                layer._history_only = flag
+        return resting(self.dual_mode_layers().values())
+
+    def without_idle_modes(self) -> AbstractContextManager[None]:
+        """Leave out modes whose B are all zero, as between tasks: the same outputs at a lower cost."""
+        adapter, layers = self._active(), self.dual_mode_layers().values()
+        if any(layer.merged or layer.is_trained(adapter) for layer in layers):
+            return nullcontext()
+        return resting(layers)
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """The effective weights of now, for the training of one task: what changes within is not noticed.
+        """Hold the effective weights of now, for the training of one task; later changes are not noticed.
 
-        That is base weights, history (`fold_task`, `begin_task`), the active adapter. Code that is compiled within
-        reads the weights as they are, whatever the rank of the history; without, it is compiled anew for each rank
-        and makes the weights in every pass.
+        Such changes are those of base weights, of the history (`fold_task`, `begin_task`) and of the active adapter.
+        Compiled code reads held weights as they are, whatever the rank of the history. Without held weights it is
+        compiled anew for each rank, and makes the weights in every pass.
         """
-        adapter, layers = self._active(), list(self.dual_mode_layers().values())
-        before = [layer._held_weight for layer in layers]
-        try:
-            for layer in layers:
+        adapter = self._active()
+        with ExitStack() as held:
+            for layer in self.dual_mode_layers().values():
                 if not layer.base_layer.weight.requires_grad:
-                    layer._held_weight = layer.folded_weight(adapter).detach()
+                    held.enter_context(layer.holding(layer.folded_weight(adapter).detach()))
             yield
+
+    @contextmanager
+    def scaled_history(self, scale: float) -> Iterator[None]:
+        """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight.
+
+        1 is the model as it is, 0 the base model, -1 the model from which the finished tasks' updates are subtracted.
+        """
+        adapter = self._active()
+        self._check_unmerged()
+        with ExitStack() as held:
+            for layer in self.dual_mode_layers().values():
+                held.enter_context(layer.holding(layer.scaled_weight(adapter, scale)))
+            yield
+
+    @contextmanager
+    def trained_bases(self) -> Iterator[list[torch.Tensor]]:
+        """Train the bases P beside B while the block runs; yields them, one (d_in, r_S + r_R) a layer."""
+        adapter = self._active()
+        bases = [layer.dulbe_P[adapter] for layer in self.dual_mode_layers().values()]
+        try:
+            yield [basis.requires_grad_() for basis in bases]
         finally:
-            for layer, weight in zip(layers, before, strict=True):
-                layer._held_weight = weight
+            for basis in bases:
+                basis.requires_grad_(False)
+                basis.grad = None
 
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})
@@ -350,7 +404,7 @@ def _without_vision_model(key: str) -> str:
 
 def _with_vision_model(key: str) -> str:
     head, dot, tail = key.partition("base_model.model.")
-    if TEXT_TOWER in tail or tail.startswith("vision_model."):
+    if DualModeLoraModel._in_text_tower(tail) or tail.startswith("vision_model."):
         return key
     return f"{head}{dot}vision_model.{tail}" if dot else f"vision_model.{key}"
 
@@ -399,9 +453,6 @@ def _check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor],
             raise ValueError(f"the saved adapter's {key!r} has type {tensor.dtype}, expected floating point")
         if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")
-        is_basis = ".dulbe_P." in key or ".dulbe_history_P." in key
-        if is_basis and tensor.numel() and not tensor.is_meta and tensor.abs().max() > 1.01:
-            raise ValueError(f"the saved adapter's {key!r} is no basis: an entry of unit vectors exceeds 1")
 
 
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
@@ -419,7 +470,9 @@ def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
     return message + (f" Closest names: {close}." if close else "")
 
 
-def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinear], adapter: str) -> None:
+def _check_modes(
+    modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinear], adapter: str, orthonormal: bool
+) -> None:
     if not isinstance(modes, Mapping) or not all(isinstance(value, ModeBases) for value in modes.values()):
         raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
     missing, unknown = sorted(set(layers) - set(modes)), sorted(set(modes) - set(layers))
@@ -438,6 +491,10 @@ def _check_modes(modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinea
                 f"({layer.in_features}, {ranks[1]})"
             )
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
+        if not orthonormal:
+            if not torch.isfinite(bases).all():
+                raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
+            continue
         error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
         if not error < 1e-3:
             raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
@@ -78,6 +78,28 @@ def make_classifier(
     given = convert(cls, values, hidden=("embed_dim", "logit_scale"), owner=f"the {name!r} classifier")
     wanted = {key: value for key, value in (defaults or {}).items() if key in cls.setting_names()}
     return cls(embed_dim=embed_dim, logit_scale=logit_scale, **(wanted | given))
+
+
+def make_classifiers(
+    specs: Iterable[str | Classifier],
+    embed_dim: int,
+    logit_scale: float = 100.0,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Classifier]:
+    """Empty classifiers by name, in the given order; the arguments are those of `make_classifier`.
+
+    Raises:
+        ValueError: there is none, or two have one name.
+    """
+    made: dict[str, Classifier] = {}
+    for one in specs:
+        classifier = make_classifier(one, embed_dim, logit_scale, defaults)
+        if classifier.name in made:
+            raise ValueError(f"the classifier {classifier.name!r} is asked for twice: a learner has one of each name")
+        made[classifier.name] = classifier
+    if not made:
+        raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
+    return made
 
 
 def spec(classifier: Classifier) -> str:

@@ -14,7 +14,7 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional as F
@@ -209,8 +209,7 @@ class Classifier(SavedState):
         classes = len(self._class_names) + len(names)
         if not held.any() or classes < 2:
             return {}, ()
-        twin = copy.copy(self)
-        twin._buffers, twin._derived = dict(self._buffers), {}
+        twin = self.fork()
         try:
             twin._install(twin.learn(names, images[~held], labels[~held], texts))
         except ValueError:  # the images that are left cancel out; all of them do not
@@ -220,6 +219,12 @@ class Classifier(SavedState):
         twin._install(choices)
         task = TaskTemperature(fit_temperature(twin.logits(images), labels), len(images), classes)
         return choices, (task,)
+
+    def fork(self) -> Self:
+        """A classifier with the same classes that can learn on without changing this one; tensors are shared."""
+        twin = copy.copy(self)
+        twin._buffers, twin._derived = dict(self._buffers), {}
+        return twin
 
     def _install(self, changes: Mapping[str, torch.Tensor]) -> None:
         for name, value in changes.items():

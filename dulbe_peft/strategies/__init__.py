@@ -1,0 +1,69 @@
+"""Strategies by name: how each method constrains what a new task trains. One file a paper."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from dulbe_peft.specs import closest, convert, parse_spec
+from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
+from dulbe_peft.strategies.dulbe import Dulbe
+from dulbe_peft.strategies.frozen import Frozen
+from dulbe_peft.strategies.lora import Lora, MergedLora
+
+__all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
+
+S = TypeVar("S", bound=type[Strategy])
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora)}
+
+
+def register_strategy(kind: S) -> S:
+    """Make a strategy known under its name; works as a decorator.
+
+    Raises:
+        TypeError: `kind` is no frozen dataclass derived from [`Strategy`].
+        ValueError: it has no name, or the name is taken by another class.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)) or "__dataclass_fields__" not in vars(kind):
+        raise TypeError(f"a strategy must be a class derived from Strategy with @dataclass(frozen=True), got {kind!r}")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{kind.__name__}.name is {name!r}, expected letters, digits and underscores")
+    if STRATEGIES.get(name, kind) is not kind:
+        raise ValueError(f"the strategy {name!r} is {STRATEGIES[name].__name__} already: choose another name")
+    STRATEGIES[name] = kind
+    return kind
+
+
+def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
+    """A strategy from its text, "name" or "name:key=value,key=value", or from what `settings` saved beside "name".
+
+    Raises:
+        ValueError: there is no such strategy or setting, or a value is out of its range.
+        TypeError: `spec` is something else.
+
+    Example:
+        >>> make_strategy("lora").name
+        'lora'
+    """
+    if isinstance(spec, Strategy):
+        return spec
+    if isinstance(spec, str):
+        name, values = parse_spec(spec)
+        kind = _kind(name)
+        return kind(**convert(kind, values))
+    if isinstance(spec, dict) and isinstance(spec.get("name"), str):
+        kind = _kind(spec["name"])
+        known = {entry.name for entry in dataclasses.fields(kind)}
+        unknown = sorted(set(spec) - known - {"name"})
+        if unknown:
+            raise ValueError(f"strategy {spec['name']!r} has no setting {unknown[0]!r}; its settings: {sorted(known)}")
+        return kind(**{key: value for key, value in spec.items() if key != "name"})
+    raise TypeError(f"strategy must be a name such as 'dulbe' or a Strategy, got {spec!r:.100}")
+
+
+def _kind(name: str) -> type[Strategy]:
+    if name not in STRATEGIES:
+        raise ValueError(f"there is no strategy {name!r}{closest(name, STRATEGIES)}")
+    return STRATEGIES[name]

@@ -11,6 +11,28 @@ from typing import Any
 
 import numpy as np
 
+# How a table calls what `results.json` calls otherwise.
+LABELS = {
+    "zero_shot": "zero-shot",
+    "text": "text classifier",
+    "bridge": "bridge-prototype head",
+    "prototype": "class means",
+    "lda": "LDA",
+    "ridge": "analytic ridge",
+    "ranpac": "RanPAC",
+}
+
+
+def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a table of results: a label and the figures, zero-shot first, then every classifier.
+
+    Args:
+        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
+    """
+    classifiers = results.get("classifiers", {})
+    whole = {key: results[key] for key in ("zero_shot", "text") if key in results}
+    return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
+
 
 def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
     """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T.

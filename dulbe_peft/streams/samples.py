@@ -123,3 +123,36 @@ def checked_labels(dataset: Any, class_names: Sequence[str], name: str = "datase
             f"so labels must lie in 0..{len(class_names) - 1}"
         )
     return labels
+
+
+def named_labels(
+    dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Labels of a data set with what they mean.
+
+    Args:
+        dataset: any data set that is not empty.
+        class_names: what the labels index; None: the names that the data set carries.
+        default: what the labels index where neither is there.
+
+    Returns:
+        The class names, and the labels, int64 of shape (n,), each an index of the names.
+
+    Raises:
+        ValueError: nobody names the classes, the given names contradict those that the data set carries, or a label
+            is out of range.
+    """
+    carried = dataset_class_names(dataset)
+    names = class_names if class_names is not None else carried if carried is not None else default
+    if names is None:
+        raise ValueError("the dataset carries no class names; pass class_names")
+    names = check_class_names(names)
+    labels = checked_labels(dataset, names)
+    for label in np.unique(labels) if carried is not None else ():
+        meant = carried[label] if carried and label < len(carried) else None
+        if meant != names[label]:
+            raise ValueError(
+                f"label {label} is {names[label]!r} in class_names, but {meant!r} in the dataset's own names: leave "
+                "class_names out, or give the names in the dataset's order"
+            )
+    return names, labels

@@ -1,0 +1,90 @@
+"""What a learner is between two tasks: everything that is saved, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.strategies import Memory, Strategy
+
+
+@dataclass
+class LearnerState:
+    """A learner's state. A finished task replaces it as a whole.
+
+    Attributes:
+        model: the adapted model from `get_peft_model`, or the pristine model where nothing is trained.
+        processor: the model's processor.
+        args: the learner's settings.
+        strategy: the method.
+        classifiers: name -> classifier; the first one is what `predict` uses.
+        memory: what the strategy keeps of the finished tasks.
+        tasks: the class names of every finished task, in order.
+        step: how many training steps were made.
+        source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
+    """
+
+    model: nn.Module
+    processor: Any
+    args: LearnerArguments
+    strategy: Strategy
+    classifiers: dict[str, Classifier]
+    memory: Memory | None = None
+    tasks: list[tuple[str, ...]] = field(default_factory=list)
+    step: int = 0
+    source: dict[str, str] | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All seen classes, in the order they came."""
+        return tuple(name for task in self.tasks for name in task)
+
+    @property
+    def adapter(self) -> DualModeLoraModel | None:
+        """The tuner, where the model has one."""
+        if not isinstance(self.model, PeftModel):
+            return None
+        tuner: Any = self.model.base_model
+        return tuner
+
+    @property
+    def config(self) -> DualModeLoraConfig | None:
+        """The adapter's configuration, where the model has one."""
+        return None if self.adapter is None else self.adapter.active_config
+
+    @property
+    def base(self) -> Any:
+        """The model under the adapter."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def base_name(self) -> tuple[str | None, str | None]:
+        """Name or folder of the base model, and its revision on the Hub."""
+        if self.config is not None:
+            return self.config.base_model_name_or_path, self.config.revision
+        return getattr(self.model, "name_or_path", "") or None, None
+
+    @property
+    def layers(self) -> dict[str, DualModeLinear]:
+        """Name -> adapted layer; empty without an adapter."""
+        return {} if self.adapter is None else self.adapter.dual_mode_layers()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the learner holds what its strategy needs to learn a further task."""
+        keeps = type(self.strategy).remember is not Strategy.remember
+        return not (self.tasks and keeps and not self.memory)

@@ -1,0 +1,188 @@
+"""What a strategy is: how one method constrains the update that a new task trains.
+
+A task passes through a strategy in this order:
+
+    measure   gradients or layer inputs of the new images, where `needs` asks for them
+    plan      the frozen bases of the task, one pair of modes a layer
+    backward  each training step's gradients; after_step may correct the step itself
+    finish    what is done to the trained update before it joins the history
+    remember  what the strategy keeps for later tasks
+
+A method that only chooses other bases overrides `plan`; everything else has a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.distributed import world
+from dulbe_peft.statistics import OccupationStatistics
+
+# What a strategy keeps between tasks: occupation statistics, or named tensors of its own.
+Memory = OccupationStatistics | dict[str, torch.Tensor]
+GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
+
+
+@dataclass
+class NewTask:
+    """What a strategy may look at while one task is learned.
+
+    Attributes:
+        index: how many tasks were finished before this one.
+        adapter: the tuner, with its layers; the strategy may read and, in `finish`, write them.
+        args: the learner's settings.
+        memory: what `remember` returned at the end of the last task; None before the first.
+        gradients: layer name -> G, (d_out, d_in), where `needs` has "gradients"; else empty.
+        inputs: layer name -> X'X, (d_in, d_in), of the new task's images, where `needs` has "inputs"; else empty.
+    """
+
+    index: int
+    adapter: DualModeLoraModel
+    args: LearnerArguments
+    memory: Memory | None = None
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """r_S and r_R of the adapter."""
+        config = self.adapter.active_config
+        return config.shared_rank, config.residual_rank
+
+    def generator(self, salt: int = 0) -> torch.Generator:
+        """A random generator on the CPU that depends on the seed, the task and `salt` alone."""
+        return torch.Generator().manual_seed((self.args.seed * 1_000_003 + self.index * 1_009 + salt) % 2**63)
+
+    def modes(self, bases: Mapping[str, torch.Tensor]) -> dict[str, ModeBases]:
+        """Bases of r_S + r_R columns, (d_in, r_S + r_R), as modes: the first r_S columns are the shared mode."""
+        shared_rank = self.ranks[0]
+        return {
+            name: ModeBases(basis[:, :shared_rank].float(), basis[:, shared_rank:].float())
+            for name, basis in bases.items()
+        }
+
+
+@dataclass
+class Step:
+    """One training step: a batch's loss and what it was computed from.
+
+    Attributes:
+        task_loss: cross-entropy over the current classes, a scalar.
+        features: (n, d), unit image features of the batch.
+        labels: (n,), indices of the task's classes.
+        text: (classes, d), unit text embeddings of the task's classes.
+        old_text: (old classes, d) by the model before this task, where `needs` has "teacher"; else None.
+        teacher: returns the features of the same images by the model before this task, (n, d).
+        logit_scale: tau.
+    """
+
+    task_loss: torch.Tensor
+    features: torch.Tensor
+    labels: torch.Tensor
+    text: torch.Tensor
+    old_text: torch.Tensor | None
+    teacher: Callable[[], torch.Tensor]
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Base class. A strategy is a frozen dataclass: its fields are its settings, and are saved with the learner.
+
+    Class attributes:
+        name: how users ask for it.
+        needs: what is measured before the first step, of "gradients", "inputs" and "teacher".
+        adapts: whether anything is trained. If not, the classifiers alone learn.
+        trains_bases: whether P is trained beside B, as LoRA does.
+        folds: whether the update joins the frozen history when the task ends. If not, it is trained on.
+        remembers_inputs: whether `remember` needs X'X of the task's images by the finished model.
+        orthonormal: whether the planned bases have orthonormal columns.
+        classifiers: the classifiers of a learner whose user names none.
+        target_modules: the layers to adapt where the user names none; None: the adapter's default.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    adapts: ClassVar[bool] = True
+    trains_bases: ClassVar[bool] = False
+    folds: ClassVar[bool] = True
+    remembers_inputs: ClassVar[bool] = False
+    orthonormal: ClassVar[bool] = True
+    classifiers: ClassVar[tuple[str, ...]] = ("bridge",)
+    target_modules: ClassVar[tuple[str, ...] | None] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values, plain data."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
+        """A context around the passes that measure gradients and inputs; None: the model is measured as it is."""
+        return None
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+        """The bases of the new task, one entry for every adapted layer; None goes on with the present modes."""
+        raise NotImplementedError
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        """A context around all steps of a task; yields the tensors to train beside the adapter's own."""
+        with task.adapter.held_weights():
+            if not self.trains_bases:
+                yield []
+                return
+            with task.adapter.trained_bases() as bases:
+                yield bases
+
+    def penalty(self, task: NewTask) -> torch.Tensor | None:
+        """A scalar that is added to the loss of every step; None adds nothing."""
+        return None
+
+    def backward(self, task: NewTask, step: Step) -> None:
+        """Accumulate one step's gradients into `.grad`; here those of the task's loss and of the penalty."""
+        loss = step.task_loss
+        penalty = self.penalty(task)
+        if penalty is not None:
+            loss = loss + penalty / world()[1]  # gradients are summed over processes
+        loss.backward()
+
+    def after_step(self, task: NewTask) -> None:
+        """Called after every step of the optimiser, without gradients."""
+
+    def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
+        """Whether to end training after `epoch` epochs, 0 before the first one.
+
+        Args:
+            epoch: how many epochs are done.
+            wrong_logit: makes a pass over the task's images and returns the mean logit of their wrong classes.
+        """
+        return False
+
+    def finish(self, task: NewTask) -> None:
+        """Called once after training, without gradients, before the update joins the history."""
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
+        """What to keep for later tasks; it must not write to `task.memory`.
+
+        Args:
+            task: the finished task.
+            inputs: X'X of its images by the finished model, where `remembers_inputs`; else empty.
+        """
+        return task.memory
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        """Raise a `ValueError` where a loaded memory is not one of this strategy's.
+
+        Args:
+            memory: what was read from a file.
+            widths: layer name -> d_in of the model's adapted layers.
+        """
+        if memory:
+            raise ValueError(f"the strategy {self.name!r} keeps nothing, the file holds {sorted(memory)[:3]}")

@@ -1,0 +1,84 @@
+"""DuLBE: a shared mode inside the occupied directions, residual modes outside, and a loss for the shared one alone.
+
+Reference: the DuLBE paper, "Gradient-Demand Dual-Mode Subspace Allocation" and "Routed Cross-Modal Training".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.adapter.gradients import route_gradients
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.allocation import allocate_modes
+from dulbe_peft.functional import bidirectional_kl
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import GRADIENTS, TEACHER, Memory, NewTask, Step, Strategy
+
+
+def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
+    """S of all finished tasks with the one that ends, S + X'X, exact or cut to 2 K_h directions as `args` asks."""
+    old = task.memory if isinstance(task.memory, OccupationStatistics) else None
+    if task.args.statistics == "sketch":
+        kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
+        if old:
+            kept.merge(old)
+        kept.merge(inputs)
+        return kept
+    if old:
+        inputs.merge(old)  # this way round the old sums stay as they are until the task is committed
+    return inputs
+
+
+def check_occupation(memory: Memory | None, widths: Mapping[str, int]) -> None:
+    """Raise a `ValueError` unless the statistics are of layers of these widths."""
+    if not memory:
+        return
+    if not isinstance(memory, OccupationStatistics):
+        raise ValueError(f"the file holds {sorted(memory)[:3]}, expected occupation statistics")
+    rows = memory.sketch_rows
+    for name, matrix in memory.items():
+        width = widths.get(name)
+        expected = None if width is None else (min(width, rows or width), width)
+        if tuple(matrix.shape) != expected:
+            found = "no such layer" if expected is None else expected
+            raise ValueError(f"statistics of {name!r} have shape {tuple(matrix.shape)}, the model: {found}")
+    if len(memory) != len(widths):
+        raise ValueError(f"statistics are of {len(memory)} layers, the model has {len(widths)}")
+
+
+@dataclass(frozen=True)
+class Dulbe(Strategy):
+    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`."""
+
+    name = "dulbe"
+    needs = frozenset({GRADIENTS, TEACHER})
+    remembers_inputs = True
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        config = task.adapter.active_config
+        statistics = task.memory if isinstance(task.memory, OccupationStatistics) else None
+        return allocate_modes(task.gradients, statistics, *task.ranks, support_rank=config.support_rank)
+
+    def backward(self, task: NewTask, step: Step) -> None:
+        route_gradients(task.adapter, step.task_loss, self.structure_loss(task, step), task.args.structure_weight)
+
+    def structure_loss(self, task: NewTask, step: Step) -> torch.Tensor | None:
+        """KL between teacher and student over the old classes, both ways; None at the first task."""
+        if step.old_text is None or task.args.structure_weight == 0:
+            return None
+        return bidirectional_kl(
+            step.logit_scale * step.features @ step.old_text.T,
+            step.logit_scale * step.teacher() @ step.old_text.T,
+            task.args.class_temperature,
+            task.args.instance_temperature,
+            reduction=task.args.kl_reduction,
+        )
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, inputs)
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        check_occupation(memory, widths)

@@ -1,0 +1,16 @@
+"""Nothing is trained: the classifiers alone learn, from the features of the model as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dulbe_peft.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Frozen(Strategy):
+    """Training-free learning; needs no adapter, and one pass over each task's images."""
+
+    name = "frozen"
+    adapts = False
+    classifiers = ("bridge", "prototype", "lda", "ranpac")

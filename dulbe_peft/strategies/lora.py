@@ -1,0 +1,53 @@
+"""Plain LoRA, in the two ways it is used on a stream of tasks.
+
+    lora         one pair (A, B) for all tasks, trained on from task to task
+    merged_lora  a new pair each task, merged into the weight when the task ends
+
+Here P = A' and dW = B P'; both factors are trained.
+
+Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.strategies.base import NewTask, Strategy
+
+
+def kaiming_bases(task: NewTask) -> dict[str, torch.Tensor]:
+    """Layer name -> A', (d_in, r_S + r_R), uniform within 1 / sqrt(d_in) of 0, as PEFT starts LoRA's A."""
+    generator = task.generator()
+    bases = {}
+    for name, layer in task.adapter.dual_mode_layers().items():
+        bound = 1 / math.sqrt(layer.in_features)
+        uniform = torch.rand(layer.in_features, sum(task.ranks), generator=generator)
+        bases[name] = bound * (2 * uniform - 1)
+    return bases
+
+
+@dataclass(frozen=True)
+class MergedLora(Strategy):
+    """LoRA with a new pair for each task, merged when the task ends."""
+
+    name = "merged_lora"
+    trains_bases = True
+    orthonormal = False
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+        return task.modes(kaiming_bases(task))
+
+
+@dataclass(frozen=True)
+class Lora(MergedLora):
+    """LoRA with one pair for all tasks."""
+
+    name = "lora"
+    folds = False
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+        return None if task.index else super().plan(task)

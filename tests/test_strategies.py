@@ -1,0 +1,228 @@
+"""Every strategy through a learner's whole life: learn, save, load in a fresh process, go on, export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from dulbe_peft import (
+    STRATEGIES,
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    Strategy,
+    class_incremental_tasks,
+    export_lora,
+    load_clip,
+    register_strategy,
+)
+from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies.lora import kaiming_bases
+
+ARGS = LearnerArguments(
+    epochs=1, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False, drift="linear"
+)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+
+    def pick(start, stop):
+        rows = np.concatenate([np.flatnonzero(digits.target == label)[start:stop] for label in range(6)])
+        images = DigitImages(digits.images[rows], digits.target[rows])
+        images.class_names = DIGITS[:6]
+        return images
+
+    return class_incremental_tasks(pick(0, 10), pick(10, 14), increment=2)
+
+
+def make_learner(strategy, args=ARGS, **config):
+    strategy = make_strategy(strategy)
+    torch.manual_seed(0)
+    model, processor = load_clip(demo_model_folder())
+    if strategy.adapts:
+        targets = sorted(strategy.target_modules) if strategy.target_modules else None
+        config = {"support_rank": 16, "residual_rank": 4, "target_modules": targets} | config
+        model = get_peft_model(model, DualModeLoraConfig(**config))
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy)
+
+
+def images_of(task):
+    return [(task.test[i]["image"], 0) for i in range(len(task.test))]
+
+
+FRESH = """
+import sys, warnings
+import torch
+from safetensors.torch import load_file, save_file
+import dulbe_peft
+torch.set_num_threads(1)
+learner = dulbe_peft.ClassIncrementalLearner.from_pretrained(sys.argv[1])
+features = load_file(sys.argv[2])["pixels"]
+z = learner.image_embeds([(pixels, 0) for pixels in features])
+logits = {name: classifier(z).contiguous() for name, classifier in learner.classifiers.items()}
+save_file({"z": z.contiguous(), **logits}, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_life(name, tasks, tmp_path):
+    learner = make_learner(name)
+    for task in tasks[:2]:
+        learner.learn_task(task.train)
+    figures = learner.evaluate(tasks[1].test)
+    assert figures["num_images"] == 8 and set(figures["classifiers"]) == set(learner.classifiers)
+    learner.save_pretrained(tmp_path / "saved")
+
+    images = images_of(tasks[0])
+    processor = learner.processor.image_processor
+    pixels = torch.stack([processor(images=image, return_tensors="pt")["pixel_values"][0] for image, _ in images])
+    save_file({"pixels": pixels}, tmp_path / "pixels.safetensors")
+    command = [sys.executable, "-c", FRESH, *(str(tmp_path / n) for n in ("saved", "pixels.safetensors", "out"))]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    fresh, features = load_file(tmp_path / "out"), learner.image_embeds(images)
+    torch.testing.assert_close(fresh.pop("z"), features, rtol=1e-5, atol=1e-6)
+    for key, logits in fresh.items():
+        torch.testing.assert_close(logits, learner.classifiers[key](features), rtol=1e-4, atol=1e-4)
+
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert again.strategy == learner.strategy and list(again.classifiers) == list(learner.classifiers)
+    for one in (learner, again):
+        one.learn_task(tasks[2].train)
+    torch.testing.assert_close(again.image_embeds(images), learner.image_embeds(images), rtol=1e-4, atol=1e-5)
+
+    if learner.strategy.adapts:
+        export_lora(learner.model, tmp_path / "lora")
+        stock = PeftModel.from_pretrained(load_clip(demo_model_folder())[0], tmp_path / "lora").eval()
+        with torch.no_grad():
+            z = torch.nn.functional.normalize(stock.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+        torch.testing.assert_close(z, learner.image_embeds(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, kind in STRATEGIES.items() if kind.adapts))
+def test_an_error_changes_nothing(name, tasks, monkeypatch):
+    learner = make_learner(name)
+    learner.learn_task(tasks[0].train)
+    images = images_of(tasks[0])
+    before, state = learner.image_embeds(images), learner.state
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dulbe_peft.training.TaskTrainer._log_epoch", broken)
+        learner.learn_task(tasks[1].train)
+    assert learner.state is state and torch.equal(learner.image_embeds(images), before)
+    twin = make_learner(name)
+    twin.learn_task(tasks[0].train)
+    for one in (learner, twin):
+        one.learn_task(tasks[1].train)
+    assert torch.equal(learner.image_embeds(images), twin.image_embeds(images))
+
+
+def test_frozen_trains_nothing(tasks, monkeypatch, tmp_path):
+    def forbidden(*_, **__):
+        raise AssertionError("the training-free learner must not come here")
+
+    for name in ("torch.Tensor.backward", "torch.optim.Adam.__init__", "dulbe_peft.training.collect_statistics"):
+        monkeypatch.setattr(name, forbidden)
+    learner = make_learner("frozen")
+    learner.run(tasks, tmp_path / "run")
+    assert not (tmp_path / "run" / "task-003" / "adapter_model.safetensors").exists()
+    assert learner.memory is None
+
+
+def test_merged_lora_merges_what_it_trained(tasks):
+    learner = make_learner("merged_lora")
+    learner.learn_task(tasks[0].train)
+    layer = next(iter(learner.state.layers.values()))
+    started = kaiming_bases_of(learner)
+    assert layer.history_rank("default") == 5 and not layer.is_trained("default")
+    assert not torch.equal(layer.dulbe_history_P["default"], started)  # A is trained, too
+    assert layer.dulbe_P["default"].requires_grad is False
+
+
+def kaiming_bases_of(learner):
+    from dulbe_peft.strategies import NewTask
+
+    task = NewTask(0, learner.state.adapter, learner.args)
+    return next(iter(kaiming_bases(task).values()))
+
+
+def test_lora_goes_on_with_one_pair(tasks):
+    learner = make_learner("lora")
+    for task in tasks[:2]:
+        learner.learn_task(task.train)
+    layers = learner.state.layers.values()
+    assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
+
+
+def test_a_strategy_from_outside_the_package(tasks, tmp_path):
+    @register_strategy
+    @dataclass(frozen=True)
+    class RandomBases(Strategy):
+        """Random orthonormal bases, a new one for every task."""
+
+        name = "random_bases"
+        scale: float = 1.0
+
+        def plan(self, task):
+            bases = {}
+            for name, layer in task.adapter.dual_mode_layers().items():
+                noise = torch.randn(layer.in_features, sum(task.ranks), generator=task.generator())
+                bases[name] = torch.linalg.qr(self.scale * noise).Q
+            return task.modes(bases)
+
+    try:
+        learner = make_learner("random_bases:scale=2")
+        assert learner.strategy.scale == 2.0
+        results = learner.run(tasks[:2], tmp_path / "run")
+        assert results["strategy"] == {"name": "random_bases", "scale": 2.0}
+        again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+        assert again.strategy == learner.strategy
+    finally:
+        del STRATEGIES["random_bases"]
+    with pytest.raises(CheckpointError, match="there is no strategy 'random_bases'"):
+        ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+
+
+def test_what_is_wrong_is_named():
+    with pytest.raises(ValueError, match="did you mean 'merged_lora'"):
+        make_strategy("merge_lora")
+    with pytest.raises(ValueError, match="no setting 'rank'"):
+        make_strategy("lora:rank=3")
+    with pytest.raises(TypeError, match="must be a name"):
+        make_strategy(3)
+    with pytest.raises(TypeError, match="dataclass"):
+        register_strategy(type("Bare", (Strategy,), {"name": "bare"}))
+    with pytest.raises(ValueError, match="is Dulbe already"):
+        register_strategy(dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"})))
+
+
+def test_frozen_takes_a_bare_model_and_others_do_not():
+    clip, processor = load_clip(demo_model_folder())
+    ClassIncrementalLearner(clip, processor, strategy="frozen")
+    with pytest.raises(ValueError, match="get_peft_model"):
+        ClassIncrementalLearner(clip, processor, strategy="dulbe")
+
+
+def test_names_that_contradict_the_dataset(tasks):
+    learner = make_learner("frozen")
+    with pytest.raises(ValueError, match="label 0 is 'one' in class_names, but 'zero'"):
+        learner.learn_task(tasks[0].train, ["one", "zero"])
+    learner.learn_task(tasks[0].train)
+    assert learner.class_names == ("zero", "one")
+    with pytest.raises(ValueError, match="label 0 is 'one'"):
+        learner.evaluate(tasks[0].test, ["one", "zero"])
