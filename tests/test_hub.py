@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from hub_stub import serve
+from hub_stub import on_this_process
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load, save
@@ -42,13 +42,7 @@ ADAPTER, STATISTICS = "adapter_model.safetensors", "statistics.safetensors"
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """An empty Hub that this process's client talks to, with an empty cache."""
-    with serve() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+    with on_this_process(monkeypatch, tmp_path) as hub:
         yield hub
 
 

@@ -85,6 +85,10 @@ class Classifier(SavedState):
         Args:
             images: (n, d), unit features of new classes.
             labels: (n,), integers that index all seen classes.
+
+        Raises:
+            ValueError: the copy has learned from too little to speak for the whole; the task is then left out of the
+                temperature.
         """
         return {}
 
@@ -212,10 +216,10 @@ class Classifier(SavedState):
         twin = self.fork()
         try:
             twin._install(twin.learn(names, images[~held], labels[~held], texts))
-        except ValueError:  # the images that are left cancel out; all of them do not
+            images, labels = images[held], labels[held] + len(self._class_names)
+            choices = twin.choose(images, labels)
+        except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, ()
-        images, labels = images[held], labels[held] + len(self._class_names)
-        choices = twin.choose(images, labels)
         twin._install(choices)
         task = TaskTemperature(fit_temperature(twin.logits(images), labels), len(images), classes)
         return choices, (task,)

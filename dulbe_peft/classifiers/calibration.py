@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 FOLDS = 5
+DOUBT = (
+    1 / 3
+)  # images that count as wrong; fewer made the probabilities of ten or fewer images too sure, more too unsure
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
 
@@ -67,13 +70,13 @@ def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
     return math.exp(min(LIMIT, max(-LIMIT, mean + slope * (math.log(classes) - centre))))
 
 
-def written(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]:
+def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]:
     """The tasks' temperatures as JSON can hold them."""
     return [asdict(task) for task in tasks]
 
 
-def read(saved: Any) -> tuple[TaskTemperature, ...]:
-    """What `written` gave; None, as older files hold, is no task.
+def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
+    """What `write_temperatures` gave; None, as older files hold, is no task.
 
     Raises:
         ValueError: it is no list of tasks, or a field is missing, surplus or out of range.
@@ -115,8 +118,8 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60) -> float:
     """log T with the least negative log-likelihood of held-back images, between the limits.
 
-    The loss is convex in 1/T, so its derivative is bisected, in float64. One image in n + 2 counts as its strongest
-    rival class, as in Platt's method; without that, T would go to 0 wherever every held-back image is right.
+    The loss is convex in 1/T, so its derivative is bisected, in float64. `DOUBT` of n + 2 images counts as of its
+    strongest rival class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
 
     Args:
         logits: (n, C), of held-back images, n at least 1, C at least 2.
@@ -130,7 +133,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
     rival = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1, keepdim=True)
-    doubt = 1 / (len(logits) + 2)
+    doubt = DOUBT / (len(logits) + 2)
     logits = logits - (1 - doubt) * own - doubt * rival
     low, high = -LIMIT, LIMIT
     for _ in range(steps):

@@ -84,6 +84,11 @@ class LdaClassifier(Classifier):
             "freedom": self.freedom + len(images),
         }
 
+    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if int(self.freedom) == 0:
+            raise ValueError("no class has two images, so the scale of the scores is not known")
+        return {}
+
     def covariance(self) -> torch.Tensor:
         """Sigma, (d, d), float64, shrunk."""
         identity = torch.eye(self.embed_dim, dtype=torch.float64, device=self.scatter.device)

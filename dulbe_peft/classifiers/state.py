@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.classifiers import calibration
-from dulbe_peft.classifiers.calibration import TaskTemperature
+from dulbe_peft.classifiers.calibration import TaskTemperature, read_temperatures, write_temperatures
 from dulbe_peft.streams.names import check_class_names
 
 EXTRA_STATE = "_extra_state"
@@ -129,7 +128,7 @@ def encode_extra_state(names: list[str], temperatures: Sequence[TaskTemperature]
     """A plain list of names where no temperature has been fitted, as version 0.1 wrote and reads it."""
     content: Any = names
     if temperatures:
-        content = {"class_names": names, "calibration": calibration.written(temperatures)}
+        content = {"class_names": names, "calibration": write_temperatures(temperatures)}
     return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
 
 
@@ -144,7 +143,7 @@ def _decode_extra_state(state: torch.Tensor) -> tuple[list[str], tuple[TaskTempe
         content = content.get("class_names")
     if not isinstance(content, list):
         raise TypeError(f"class names in the state must be a list, got {content!r}")
-    return content, calibration.read(saved)
+    return content, read_temperatures(saved)
 
 
 def _kind(dtype: torch.dtype) -> str:
