@@ -111,11 +111,10 @@ def imports(module):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "dulbe_peft":
-            yield from (f"dulbe_peft.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
-            yield node.module
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield name if name.removeprefix("dulbe_peft.") in ORDER else node.module
 
 
 def test_every_module_has_its_place():
