@@ -108,9 +108,14 @@ class RidgeSums(Classifier):
         return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
 
     def _solve(self) -> torch.Tensor:
-        regular = self.gram.to(self.sums.device, torch.float64, copy=True)
-        regular.diagonal().add_(self.strength())
-        return torch.cholesky_solve(self.sums.T, torch.linalg.cholesky(regular)).float().to(self.device)
+        gram = self.gram.to(self.sums.device).double()
+        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        ridge = self.strength()
+        factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
+        while failed:  # a G that was rounded to float32 can have eigenvalues a little below zero
+            ridge *= 10
+            factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
+        return torch.cholesky_solve(self.sums.T, factor).float().to(self.device)
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         check_counts(state["counts"])
