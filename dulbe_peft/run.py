@@ -18,6 +18,7 @@ from dulbe_peft import checkpoint
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.distributed import on_main_process, world
+from dulbe_peft.files import write_json
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.streams.tasks import Task
@@ -88,12 +89,12 @@ def _run(learner: Any, stream: list[Task], output: Path, resume: bool) -> dict[s
         seconds = time.perf_counter() - started
         done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
         timings.append(done)
-        on_main_process(partial(checkpoint.write_json, output / TIMINGS_FILE, {"tasks": timings}))
+        on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
         _say(_line(progress, index, len(stream), len(learner.class_names)) + f", {seconds:.1f} s")
         if learner.args.profile:
             _say(learner.profile.table())
     results = _results(learner, progress, identity)
-    on_main_process(partial(checkpoint.write_json, output / RESULTS_FILE, results))
+    on_main_process(partial(write_json, output / RESULTS_FILE, results))
     return results
 
 
@@ -208,7 +209,7 @@ def _plain(value: Any) -> Any:
 def _commit(learner: Any, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
         learner.write(temporary)
-        checkpoint.write_json(temporary / PROGRESS_FILE, progress)
+        write_json(temporary / PROGRESS_FILE, progress)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),

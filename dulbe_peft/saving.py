@@ -32,7 +32,7 @@ from dulbe_peft.classifiers.bridge import CONFIG_FILE as HEAD_CONFIG_FILE
 from dulbe_peft.classifiers.bridge import TENSORS_FILE as HEAD_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process
-from dulbe_peft.files import read_tensors, tensor_shapes
+from dulbe_peft.files import read_tensors, tensor_shapes, write_json
 from dulbe_peft.run import RESULTS_FILE
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.streams.names import check_class_names
@@ -82,7 +82,7 @@ def write(learner: Any, folder: Path, statistics: bool = True, card: str | None 
         "step": learner._step,
         "tasks": [list(task) for task in learner.tasks],
     }
-    checkpoint.write_json(folder / LEARNER_FILE, state)
+    write_json(folder / LEARNER_FILE, state)
 
 
 def push(
@@ -106,7 +106,7 @@ def push(
     def fill(folder: Path) -> None:
         write(learner, folder, statistics, model_card(learner, repo_id, statistics, results, dataset_name))
         if results is not None:
-            checkpoint.write_json(folder / RESULTS_FILE, results)
+            write_json(folder / RESULTS_FILE, results)
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "learner"

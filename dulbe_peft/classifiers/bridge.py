@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft import hub
-from dulbe_peft.files import read_tensors, replacing, tensor_shapes, write_tensors
+from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights, without_autocast
 from dulbe_peft.streams.names import check_class_names
 
@@ -51,6 +51,7 @@ class BridgeEnsembleHead(nn.Module):
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
+        TypeError: an argument is of another type.
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble".
@@ -70,13 +71,9 @@ class BridgeEnsembleHead(nn.Module):
         logit_scale: float = 100.0,
     ) -> None:
         super().__init__()
-        if isinstance(embed_dim, bool) or not isinstance(embed_dim, int) or embed_dim < 2:
-            raise ValueError(f"embed_dim must be an int of at least 2, got {embed_dim!r}")
-        for field, value in (("reliability_temperature", reliability_temperature), ("logit_scale", logit_scale)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{field} must be a number, got {value!r}")
-            if not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{field} must be positive and finite, got {value!r}")
+        embed_dim = check_int("embed_dim", embed_dim, 2)
+        check_number("reliability_temperature", reliability_temperature, positive=True)
+        check_number("logit_scale", logit_scale, positive=True)
         values = _depths(num_depths, depths)
         self.embed_dim = embed_dim
         self.reliability_temperature = float(reliability_temperature)
@@ -292,8 +289,7 @@ class BridgeEnsembleHead(nn.Module):
             config["source"] = self.source
         tensors = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         write_tensors(folder / TENSORS_FILE, tensors, {"format": FORMAT})
-        with replacing(folder / CONFIG_FILE) as path:
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG_FILE, config)
 
     @classmethod
     def from_pretrained(
@@ -357,10 +353,7 @@ class BridgeEnsembleHead(nn.Module):
 
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:
     if depths is None:
-        if isinstance(num_depths, bool) or not isinstance(num_depths, int) or not 2 <= num_depths <= MAX_DEPTHS:
-            limits = f"at least 2 (or pass depths=[...]) and at most {MAX_DEPTHS}"
-            raise ValueError(f"num_depths must be an int of {limits}, got {num_depths!r}")
-        return torch.linspace(0, 1, num_depths)
+        return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))
     if len(depths) > MAX_DEPTHS:
         raise ValueError(f"depths must be at most {MAX_DEPTHS} numbers, got {len(depths)}")
     try:
