@@ -14,6 +14,7 @@ import dulbe_peft
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
+    "checks",
     "files",
     "hub",
     "distributed",
@@ -99,6 +100,7 @@ ONLY = {
     "streams.readers": {"numpy", "PIL", "datasets"},
     "streams.metrics": {"numpy"},
     "arguments": set(),
+    "checks": set(),
     "checkpoint": {"filelock"},
     "encoders": set(),
 }
