@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_int
 from dulbe_peft.functional import allocate_layer, historical_support
 
 
@@ -80,10 +81,7 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
 def _check_ranks(shared_rank: int, residual_rank: int, support_rank: int) -> None:
     ranks = {"shared_rank": shared_rank, "residual_rank": residual_rank, "support_rank": support_rank}
     for name, value in ranks.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        check_int(name, value, 0)
     if shared_rank + residual_rank == 0:
         raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.files import TEMPORARY_MARK, naming, replacing, sync, temporary_folder
+from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, write_json
 
 MANIFEST = "manifest.json"
 RESULTS_FILE = "results.json"
@@ -205,13 +205,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if file.stat().st_size != size or _sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, whole or not at all."""
-    with replacing(path) as temporary:
-        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def json_sha256(content: Any) -> str:

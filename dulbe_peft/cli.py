@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import platform
 import re
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
@@ -68,14 +69,10 @@ class StreamArguments:
     )
 
     def __post_init__(self) -> None:
-        kinds: dict[str, type] = {"str": str, "int": int, "bool": bool}
-        for field in dataclasses.fields(self):
-            value, annotation = getattr(self, field.name), str(field.type)
-            kind = kinds[annotation.split(" | ")[0]]
-            if value is None and "None" in annotation:
-                continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(f"{field.name} must be of type {annotation}, got {value!r}")
+        for name, hint in get_type_hints(StreamArguments).items():
+            value = getattr(self, name)
+            if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+                raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
         group = run.add_argument_group(title)
         for field in _fields(cls):
-            _add_flag(group, field)
+            _add_flag(group, field, get_type_hints(cls)[field.name])
     run.set_defaults(call=_run)
 
     evaluate = commands.add_parser("evaluate", help="test a saved learner on images")
@@ -164,46 +161,42 @@ def _fields(cls: Any) -> list[Any]:
     return cls.own_fields() if hasattr(cls, "own_fields") else list(dataclasses.fields(cls))
 
 
-def _add_flag(group: Any, field: Any) -> None:
+def _add_flag(group: Any, field: Any, hint: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     default = "" if field.default in (None, "") else f" (default: {field.default})"
     text = (field.metadata["help"] + default).replace("%", "%%")
-    if field.type == "bool":
+    if hint is bool:
         group.add_argument(
             flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
         )
         return
+    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+    metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
     group.add_argument(
         flag,
         dest=field.name,
         help=text,
-        type=_converter(str(field.type)),
+        type=_converter(kinds),
         choices=field.metadata.get("choices"),
         default=argparse.SUPPRESS,
-        metavar=None if "choices" in field.metadata else _metavar(str(field.type)),
+        metavar=None if "choices" in field.metadata else metavar,
     )
 
 
-def _metavar(annotation: str) -> str:
-    return "A,B,..." if "list" in annotation else annotation.split(" | ")[0].upper()
-
-
-def _converter(annotation: str) -> Any:
-    """How a flag's text becomes the field's type; lists are separated by commas."""
-    if "list[int]" in annotation:
+def _converter(kinds: tuple[Any, ...]) -> Any:
+    """How a flag's text becomes one of the field's types; commas separate the entries of a list."""
+    if list[int] in kinds:
         return lambda text: [int(part) for part in text.split(",")]
-    if annotation.startswith("list[str] | str"):
+    if list[str] in kinds and str in kinds:
         return lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text
-    if "list[str]" in annotation:
-        return lambda text: text.split(",")
-    return {"int": int, "float": float}.get(annotation.split(" | ")[0], str)
+    return (lambda text: text.split(",")) if list[str] in kinds else kinds[0]
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The YAML file's settings, with the flags' on top."""
     classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    types = {field.name: str(field.type) for cls in classes for field in _fields(cls)}
-    known = set(types)
+    hints = {field.name: get_type_hints(cls)[field.name] for cls in classes for field in _fields(cls)}
+    known = set(hints)
     settings: dict[str, Any] = {}
     if arguments.config:
         import yaml
@@ -223,19 +216,19 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
                 close = difflib.get_close_matches(str(name), sorted(known), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
-        settings.update({name: _from_yaml(value, types[name]) for name, value in loaded.items()})
+        settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
     settings.update({name: value for name, value in vars(arguments).items() if name in known})
     return settings
 
 
-def _from_yaml(value: Any, annotation: str) -> Any:
+def _from_yaml(value: Any, hint: Any) -> Any:
     """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
-    if annotation == "float" and isinstance(value, str):
+    if hint is float and isinstance(value, str):
         try:
             return float(value)
         except ValueError:
             return value
-    if annotation == "str" and isinstance(value, bool):
+    if hint is str and isinstance(value, bool):
         return "yes" if value else "no"
     return value
 

@@ -19,7 +19,7 @@ from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SUPPORT_RANK = 16
-CLASSIFIERS = ("bridge", "prototype", "lda", "ranpac")
+CLASSIFIERS = ("bridge", "prototype", "lda", "ranpac:features=1000")
 SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 

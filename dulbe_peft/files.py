@@ -5,11 +5,13 @@ Tensor files are safetensors only, and finite.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +33,17 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
     """
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON with sorted keys, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written; one that was there is as it was.
+    """
+    with replacing(path) as temporary:
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_version
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process, world
+from dulbe_peft.files import write_json
 from dulbe_peft.profiling import Profile
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -111,12 +112,12 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
         seconds = time.perf_counter() - started
         done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
         timings.append(done)
-        on_main_process(partial(checkpoint.write_json, output / TIMINGS_FILE, {"tasks": timings}))
+        on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
         _say(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
         if learner.state.args.profile:
             _say(learner.profile.table())
     results = _results(learner.state, progress, identity)
-    on_main_process(partial(checkpoint.write_json, output / RESULTS_FILE, results))
+    on_main_process(partial(write_json, output / RESULTS_FILE, results))
     return results
 
 
@@ -250,7 +251,7 @@ def _plain(value: Any) -> Any:
 def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
         saving.write(state, temporary)
-        checkpoint.write_json(temporary / PROGRESS_FILE, progress)
+        write_json(temporary / PROGRESS_FILE, progress)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),

@@ -31,7 +31,7 @@ from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
-from dulbe_peft.files import read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, make_strategy
@@ -91,7 +91,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
         "tasks": [list(task) for task in state.tasks],
     }
-    checkpoint.write_json(folder / LEARNER_FILE, content)
+    write_json(folder / LEARNER_FILE, content)
 
 
 def _write_memory(state: LearnerState, folder: Path) -> None:
@@ -122,7 +122,7 @@ def push(
     def fill(folder: Path) -> None:
         write(state, folder, statistics, model_card(state, repo_id, statistics, results, dataset_name))
         if results is not None:
-            checkpoint.write_json(folder / RESULTS_FILE, results)
+            write_json(folder / RESULTS_FILE, results)
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "learner"

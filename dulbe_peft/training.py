@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,16 +167,16 @@ class TaskTrainer:
             extra = stack.enter_context(self.strategy.training(task))
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
-            schedule = _Schedule(optimizer, args, math.ceil(len(images) / args.batch_size))
+            epoch, epochs = 0, self.strategy.epochs(task)
+            schedule = _Schedule(optimizer, args, epochs, math.ceil(len(images) / args.batch_size))
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)
-            for epoch in range(args.epochs):
-                if self.strategy.stop_early(task, epoch, lambda: self._wrong_logit(images, names)):
-                    break
+            wrong_logit = partial(self._wrong_logit, images, names)
+            while not self.strategy.stop_early(task, epoch, wrong_logit) and epoch < epochs:
                 self.model.train()
                 losses = []
                 order = epoch_order(len(images), args.seed, self.index, epoch)
-                title = self._title(f"epoch {epoch + 1}/{args.epochs}")
+                title = self._title(f"epoch {epoch + 1}/{epochs}")
                 for batch in encoder.training_batches(images, title, order):
                     if text is None or text.requires_grad:
                         text = encoder.token_embeds(tokens)
@@ -190,6 +191,7 @@ class TaskTrainer:
                     losses.append(step.task_loss.detach())
                 schedule.after_epoch()
                 self._log_epoch(torch.stack(losses), epoch)
+                epoch += 1
 
     def _step(
         self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None
@@ -246,11 +248,11 @@ def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
 class _Schedule:
     """Cosine to 0 at every step, or at every epoch to a floor of 1 %."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, args: LearnerArguments, steps: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, args: LearnerArguments, epochs: int, steps: int) -> None:
         self.per_step = args.lr_schedule == "step"
         self.cosine: Any = torch.optim.lr_scheduler.CosineAnnealingLR(
             optimizer,
-            T_max=args.epochs * steps if self.per_step else args.epochs,
+            T_max=epochs * steps if self.per_step else epochs,
             eta_min=0.0 if self.per_step else 0.01 * args.learning_rate,
         )
 

@@ -24,8 +24,8 @@ from dulbe_peft.checkpoint import (
     exclusive,
     library_versions,
     read_manifest,
-    write_json,
 )
+from dulbe_peft.files import write_json
 
 
 def fill(text):

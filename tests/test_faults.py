@@ -481,7 +481,8 @@ GRADIENTS = [
 
 HEAD = [
     ("embed_dim 0", lambda w: BridgeEnsembleHead(0), V, "embed_dim 0"),
-    ("embed_dim a text", lambda w: BridgeEnsembleHead("4"), V, "embed_dim '4'"),
+    ("embed_dim a text", lambda w: BridgeEnsembleHead("4"), T, "embed_dim int '4'"),
+    ("num_depths a bool", lambda w: head(num_depths=True), T, "num_depths int True"),
     ("one depth", lambda w: head(num_depths=1), V, "num_depths at least 2 1"),
     ("no depth", lambda w: head(num_depths=0), V, "num_depths 0"),
     ("a billion depths", lambda w: head(num_depths=10**9), V, "num_depths at most 1000000000"),

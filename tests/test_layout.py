@@ -14,6 +14,7 @@ import dulbe_peft
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
+    "checks",
     "files",
     "hub",
     "distributed",
@@ -45,6 +46,10 @@ ORDER = [
     "classifiers.lda",
     "classifiers.ridge",
     "classifiers.ranpac",
+    "classifiers.fitting",
+    "classifiers.visual_agent",
+    "classifiers.rapf",
+    "classifiers.bofa",
     "classifiers.drift",
     "classifiers",
     "arguments",
@@ -52,6 +57,9 @@ ORDER = [
     "strategies.dulbe",
     "strategies.frozen",
     "strategies.lora",
+    "strategies.mg_clip",
+    "strategies.rapf",
+    "strategies.bofa",
     "strategies",
     "state",
     "backbone",
@@ -94,11 +102,16 @@ ONLY = {
     "classifiers.ridge": {"torch"},
     "classifiers.ranpac": {"torch", "numpy"},
     "classifiers.drift": {"torch"},
+    "classifiers.fitting": {"torch"},
+    "classifiers.visual_agent": {"torch"},
+    "classifiers.rapf": {"torch"},
+    "classifiers.bofa": {"torch"},
     "classifiers": set(),
     "streams.tasks": {"numpy"},
     "streams.readers": {"numpy", "PIL", "datasets"},
     "streams.metrics": {"numpy"},
     "arguments": set(),
+    "checks": set(),
     "checkpoint": {"filelock"},
     "encoders": set(),
 }
@@ -111,11 +124,10 @@ def imports(module):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "dulbe_peft":
-            yield from (f"dulbe_peft.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
-            yield node.module
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield name if name.removeprefix("dulbe_peft.") in ORDER else node.module
 
 
 def test_every_module_has_its_place():

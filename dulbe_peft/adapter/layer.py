@@ -13,7 +13,7 @@ Which weight a forward pass of the vision tower's layer uses, and whether it add
 | state | set by | weight | modes |
 | --- | --- | --- | --- |
 | normal | | W_0 + B_hist P_hist', cached | on |
-| held | `layer.holding(weight)` | the given one; further updates are added where given | on |
+| held | `layer.holding(weight)` | the given one; further updates are added where given | on, or off as asked |
 | resting | `resting(layers)`, for this thread alone | as above | off |
 | merged, or adapter disabled | PEFT | the base layer's own | off |
 """
@@ -202,7 +202,7 @@ class DualModeLinear(DualModeLayer):
         # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self._rests = 0  # how many `resting` blocks hold this layer, of all threads
-        self._held: tuple[torch.Tensor, Callable[[], Updates] | None] | None = None
+        self._held: tuple[torch.Tensor, Callable[[], Updates] | None, bool] | None = None
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
@@ -284,14 +284,17 @@ class DualModeLinear(DualModeLayer):
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
     @contextmanager
-    def holding(self, weight: torch.Tensor, updates: Callable[[], Updates] | None = None) -> Iterator[None]:
+    def holding(
+        self, weight: torch.Tensor, updates: Callable[[], Updates] | None = None, modes: bool = True
+    ) -> Iterator[None]:
         """Use `weight` in place of W_0 and all history, and add what `updates` returns in every forward pass.
 
         Args:
             weight: (d_out, d_in).
             updates: returns pairs of P, (d_in, r), and B, (d_out, r).
+            modes: whether the current modes are added, too; False where `updates` has them in another form.
         """
-        before, self._held = self._held, (weight, updates)
+        before, self._held = self._held, (weight, updates, modes)
         try:
             yield
         finally:
@@ -337,10 +340,11 @@ class DualModeLinear(DualModeLayer):
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         linear = self._linear
-        weight, updates = linear.weight, None
+        weight, updates, modes_on = linear.weight, None, True
         if self._held is not None:
-            weight, updates = self._held
-        modes_on = not (self._rests if torch.compiler.is_compiling() else id(self) in _RESTING.get())
+            weight, updates, modes_on = self._held
+        rests = self._rests if torch.compiler.is_compiling() else id(self) in _RESTING.get()
+        modes_on = modes_on and not rests
         extra: Updates = [] if updates is None else updates()
         for name in self._adapters_here(self.active_adapters):
             if weight is linear.weight:

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
+from dulbe_peft.classifiers.rapf import RapfClassifier
 from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.specs import closest, convert, format_spec, parse_spec
 
 CLASSIFIERS: dict[str, type[Classifier]] = {}
@@ -122,3 +125,5 @@ for _cls in (
     RanpacClassifier,
 ):
     register_classifier(_cls)
+for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
+    register_classifier(_method_cls)

@@ -7,15 +7,20 @@ from typing import Any, TypeVar
 
 from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
+from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.lora import Lora, MergedLora
+from dulbe_peft.strategies.mg_clip import MgClip
+from dulbe_peft.strategies.rapf import Rapf
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 
 S = TypeVar("S", bound=type[Strategy])
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, MgClip, Rapf, Bofa)
+}
 
 
 def register_strategy(kind: S) -> S:

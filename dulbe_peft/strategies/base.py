@@ -42,6 +42,7 @@ class NewTask:
         memory: what `remember` returned at the end of the last task; None before the first.
         gradients: layer name -> G, (d_out, d_in), where `needs` has "gradients"; else empty.
         inputs: layer name -> X'X, (d_in, d_in), of the new task's images, where `needs` has "inputs"; else empty.
+        notes: numbers that the strategy carries from one of its hooks to a later one of the same task.
     """
 
     index: int
@@ -50,6 +51,7 @@ class NewTask:
     memory: Memory | None = None
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
+    notes: dict[str, float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -156,11 +158,15 @@ class Strategy:
     def after_step(self, task: NewTask) -> None:
         """Called after every step of the optimiser, without gradients."""
 
+    def epochs(self, task: NewTask) -> int:
+        """How many epochs to train at most; the learning rate's schedule is as long."""
+        return task.args.epochs
+
     def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
-        """Whether to end training after `epoch` epochs, 0 before the first one.
+        """Whether to end training after `epoch` epochs; called before each epoch and after the last one.
 
         Args:
-            epoch: how many epochs are done.
+            epoch: how many epochs are done, 0 before the first one.
             wrong_logit: makes a pass over the task's images and returns the mean logit of their wrong classes.
         """
         return False

@@ -1,0 +1,250 @@
+"""RAPF: a linear map of frozen image features, trained with drawn features of old classes and fused over tasks.
+
+z(x) = A x / |A x|,  score = tau z(x) . e_c           A: (d, d), one for all tasks
+old classes:  x ~ N(mu_c, Sigma_c)                    one Gaussian a class, of features before A
+hard pairs:   old i, new j with |e_i - e_j| < theta   + mean of max(0, z.e_j - z.e_i + 0.1), x drawn from class i
+fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_new - A_old),
+                                                      M = min(1, |C| / max |C| + b)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.base import Classifier, check_unit_rows, positive
+from dulbe_peft.classifiers.fitting import gradients, minibatches, whole
+
+MARGIN = 0.1
+MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
+
+
+class RapfClassifier(Classifier):
+    """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
+
+    A class's Gaussian takes 4 d (d + 1) bytes: 1 MiB for d = 512, 100 MiB for 100 classes. What it learns depends on
+    `seed`, the number of classes and the features alone. Learning runs twice for each task, because the temperature of
+    the probabilities needs a classifier that has not seen the held-back images.
+
+    The authors' features are not normalised, the ones here have norm 1. The scores and the gradient of A do not depend
+    on an image's norm, so these stay the same. The Gaussians do not: they are of directions here. The authors add
+    1e-4 I to a covariance of features whose norm is about 10; the same part of features of norm 1 is 1e-6 I. A class
+    with a single image has a covariance of 0 and this ridge.
+
+    A starts as the authors' does, as a random matrix without the identity, so task 1 gives the zero-shot scores up.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau.
+        epochs: passes over a task's features.
+        batch_size: features of images per step.
+        learning_rate: of Adam at the start of each task, a tenth of it after epoch 4, and again after epoch 10.
+        draws: beta; a replayed class gives int(10 beta) features to a step, and a hard pair int(20 beta).
+        replayed: k, how many old classes a step replays. The authors choose it so that 10 beta k times the steps of an
+            epoch is about 2000.
+        pair_distance: theta.
+        fusion_bias: b; 1 or more turns the fusion off, A is then what the task trained.
+        shrinkage: whether the mean variance is added to a covariance's diagonal and the mean covariance beside it.
+        ridge: what is added to a covariance's diagonal.
+        seed: of A's start, of the order of the features and of the draws.
+
+    Attributes:
+        map: A, (d, d).
+        means: mu_c, (C, d).
+        factors: L_c with Sigma_c = L_c L_c', (C, d, d).
+        text_embeds: e_c, (C, d), unit vectors.
+
+    Reference:
+        "Class-Incremental Learning with CLIP: Adaptive Representation Adjustment and Parameter Fusion", arXiv
+        2407.14143, and the authors' public code; settings from its configuration for CIFAR-100.
+    """
+
+    name = "rapf"
+    needs_text = True
+    map: torch.Tensor
+    means: torch.Tensor
+    factors: torch.Tensor
+    text_embeds: torch.Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float = 100.0,
+        epochs: int = 15,
+        batch_size: int = 100,
+        learning_rate: float = 1e-3,
+        draws: float = 2.0,
+        replayed: int = 2,
+        pair_distance: float = 0.55,
+        fusion_bias: float = 0.6,
+        shrinkage: bool = False,
+        ridge: float = 1e-6,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.epochs = whole("epochs", epochs, 1)
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.learning_rate = positive("learning_rate", learning_rate)
+        self.draws = positive("draws", draws)
+        self.replayed = whole("replayed", replayed, 1)
+        self.pair_distance = positive("pair_distance", pair_distance)
+        self.fusion_bias = positive("fusion_bias", fusion_bias)
+        self.shrinkage = bool(shrinkage)
+        self.ridge = positive("ridge", ridge)
+        self.seed = whole("seed", seed, 0)
+        self.register_buffer("map", torch.zeros(embed_dim, embed_dim))
+        self.register_rows("means", embed_dim)
+        self.register_rows("factors", embed_dim, embed_dim)
+        self.register_rows("text_embeds", embed_dim)
+
+    # ------------------------------------------------------------------ learning
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        assert texts is not None
+        old = len(self._class_names)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + old) % 2**63)
+        start = self.map.float() if old else _random_map(self.embed_dim, generator).to(images)
+        trained = self._trained(start, images, labels + old, texts, generator)
+        means, factors = gaussians(images, labels, len(names), self.ridge, self.shrinkage)
+        return {
+            "map": fused(start, trained, self.fusion_bias) if old else trained,
+            "means": torch.cat([self.means.float(), means]),
+            "factors": torch.cat([self.factors.float(), factors]),
+            "text_embeds": texts,
+        }
+
+    def _trained(
+        self,
+        start: torch.Tensor,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        texts: torch.Tensor,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """A after training on the task's images and on drawn features; `labels` index all seen classes."""
+        old = len(self._class_names)
+        pairs = hard_pairs(texts, old, self.pair_distance).repeat_interleave(int(20 * self.draws), dim=0)
+        with gradients():
+            map_, images, labels, texts = start.clone().requires_grad_(), images.clone(), labels.clone(), texts.clone()
+            optimizer = torch.optim.Adam([map_], lr=self.learning_rate)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
+            for _ in range(self.epochs):
+                order = torch.randperm(old, generator=generator)
+                for step, rows in enumerate(minibatches(len(images), self.batch_size, generator)):
+                    features, classes = images[rows], labels[rows]
+                    if old:
+                        replayed = order[(self.replayed * step + torch.arange(self.replayed)) % old]
+                        replayed = replayed.repeat_interleave(int(10 * self.draws)).to(labels.device)
+                        features = torch.cat([features, self._drawn(replayed, generator)])
+                        classes = torch.cat([classes, replayed])
+                    loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes)
+                    if len(pairs):
+                        loss = loss + push_apart(_mapped(self._drawn(pairs[:, 0], generator), map_), texts, pairs)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                schedule.step()
+        return map_.detach()
+
+    def _drawn(self, classes: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
+        noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
+        drawn = torch.empty_like(noise)
+        for index in classes.unique():
+            rows = classes == index
+            drawn[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
+        return drawn
+
+    # ------------------------------------------------------------------ using
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
+
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; A stays, for the task that follows trains it on moved draws."""
+        matrix = matrix.cpu()
+        return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_unit_rows("text_embeds", state["text_embeds"])
+        if len(state["means"]) and not state["map"].any():
+            raise ValueError("map must not be zero: every feature would have no direction")
+
+
+def gaussians(
+    images: torch.Tensor, labels: torch.Tensor, classes: int, ridge: float, shrinkage: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and covariance of each class's features, the covariance as its Cholesky factor.
+
+    Args:
+        images: (n, d).
+        labels: (n,), integers below `classes`.
+        classes: how many; each has at least one image.
+        ridge: added to the diagonal.
+        shrinkage: whether Sigma + mean(diag Sigma) I + mean(entries off the diagonal that are not 0) (11' - I) takes
+            Sigma's place.
+
+    Returns:
+        (classes, d) and (classes, d, d), lower triangles, in the type of `images`; computed in float64 on the CPU.
+    """
+    rows, labels = images.cpu().double(), labels.cpu()
+    identity = torch.eye(rows.shape[1], dtype=torch.float64)
+    means, factors = [], []
+    for index in range(classes):
+        own = rows[labels == index]
+        centred = own - own.mean(dim=0)
+        covariance = centred.T @ centred / max(1, len(own) - 1) + ridge * identity
+        if shrinkage:
+            beside = covariance[(identity == 0) & (covariance != 0)]
+            mean = float(beside.mean()) if len(beside) else 0.0
+            covariance = covariance + covariance.diagonal().mean() * identity + mean * (1 - identity)
+        means.append(own.mean(dim=0))
+        factors.append(torch.linalg.cholesky(covariance))
+    return torch.stack(means).to(images), torch.stack(factors).to(images)
+
+
+def hard_pairs(texts: torch.Tensor, old: int, distance: float) -> torch.Tensor:
+    """Pairs of an old class i and a new class j whose texts are nearer than `distance`, (pairs, 2).
+
+    Args:
+        texts: (C, d), unit vectors, the old classes' first.
+        old: how many classes are old.
+        distance: theta; for unit vectors, |e_i - e_j| < theta is e_i . e_j > 1 - theta^2 / 2.
+    """
+    near = (texts[:old] @ texts[old:].T > 1 - distance**2 / 2).nonzero()
+    return near + torch.tensor([0, old], device=near.device)
+
+
+def push_apart(mapped: torch.Tensor, texts: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Mean of max(0, z . e_j - z . e_i + 0.1) over features z of old classes i, (n, d), and pairs (i, j), (n, 2)."""
+    apart = texts[pairs[:, 1]] - texts[pairs[:, 0]]
+    return ((mapped * apart).sum(dim=1) + MARGIN).relu().mean()
+
+
+def fused(old: torch.Tensor, new: torch.Tensor, bias: float) -> torch.Tensor:
+    """A_old + U (M o C), (d, d), with C = U'(A_new - A_old) and U the left singular vectors of A_old.
+
+    The entries that moved most in the directions of U take the new value, the others a part of at least `bias`.
+    """
+    before = old.cpu().double()
+    left = torch.linalg.svd(before).U
+    change = left.T @ (new.cpu().double() - before)
+    largest = change.abs().max()
+    if largest == 0:
+        return old
+    mask = (change.abs() / largest + bias).clamp(max=1)
+    return (before + left @ (mask * change)).to(old)
+
+
+def _random_map(width: int, generator: torch.Generator) -> torch.Tensor:
+    """Entries uniform within 1 / sqrt(d) of 0, as a linear layer of PyTorch starts."""
+    return (2 * torch.rand(width, width, generator=generator) - 1) / math.sqrt(width)
+
+
+def _mapped(features: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
+    return F.normalize(features @ map_.T, dim=1)

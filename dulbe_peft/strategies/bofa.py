@@ -1,0 +1,92 @@
+"""BOFA: only the visual projection learns, each task along the input directions that earlier tasks used least.
+
+    dW_t = B P'                         P: the r eigenvectors of least eigenvalue of S_<t = sum of x x', x the
+                                        projection's input over all images of earlier tasks; B trained from 0
+    W = W_0 + (1 / t) sum over s <= t of dW_s
+
+Each task is trained on W_0 alone; the earlier updates are switched off meanwhile. The input of the projection is
+frozen, so S never goes stale. At task 1 there is no earlier input and the paper trains the whole projection. Here the
+update has rank r at every task; at task 1 P is trained beside B, from random orthonormal columns.
+
+What differs: the authors train the whole projection first, project the update on P afterwards, and then train B for
+two epochs at a learning rate that has reached 0. Here B is trained in P from the start. The loss here is the common
+one, cross-entropy over the current classes' texts. The paper's has the classifier's mixed prototypes over all seen
+classes; the old ones' need class means of the unprojected feature, which no strategy keeps. The auxiliary heads of
+the tasks are left out for the same reason, and so is the Gaussian discriminant on the unprojected feature, because
+classifiers see projected features; `lda` is the nearest to it. Set residual_rank=64 and text_rank=0 for the authors'
+rank and their frozen text tower.
+
+Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.decompositions import eigh, fix_signs
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+from dulbe_peft.strategies.dulbe import check_occupation, occupation
+
+
+def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
+    """The eigenvectors of the smallest eigenvalues, the smallest first.
+
+    Args:
+        statistic: S, (d, d), or a factor F of it, (rows, d) with fewer rows than d, where S = F'F.
+        count: how many.
+        name: what an error message calls the matrix.
+
+    Returns:
+        (d, count), float64, orthonormal columns.
+    """
+    matrix = statistic.double()
+    _, vectors = eigh(matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix, name)
+    return fix_signs(vectors.flip(1)[:, :count])
+
+
+@dataclass(frozen=True)
+class Bofa(Strategy):
+    """The mean of updates that start from the same weight, each in the directions used least before it."""
+
+    name = "bofa"
+    remembers_inputs = True
+    classifiers = ("bofa", "bridge")
+    target_modules = ("visual_projection",)
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        rank, generator, bases = sum(task.ranks), task.generator(), {}
+        for name, layer in task.adapter.dual_mode_layers().items():
+            if isinstance(task.memory, OccupationStatistics) and name in task.memory:
+                bases[name] = least_directions(task.memory[name], rank, f"statistics of layer {name!r}")
+            else:
+                bases[name] = torch.linalg.qr(torch.randn(layer.in_features, rank, generator=generator)).Q
+        return task.modes(bases)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        with task.adapter.scaled_history(0):
+            if task.index:
+                yield []
+                return
+            with task.adapter.trained_bases() as bases:
+                yield bases
+
+    def finish(self, task: NewTask) -> None:
+        """The old updates' mean over t - 1 tasks becomes their part of the mean over t, and so does the new update."""
+        (adapter,) = task.adapter.active_adapters
+        part = 1 / (task.index + 1)
+        for layer in task.adapter.dual_mode_layers().values():
+            layer.dulbe_history_B[adapter] = (1 - part) * layer.dulbe_history_B[adapter]
+            layer.set_up_projections(adapter, part * layer.current_up(adapter))
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, inputs)
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        check_occupation(memory, widths)

@@ -1,0 +1,127 @@
+"""MG-CLIP: one LoRA pair for all tasks, trained for as few epochs as keep the wrong classes' logits in place.
+
+    W = W_0 + (alpha / r) B A    A and B trained on from task to task; alpha = 1, A Xavier-uniform and B 0 at first
+
+    n_e: mean logit of the wrong classes over task 1's images after e epochs; n_0 is the untrained model's
+    E:   the last epoch before the first one with |n_0 - n_e| / n_0 > 0.1, but at least 1; later tasks train E epochs
+
+The loss is the cross-entropy over the current classes. The classifier `visual_agent` is the paper's test rule.
+
+How E is found: the authors train task 1 in a run of its own, throw its weights away, and start again with E epochs.
+Here task 1 is trained once, as in the C3Box port: training stops after the epoch that crosses the limit, and task 1
+keeps the weights of that epoch. So task 1 may have one epoch more than the later tasks. Its schedule has the length
+`epochs` of the learner's settings, which is also the most that E can be; the authors' run has 10 epochs. Where n_0 is
+not positive the ratio has no meaning, and all tasks train `epochs` epochs. CLIP's n_0 is positive; that of a task with
+a single class is 0, and a SigLIP model's may be negative.
+
+The authors adapt k and v in both towers at r = 8. Here the adapter's configuration gives the ranks, and the text
+tower's layers: text_target_modules=["k_proj", "v_proj"] are the authors'. They train with a batch of 128, a learning
+rate of 1e-3 and lr_schedule="epoch".
+
+Reference: "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
+2507.09118, and the authors' public code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.linear import Updates
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+
+
+@dataclass(frozen=True)
+class MgClip(Strategy):
+    """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses.
+
+    Attributes:
+        alpha: numerator of the update's scale, alpha / (r_S + r_R).
+        threshold: how far the mean wrong logit may move, as a part of its value before training.
+    """
+
+    name = "mg_clip"
+    trains_bases = True
+    folds = False
+    orthonormal = False
+    classifiers = ("visual_agent", "bridge")
+    target_modules = ("k_proj", "v_proj")
+    alpha: float = 1.0
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "threshold"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+
+    def scale(self, task: NewTask) -> float:
+        return self.alpha / sum(task.ranks)
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+        """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
+        if task.index:
+            return None
+        generator, rank, bases = task.generator(), sum(task.ranks), {}
+        for name, layer in task.adapter.dual_mode_layers().items():
+            bound = math.sqrt(6 / (layer.in_features + rank))
+            uniform = torch.rand(layer.in_features, rank, generator=generator)
+            bases[name] = self.scale(task) * bound * (2 * uniform - 1)
+        return task.modes(bases)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        """Train A itself, not P: a step of Adam has the same length whatever the scale of what it trains."""
+        (adapter,) = task.adapter.active_adapters
+        scale, layers = self.scale(task), list(task.adapter.dual_mode_layers().values())
+        downs = [(layer.dulbe_P[adapter] / scale).requires_grad_() for layer in layers]
+
+        def scaled_pair(layer: DualModeLinear, down: torch.Tensor) -> Updates:
+            return [(scale * down, layer.current_up(adapter))]
+
+        with ExitStack() as held:
+            for layer, down in zip(layers, downs, strict=True):
+                weight = layer.folded_weight(adapter).detach()
+                held.enter_context(layer.holding(weight, partial(scaled_pair, layer, down), modes=False))
+            yield downs
+        for layer, down in zip(layers, downs, strict=True):
+            layer.dulbe_P[adapter] = (scale * down).detach()
+
+    def epochs(self, task: NewTask) -> int:
+        """`epochs` of the settings at task 1, E afterwards."""
+        if not task.index:
+            return task.args.epochs
+        if not isinstance(task.memory, dict):
+            raise ValueError("the number of epochs that task 1 chose is missing: the learner was saved without it")
+        return int(task.memory["epochs"])
+
+    def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
+        """At task 1, end after the first epoch that moves the mean wrong logit beyond the threshold."""
+        if task.index:
+            return False
+        if epoch == 0:
+            task.notes["start"] = wrong_logit()
+            return False
+        start = task.notes["start"]
+        crossed = start > 0 and abs(start - wrong_logit()) / start > self.threshold
+        task.notes["epochs"] = max(1, epoch - 1) if crossed else epoch
+        return crossed
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
+        return task.memory if task.index else {"epochs": torch.tensor(int(task.notes["epochs"]))}
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        if not memory:
+            return
+        epochs = memory.get("epochs")
+        if not isinstance(memory, dict) or set(memory) != {"epochs"} or epochs is None:
+            raise ValueError(f"the strategy {self.name!r} keeps 'epochs' alone, the file holds {sorted(memory)[:3]}")
+        if epochs.dtype != torch.int64 or epochs.shape != () or epochs < 1:
+            raise ValueError(f"epochs must be one int64 of at least 1, got {epochs!r:.100}")

@@ -1,0 +1,21 @@
+"""RAPF: nothing of the model is trained; the classifier `rapf` learns a linear map of the frozen image features.
+
+All of the method's rules stand in `dulbe_peft.classifiers.rapf`, and so do its settings.
+
+Reference: "Class-Incremental Learning with CLIP: Adaptive Representation Adjustment and Parameter Fusion", arXiv
+2407.14143.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dulbe_peft.strategies.frozen import Frozen
+
+
+@dataclass(frozen=True)
+class Rapf(Frozen):
+    """A frozen model, read through RAPF's classifier."""
+
+    name = "rapf"
+    classifiers = ("rapf", "bridge")
