@@ -9,13 +9,18 @@ from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
+from dulbe_peft.strategies.inflora import InfLora
+from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.lora import Lora, MergedLora
+from dulbe_peft.strategies.o_lora import OLora
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 
 S = TypeVar("S", bound=type[Strategy])
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, OLora, InfLora, KeepLora)
+}
 
 
 def register_strategy(kind: S) -> S:
