@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
@@ -29,6 +28,7 @@ from dulbe_peft.backbone import (
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.devices import choose_device
 from dulbe_peft.distributed import agree, copy_from_main, on_main_process, refuse_sharded, together
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.profiling import Profile
@@ -97,7 +97,7 @@ class ClassIncrementalLearner:
         if method.adapts:
             check_statistics_tokens(clip, args.statistics_tokens)
         filter_trackers(args.log_with, "runs")  # raises where accelerate does not know the tracker
-        self.device = _device(args)
+        self.device = choose_device(args.device)
         refuse_sharded(model)
         model = model.to(self.device).eval()
         if isinstance(model, PeftModel):
@@ -522,19 +522,3 @@ def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
         return None
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def _device(args: LearnerArguments) -> torch.device:
-    """The device that was asked for, in whichever processes the launcher started; accelerate joins them."""
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
-            raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if args.device not in ("auto", "cpu") and (found is None or found.type != args.device):
-        name = "none" if found is None else found.type
-        raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {name}")
-    state = PartialState(cpu=args.device == "cpu")
-    if state.num_processes > 1:
-        return state.device
-    # accelerate's own device is that of the first learner in this Python process.
-    return torch.device("cpu") if args.device == "cpu" or found is None else found

@@ -17,6 +17,7 @@ ORDER = [
     "checks",
     "files",
     "hub",
+    "devices",
     "distributed",
     "decompositions",
     "functional",
