@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import CLIPConfig, CLIPModel, CLIPVisionModelWithProjection
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionModelWithProjection
 
-from dulbe_peft.backbone import PilImageProcessor, load_clip, load_processor, pixel_values
+from dulbe_peft.backbone import load_clip, load_processor, pixel_values
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.streams.readers import load_data
 
@@ -78,7 +78,7 @@ def pixels(count: int, size: int, images: str | None = None) -> torch.Tensor:
 
 def image_processor(size: int) -> Any:
     """CLIP's, for images of this height and width in pixels."""
-    return PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def unit(rows: int, dim: int, seed: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     clip, processor = models.clip(values.model, values.attention)
     model = get_peft_model(clip, DualModeLoraConfig()).train()
     prompts = [f"a photo of a class {number}." for number in range(values.seen)]
-    current = tokenize(processor, prompts[-values.current :], 77)
+    current = tokenize(processor, prompts[-values.current :], clip)
     everything = processor.tokenizer(prompts, padding="max_length", max_length=77, return_tensors="pt")
     padded = {name: everything[name] for name in current}
     features = models.unit(32, clip.config.projection_dim, seed=1)

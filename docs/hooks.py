@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put a table of fields where a page says `{{ settings module.Class }}`."""
-    return re.sub(r"^\{\{ settings (\w+)\.(\w+) \}\}$", lambda m: _table(m[1], m[2]), markdown, flags=re.MULTILINE)
+    return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: _table(m[1], m[2]), markdown, flags=re.MULTILINE)
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -27,7 +27,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _table(module: str, name: str) -> str:
-    tree = ast.parse((ROOT / "dulbe_peft" / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "dulbe_peft" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     rows = ["| name | type | default | |", "|---|---|---|---|"]
     for node in cls.body:

@@ -1,4 +1,4 @@
-"""Dual-mode low-rank adapters and bridge-prototype heads for CLIP models that keep learning new classes.
+"""Dual-mode low-rank adapters and bridge-prototype heads for CLIP-like models that keep learning new classes.
 
 `import dulbe_peft` registers the method with PEFT.
 """
@@ -11,12 +11,15 @@ from dulbe_peft.adapter.model import DualModeLoraModel, register
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import load_clip
+from dulbe_peft.backbone import load_clip, load_dual_encoder
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.ranpac import RanpacClassifier
+from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -39,12 +42,15 @@ __all__ = [
     "DualModeLoraConfig",
     "DualModeLoraModel",
     "ImageFolder",
+    "LdaClassifier",
     "LearnerArguments",
     "LearnerState",
     "ModeBases",
     "NpzImages",
     "OccupationStatistics",
     "PrototypeClassifier",
+    "RanpacClassifier",
+    "RidgeClassifier",
     "Strategy",
     "Task",
     "TextClassifier",
@@ -56,6 +62,7 @@ __all__ = [
     "export_lora",
     "load_clip",
     "load_data",
+    "load_dual_encoder",
     "probe_gradients",
     "register_classifier",
     "register_strategy",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_int
 from dulbe_peft.functional import allocate_layer, historical_support
-from dulbe_peft.sketch import sketched_support
 
 
 @torch.no_grad()
@@ -54,8 +54,7 @@ def allocate_modes(
             if id(matrix) not in supports:
                 on_device = matrix.to(gradient.device)
                 label = f"statistic of layer {name!r}"
-                find = sketched_support if len(matrix) < matrix.shape[1] else historical_support
-                supports[id(matrix)] = find(on_device, support_rank, residual_rank, label)
+                supports[id(matrix)] = historical_support(on_device, support_rank, residual_rank, label)
             support = supports[id(matrix)].to(gradient.device)
         label = f"gradient of layer {name!r}"
         shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
@@ -82,10 +81,7 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
 def _check_ranks(shared_rank: int, residual_rank: int, support_rank: int) -> None:
     ranks = {"shared_rank": shared_rank, "residual_rank": residual_rank, "support_rank": support_rank}
     for name, value in ranks.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        check_int(name, value, 0)
     if shared_rank + residual_rank == 0:
         raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
 

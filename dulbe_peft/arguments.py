@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dulbe_peft.checks import check_int, check_number
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
@@ -66,8 +67,8 @@ class LearnerArguments:
     statistics: str = field(
         default="exact",
         metadata={
-            "help": "Input statistics in full, or an approximation: of matrices wider than 2 K_h a sketch of so many "
-            "rows, with a bound on what it lacks.",
+            "help": "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are "
+            "cut to their 2 K_h leading directions. A bound on what is lost is tracked.",
             "choices": ("exact", "sketch"),
         },
     )
@@ -118,14 +119,14 @@ class LearnerArguments:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "eval_batch_size"):
-            _check_int(name, getattr(self, name), 1)
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
         for name in ("num_workers", "pixel_cache_mb"):
-            _check_int(name, getattr(self, name), 0)
-        _check_int("seed", self.seed, 0, 2**63 - 1)
-        _check_int("num_depths", self.num_depths, 2, 1000)
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
+        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        object.__setattr__(self, "num_depths", check_int("num_depths", self.num_depths, 2, 1000))
         for name in ("learning_rate", "class_temperature", "instance_temperature", "reliability_temperature"):
-            _check_number(name, getattr(self, name), positive=True)
-        _check_number("structure_weight", self.structure_weight, positive=False)
+            check_number(name, getattr(self, name), positive=True)
+        check_number("structure_weight", self.structure_weight, least=0)
         for f in self.__dataclass_fields__.values():
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
@@ -139,19 +140,3 @@ class LearnerArguments:
             raise TypeError(f"device must be a text such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         if not isinstance(self.prompt_template, str) or self.prompt_template.count("{}") != 1:
             raise ValueError(f"prompt_template must be a text with exactly one {{}}, got {self.prompt_template!r}")
-
-
-def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
-
-
-def _check_number(name: str, value: object, positive: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not 0 <= value <= sys.float_info.max or (positive and value == 0):
-        raise ValueError(f"{name} must be finite and {'positive' if positive else 'at least 0'}, got {value}")

@@ -1,36 +1,61 @@
-"""The CLIP model underneath: loading it with its processor, and unit features from it.
+"""The encoder underneath: loading it with its processor, and unit features from it.
 
-Nothing here knows of adapters. Images go through the processor that belongs to the model; where a model folder carries
-none, CLIP's evaluation transform at the model's image size is used (short side to size, bicubic, centre crop).
+Nothing here knows of adapters. What differs between the families of encoders stands in their records, in `encoders`.
+Images go through the processor that belongs to the model. Where a model folder carries none, the family's own image
+processor is used at the model's image size.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from PIL import Image
+from tokenizers import normalizers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer, CLIPModel, CLIPProcessor
+from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
 
-try:  # transformers >= 5.6 keeps a PIL backend apart; before that CLIPImageProcessor itself needs no torchvision
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as PilImageProcessor
-except ImportError:  # pragma: no cover - older transformers
-    from transformers import CLIPImageProcessor as PilImageProcessor  # type: ignore[assignment]
+from dulbe_peft.encoders import ENCODERS, DualEncoder, served
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_clip(
+@dataclass(frozen=True)
+class ImageOnlyProcessor:
+    """The processor of an encoder without a text tower: an image processor, and no tokenizer.
+
+    Attributes:
+        image_processor: transformers' image processor.
+    """
+
+    image_processor: Any
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write `preprocessor_config.json`, as the image processor itself does."""
+        self.image_processor.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load_dual_encoder(
     name_or_path: str | os.PathLike[str],
     revision: str | None = None,
     attn_implementation: str | None = None,
-) -> tuple[CLIPModel, CLIPProcessor]:
-    """A CLIP model in float32 and its processor, from a folder or the Hub.
+) -> tuple[Any, Any]:
+    """A served encoder in float32 and its processor, from a folder or the Hub.
+
+    Served are CLIP, SigLIP, SigLIP 2 of a fixed resolution, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
+    encoders DINOv2 and ViT.
 
     Args:
         name_or_path: folder in the transformers layout, or Hub id.
@@ -38,57 +63,241 @@ def load_clip(
         attn_implementation: transformers' name of the attention kernel. None: "eager" without an accelerator, whose
             backward pass is the faster one on a CPU, else transformers' default.
 
+    Returns:
+        The model in evaluation mode, and the family's processor; a `backbone.ImageOnlyProcessor` where the model has
+        no text tower.
+
     Raises:
         FileNotFoundError: `name_or_path` looks like a folder and is none.
-        ValueError: what is there is not a CLIP model.
+        ValueError: the model there is of a type that is not served; the message lists the served ones.
+
+    Example:
+        >>> model, processor = load_dual_encoder("google/siglip2-base-patch16-224")  # doctest: +SKIP
+        >>> embed_dim(model), image_size(model)  # doctest: +SKIP
+        (768, 224)
     """
-    name = str(name_or_path)
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"model folder {name!r} does not exist")
+    name = _checked_name(name_or_path)
+    model_type = _model_type(name, revision)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    if config.model_type != "clip":
-        raise ValueError(f"{name!r} holds a model of type {config.model_type!r}, expected 'clip'")
-    model = CLIPModel.from_pretrained(
-        name, revision=revision or "main", dtype=torch.float32, attn_implementation=attn_implementation
+    record = ENCODERS[model_type]
+    model = getattr(transformers, record.model).from_pretrained(
+        name,
+        revision=revision or "main",
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
     return model.eval(), load_processor(name, model, revision)
 
 
-def load_processor(name: str, model: Any, revision: str | None = None) -> CLIPProcessor:
-    """The processor of `name`; the image half falls back to CLIP's evaluation transform at the model's image size."""
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+def load_clip(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[CLIPModel, CLIPProcessor]:
+    """A CLIP model in float32 and its processor, from a folder or the Hub; see [`load_dual_encoder`].
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: what is there is not a CLIP model.
+    """
+    name = _checked_name(name_or_path)
+    model_type = _model_type(name, revision)
+    if model_type != "clip":
+        raise ValueError(
+            f"{name!r} holds a model of type {model_type!r}, expected 'clip'; load_dual_encoder loads other types"
+        )
+    return load_dual_encoder(name, revision, attn_implementation)
+
+
+def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
+    name = str(name_or_path)
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"model folder {name!r} does not exist")
+    return name
+
+
+def _model_type(name: str, revision: str | None) -> str | None:
+    # The plain file: transformers' own reader raises on a type that it does not know, without naming what is served.
+    return PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+
+
+def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
+    """The processor in the folder or repository `name`, of the class that the model's record names.
+
+    Where a folder carries no image processor, the family's own is made at the model's image size.
+    """
+    record = encoder_of(model)
+    kind = getattr(transformers, record.image_processor)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
-        image_processor = PilImageProcessor.from_pretrained(name, revision=revision or "main")
+        image_processor = kind.from_pretrained(name, revision=revision or "main")
     else:
-        size = model.config.vision_config.image_size
-        image_processor = PilImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
-    return CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer)
+        size = image_size(model)
+        square = {"height": size, "width": size}
+        if "shortest_edge" in kind.size:
+            image_processor = kind(size={"shortest_edge": size}, crop_size=square)
+        else:
+            image_processor = kind(size=square)
+    if record.processor is None:
+        return ImageOnlyProcessor(image_processor)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if record.padding == "max_length":
+        _match_training(tokenizer)
+    return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
 
 
-def check_clip_like(model: nn.Module) -> None:
-    """Raise a `ValueError` unless `model` encodes images and texts into one space, as a CLIPModel does."""
-    for name in ("get_image_features", "get_text_features", "logit_scale"):
-        if not hasattr(model, name):
-            raise ValueError(f"{type(model).__name__} has no {name}: a CLIPModel, with both towers, is needed here")
+def _match_training(tokenizer: Any) -> None:
+    """Let the tokenizer give what SigLIP and SigLIP 2 were trained on: no mask, and lower case."""
+    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    if type(tokenizer).__name__ == "GemmaTokenizer":  # SigLIP 2's; SigLIP's own lowers the case itself
+        backend = tokenizer.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
 
 
-def check_processor(processor: Any) -> None:
-    """Raise a `TypeError` unless `processor` has an image processor and a tokenizer, as a CLIPProcessor does."""
-    for name in ("image_processor", "tokenizer"):
+# ---------------------------------------------------------------------- facts about a model
+
+
+def encoder_of(model: Any) -> DualEncoder:
+    """The record of the model's type.
+
+    Raises:
+        ValueError: the type is not served; the message names it and lists the served ones.
+    """
+    model_type = _type_of(model)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{type(model).__name__} is of type {model_type!r}; the served types are {served()}")
+    return ENCODERS[model_type]
+
+
+def _type_of(model: Any) -> Any:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+def check_encoder(model: nn.Module) -> None:
+    """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower or without."""
+    found = ENCODERS.get(_type_of(model))
+    if not hasattr(model, "get_image_features") and not (found and found.image_only):
+        raise ValueError(
+            f"{type(model).__name__} has no get_image_features: a whole encoder is needed, of the types {served()}"
+        )
+    record = encoder_of(model)
+    if not isinstance(model, getattr(transformers, record.model)):
+        raise ValueError(f"{type(model).__name__} is not the whole {record.title} encoder: give a {record.model}")
+
+
+def check_dual_encoder(model: nn.Module) -> None:
+    """Raise a `ValueError` unless `model` encodes images and texts into one space."""
+    check_encoder(model)
+    _check_text(model)
+
+
+def has_text(model: Any) -> bool:
+    """Whether the model has a text tower."""
+    return not encoder_of(model).image_only
+
+
+def _check_text(model: Any) -> None:
+    if not has_text(model):
+        with_text = [f"{name!r}" for name, record in ENCODERS.items() if not record.image_only]
+        raise ValueError(
+            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type "
+            f"{', '.join(with_text)}, or strategies and classifiers that need no text"
+        )
+
+
+def check_processor(processor: Any, model: Any) -> None:
+    """Raise a `TypeError` unless `processor` has the image processor, and the tokenizer, that the model needs."""
+    record = encoder_of(model)
+    kind = record.processor or ImageOnlyProcessor.__name__
+    for name in ("image_processor",) if record.image_only else ("image_processor", "tokenizer"):
         if not hasattr(processor, name):
-            raise TypeError(f"processor must be a CLIPProcessor or like one, got {processor!r:.100} without {name}")
+            raise TypeError(f"processor must be a {kind} or like one, got {processor!r:.100} without {name}")
 
 
-def unit_image_embeds(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width)."""
-    return _unit(model.get_image_features(pixel_values=pixel_values))  # type: ignore[operator]
+def check_statistics_tokens(model: Any, tokens: str) -> None:
+    """Raise a `ValueError` where `tokens` asks for a class token, or leaves it out, and images have none."""
+    if tokens != "all" and not encoder_of(model).cls_token:
+        raise ValueError(
+            f"statistics_tokens is {tokens!r}, but a {type(model).__name__} has no class token among an image's "
+            "tokens: take 'all'"
+        )
 
 
-def unit_text_embeds(model: nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Unit text embeddings e, (classes, d) in float32, from token ids, (classes, length)."""
-    return _unit(model.get_text_features(**tokens))  # type: ignore[operator]
+def embed_dim(model: Any) -> int:
+    """Width d of the features; of images and texts alike where the model encodes both."""
+    return int(_configured(model, encoder_of(model).embed_dim))
+
+
+def logit_scale(model: Any) -> float:
+    """tau itself, the factor before cosines; 1.0 for an image-only model, which has learned none."""
+    name = encoder_of(model).logit_scale
+    return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
+
+
+def image_size(model: Any, processor: Any = None) -> int:
+    """Height and width of the images in pixels.
+
+    Args:
+        model: a served encoder.
+        processor: its processor. It decides the size where the model takes images of any size.
+    """
+    record = encoder_of(model)
+    if record.any_image_size and processor is not None:
+        return int(pixel_values(processor, Image.new("RGB", (256, 256))).shape[-1])
+    size = _configured(model, record.image_size)
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _configured(model: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), model.config)
+
+
+def _longest_text(model: Any) -> int:
+    """How many tokens of a text the model takes, the special ones included."""
+    text = model.config.text_config
+    return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
+
+
+# ---------------------------------------------------------------------- features
+
+
+def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width).
+
+    An image-only model gives its class token after the last normalisation.
+    """
+    if encoder_of(model).image_only:
+        return _unit(model(pixel_values=pixel_values).last_hidden_state[:, 0])
+    return _unit(model.get_image_features(pixel_values=pixel_values))
+
+
+def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns.
+
+    Raises:
+        ValueError: the model has no text tower.
+    """
+    _check_text(model)
+    with _without_text_dropout(model):
+        return _unit(model.get_text_features(**tokens))
+
+
+@contextmanager
+def _without_text_dropout(model: Any) -> Iterator[None]:
+    """Switch dropout off in the text tower: a class has one text, so it has one embedding at every step."""
+    record = encoder_of(model)
+    tower = model.get_submodule(record.text_tower or "")
+    if not record.text_dropout or not tower.training:
+        yield
+        return
+    tower.eval()
+    try:
+        yield
+    finally:
+        tower.train()
 
 
 def _unit(output: Any) -> torch.Tensor:
@@ -96,31 +305,45 @@ def _unit(output: Any) -> torch.Tensor:
     return F.normalize(features.float(), dim=-1)
 
 
-def tokenize(processor: Any, prompts: Sequence[str], max_length: int) -> dict[str, torch.Tensor]:
-    """Token ids, (prompts, longest prompt), padded no further than the longest one.
+def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
+    """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
 
-    No mask goes with them: the text tower is causal and read at the first end token, so padding behind it is not seen.
+    The model's record decides the length, the longest prompt's or a fixed one. A causal tower that is read at the
+    first end token never sees the padding behind it, and gets no mask. A tower that was trained to read its padding
+    gets no mask either.
 
     Raises:
-        ValueError: a prompt needs more than `max_length` tokens, or two prompts give the same tokens.
+        ValueError: the model has no text tower, a prompt has more tokens than the tower takes, or two prompts give
+            the same tokens.
     """
+    _check_text(model)
+    record, longest = encoder_of(model), _longest_text(model)
     rows = processor.tokenizer(list(prompts))["input_ids"]
     seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, rows, strict=True):
-        if len(ids) > max_length:
-            raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {max_length}: shorten it")
+        if len(ids) > longest:
+            raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {longest}: shorten it")
         if tuple(ids) in seen:
             other = seen[tuple(ids)]
             raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
-    batch = processor.tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-    return {"input_ids": batch["input_ids"]}
+    batch = processor.tokenizer.pad(
+        {"input_ids": rows},
+        padding=record.padding,
+        max_length=longest if record.padding == "max_length" else None,
+        padding_side=record.padding_side,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
+    return {name: batch[name] for name in names}
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
     """One image as the model takes it, (3, height, width) in float32.
 
     Args:
+        processor: has an `image_processor`.
         image: a PIL image, or a float tensor (3, height, width) that is already preprocessed.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from dulbe_peft.backbone import encoder_of
 from dulbe_peft.state import LearnerState
 from dulbe_peft.streams.metrics import result_rows
 
@@ -46,24 +47,27 @@ def model_card(
         parts.append("and the statistics that are needed to go on learning")
     sections = [
         f"# {title}",
-        f"A CLIP model that learned {count}, one task after the other, without keeping images of old ones, with the "
-        f"strategy `{state.strategy.name}`: {', '.join(parts)}. Made with `dulbe_peft`. Base model: "
-        f"`{base}`{elsewhere}.",
+        f"This {encoder_of(state.base).title} model learned {count}, one task after the other, without keeping images "
+        f"of old ones, with the strategy `{state.strategy.name}`: {', '.join(parts)}. Made with `dulbe_peft`. Base "
+        f"model: `{base}`{elsewhere}.",
         "## Use",
         _snippets(source, state),
         "## Classes",
         "One line a task, in the order they were learned.",
         _fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in state.tasks)),
     ]
-    if results and "zero_shot" in results:
+    if results and results.get("classifiers"):
         about = f" on {dataset_name}" if dataset_name else ""
         sections += ["## Results", f"Top-1 accuracy in percent over all seen classes{about}.", _results(results)]
     sections += ["## Settings", _settings(state), _DECISIONS]
     sections += ["## Citation", _fenced("bibtex", _CITATION)]
-    return f"---\n{_header(base, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_header(state, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _header(base: str | None, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None) -> str:
+def _header(
+    state: LearnerState, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None
+) -> str:
+    base = state.base_name[0]
     measured = []
     for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy")):
         if results and results.get("classifiers"):
@@ -82,7 +86,13 @@ def _header(base: str | None, title: str, count: str, results: dict[str, Any] | 
         base_model=base if _is_repo_id(base) else None,
         library_name="peft",
         pipeline_tag="image-classification",
-        tags=["class-incremental-learning", "clip", "continual-learning", "dulbe", "dulbe_peft"],
+        tags=[
+            "class-incremental-learning",
+            state.base.config.model_type,
+            "continual-learning",
+            "dulbe",
+            "dulbe_peft",
+        ],
         model_name=title if measured else None,
         eval_results=measured or None,
     )

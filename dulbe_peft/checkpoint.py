@@ -12,23 +12,74 @@ import os
 import platform
 import re
 import shutil
-import tempfile
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.files import naming, replacing, sync
+from filelock import FileLock, Timeout
+
+from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, write_json
 
 MANIFEST = "manifest.json"
 RESULTS_FILE = "results.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
+LOCK_SUFFIX = ".dulbe_peft.lock"
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
 class CheckpointError(Exception):
     """A saved folder is damaged, in use, of another format, or does not fit what it is loaded into."""
+
+
+@contextmanager
+def exclusive(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs: one thread of one process can, others are refused at once.
+
+    The kernel frees the lock of a process that died. The lock file is empty, and the block's end removes it. A link,
+    or a file with content, is not ours: it is neither opened nor removed.
+
+    Args:
+        path: the lock file; its folder is made where it does not exist.
+        what: what the lock protects, for messages.
+
+    Raises:
+        CheckpointError: another process or thread holds the lock, or something else is at `path`.
+        OSError: the lock file cannot be made.
+    """
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not _absent_or_empty(path):
+            raise CheckpointError(
+                f"{what} cannot be locked: {path} is not an empty file, as a lock is; move it away if nothing uses it"
+            )
+        # A new object each time: it opens the file anew, and flock tells two openings apart, also in one process.
+        try:
+            held = FileLock(path).acquire(blocking=False)
+        except Timeout:
+            raise CheckpointError(
+                f"{what} is in use by another process or thread: wait until that ends, or choose another folder"
+            ) from None
+    with held:
+        ours = path.lstat()
+        try:
+            yield
+        finally:
+            # Whoever opened the file before this finds it without a name, and is refused.
+            with suppress(OSError):
+                if os.path.samestat(ours, path.lstat()) and _absent_or_empty(path):
+                    path.unlink()
+
+
+def _absent_or_empty(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str, Any], replace: bool = False) -> None:
@@ -55,7 +106,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         )
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = temporary_folder(folder)
         try:
             write(temporary)
             _seal(temporary, fields)
@@ -63,6 +114,19 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def commit_alone(folder: Path, write: Callable[[Path], None], fields: dict[str, Any]) -> None:
+    """Do what `commit_folder` does while no one else writes `folder`. First remove what killed processes left.
+
+    Raises:
+        CheckpointError: another process or thread is writing `folder`.
+        OSError: as `commit_folder`.
+    """
+    folder = folder.absolute()
+    with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
+        clear_leftovers(folder.parent, re.escape(folder.name))
+        commit_folder(folder, write, fields)
 
 
 def _seal(folder: Path, fields: dict[str, Any]) -> None:
@@ -106,7 +170,7 @@ def clear_leftovers(parent: Path, names: str) -> None:
         parent: where `commit_folder` and `write_json` wrote.
         names: regular expression of what they were to write.
     """
-    leftover = re.compile(rf"\.({names})\.[a-z0-9_]{{8}}(\.old)?")
+    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
     for path in sorted(parent.iterdir()):
         match = leftover.fullmatch(path.name)
         if match and match[2] and not (parent / match[1]).exists():
@@ -141,13 +205,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if file.stat().st_size != size or _sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, whole or not at all."""
-    with replacing(path) as temporary:
-        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def json_sha256(content: Any) -> str:

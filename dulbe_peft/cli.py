@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import platform
 import re
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
@@ -30,7 +31,9 @@ from dulbe_peft.checkpoint import CheckpointError, library_versions
 class StreamArguments:
     """Where a stream comes from and where it goes."""
 
-    model: str = dataclasses.field(default="", metadata={"help": "CLIP model: a folder, or a Hub id. Required."})
+    model: str = dataclasses.field(
+        default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
+    )
     data: str = dataclasses.field(
         default="",
         metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
@@ -66,37 +69,41 @@ class StreamArguments:
     )
 
     def __post_init__(self) -> None:
-        kinds: dict[str, type] = {"str": str, "int": int, "bool": bool}
-        for field in dataclasses.fields(self):
-            value, annotation = getattr(self, field.name), str(field.type)
-            kind = kinds[annotation.split(" | ")[0]]
-            if value is None and "None" in annotation:
-                continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(f"{field.name} must be of type {annotation}, got {value!r}")
+        for name, hint in get_type_hints(StreamArguments).items():
+            value = getattr(self, name)
+            if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+                raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    terminated: list[int] = []
     try:
-        with _terminable():
+        with _terminable(terminated):
             return arguments.call(arguments)
     except (KeyboardInterrupt, SystemExit) as stop:
         return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
+        if terminated:  # the signal ended a process that reads images, too, and its end is this error
+            return _stopped(arguments, argv, signal.SIGTERM)
         print(f"dulbe-peft: {error}", file=sys.stderr)
         return 2
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM an exception, as SIGINT is one."""
+def _terminable(received: list[int]) -> Iterator[None]:
+    """Make SIGTERM an exception, as SIGINT is one, and note it in `received`."""
+
+    def stop(number: int, _: Any) -> None:
+        received.append(number)
+        sys.exit(128 + number)
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -126,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
         group = run.add_argument_group(title)
         for field in _fields(cls):
-            _add_flag(group, field)
+            _add_flag(group, field, get_type_hints(cls)[field.name])
     run.set_defaults(call=_run)
 
     evaluate = commands.add_parser("evaluate", help="test a saved learner on images")
@@ -154,46 +161,42 @@ def _fields(cls: Any) -> list[Any]:
     return cls.own_fields() if hasattr(cls, "own_fields") else list(dataclasses.fields(cls))
 
 
-def _add_flag(group: Any, field: Any) -> None:
+def _add_flag(group: Any, field: Any, hint: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     default = "" if field.default in (None, "") else f" (default: {field.default})"
     text = (field.metadata["help"] + default).replace("%", "%%")
-    if field.type == "bool":
+    if hint is bool:
         group.add_argument(
             flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
         )
         return
+    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+    metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
     group.add_argument(
         flag,
         dest=field.name,
         help=text,
-        type=_converter(str(field.type)),
+        type=_converter(kinds),
         choices=field.metadata.get("choices"),
         default=argparse.SUPPRESS,
-        metavar=None if "choices" in field.metadata else _metavar(str(field.type)),
+        metavar=None if "choices" in field.metadata else metavar,
     )
 
 
-def _metavar(annotation: str) -> str:
-    return "A,B,..." if "list" in annotation else annotation.split(" | ")[0].upper()
-
-
-def _converter(annotation: str) -> Any:
-    """How a flag's text becomes the field's type; lists are separated by commas."""
-    if "list[int]" in annotation:
+def _converter(kinds: tuple[Any, ...]) -> Any:
+    """How a flag's text becomes one of the field's types; commas separate the entries of a list."""
+    if list[int] in kinds:
         return lambda text: [int(part) for part in text.split(",")]
-    if annotation.startswith("list[str] | str"):
+    if list[str] in kinds and str in kinds:
         return lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text
-    if "list[str]" in annotation:
-        return lambda text: text.split(",")
-    return {"int": int, "float": float}.get(annotation.split(" | ")[0], str)
+    return (lambda text: text.split(",")) if list[str] in kinds else kinds[0]
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The YAML file's settings, with the flags' on top."""
     classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    types = {field.name: str(field.type) for cls in classes for field in _fields(cls)}
-    known = set(types)
+    hints = {field.name: get_type_hints(cls)[field.name] for cls in classes for field in _fields(cls)}
+    known = set(hints)
     settings: dict[str, Any] = {}
     if arguments.config:
         import yaml
@@ -213,19 +216,19 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
                 close = difflib.get_close_matches(str(name), sorted(known), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
-        settings.update({name: _from_yaml(value, types[name]) for name, value in loaded.items()})
+        settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
     settings.update({name: value for name, value in vars(arguments).items() if name in known})
     return settings
 
 
-def _from_yaml(value: Any, annotation: str) -> Any:
+def _from_yaml(value: Any, hint: Any) -> Any:
     """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
-    if annotation == "float" and isinstance(value, str):
+    if hint is float and isinstance(value, str):
         try:
             return float(value)
         except ValueError:
             return value
-    if annotation == "str" and isinstance(value, bool):
+    if hint is str and isinstance(value, bool):
         return "yes" if value else "no"
     return value
 
@@ -244,7 +247,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is required")
     import torch
 
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
@@ -255,7 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks = None if stream.dry_run else _tasks(stream)
     model: Any
-    model, processor = load_clip(stream.model, stream.revision, stream.attn_implementation)
+    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model
@@ -304,14 +307,14 @@ def _describe(model: Any) -> str:
     """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
     import torch
 
+    from dulbe_peft.backbone import image_size, unit_image_embeds
     from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 
     config = model.active_peft_config
     clip = model.get_base_model()
-    vision = clip.config.vision_config
-    image = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
     statistics = collect_statistics(
-        model, [image], lambda _, batch: clip.get_image_features(pixel_values=batch), into=OccupationStatistics()
+        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
     )
     lines = []
     for name, layer in model.dual_mode_layers().items():
@@ -329,10 +332,10 @@ def _describe(model: Any) -> str:
 
 
 def _load(folder: str, model: str | None) -> Any:
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    base = None if model is None else load_clip(model)[0]
+    base = None if model is None else load_dual_encoder(model)[0]
     return ClassIncrementalLearner.from_pretrained(folder, base_model=base)
 
 

@@ -19,7 +19,7 @@ from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SUPPORT_RANK = 16
-CLASSIFIERS = ("bridge", "prototype")
+CLASSIFIERS = ("bridge", "prototype", "lda", "ranpac:features=1000")
 SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 
@@ -57,26 +57,32 @@ def digit_tasks(increment: int = 2) -> list[Task]:
 
 
 def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> dict[str, Any]:
-    """Run the demo's stream, print what happens, and write `results.json` and `accuracy.png`.
+    """Run the demo's stream, with training and without, and print one table of all classifiers.
 
     Args:
-        output_dir: where everything goes; a stream that was begun there is resumed.
+        output_dir: where everything goes; a stream that was begun there is resumed. The run without training has the
+            folder `frozen` in it.
         seed: seed of the learner.
         progress: show progress bars.
 
     Returns:
-        The results of `ClassIncrementalLearner.run`.
+        The results of `ClassIncrementalLearner.run` with training.
     """
     import torch
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread
+    output, args = Path(output_dir), LearnerArguments(**SETTINGS, seed=seed, device="cpu", progress=progress)
     torch.manual_seed(seed)
     clip, processor = load_clip(demo_model_folder())
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=SUPPORT_RANK))
-    args = LearnerArguments(**SETTINGS, seed=seed, device="cpu", progress=progress)
-    learner = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS)
-    results = learner.run(digit_tasks(), output_dir)
-    plot_results(results, Path(output_dir) / "accuracy.png")
-    print(format_summary(results))
-    print(f"written: {Path(output_dir) / 'results.json'} and {Path(output_dir) / 'accuracy.png'}")
+    tasks = digit_tasks()
+    results = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS).run(tasks, output)
+    print("the same stream with nothing trained:")
+    clip, processor = load_clip(demo_model_folder())
+    frozen = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=CLASSIFIERS)
+    rows = {f"frozen {name}": block for name, block in frozen.run(tasks, output / "frozen")["classifiers"].items()}
+    together = results | {"classifiers": results["classifiers"] | rows}
+    plot_results(together, output / "accuracy.png")
+    print(format_summary(together))
+    print(f"written: {output / 'results.json'} and {output / 'accuracy.png'}")
     return results

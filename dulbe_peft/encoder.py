@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -13,21 +15,26 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, together, world
 from dulbe_peft.images import PixelDataset
-from dulbe_peft.interrupts import until_stopped
 from dulbe_peft.profiling import Profile
 from dulbe_peft.streams.names import format_prompts
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _leave_signals_to_the_main_process(_: int) -> None:
+    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
 class Encoder:
-    """A CLIP model's two towers over data sets and class names.
+    """A dual encoder's two towers over data sets and class names.
 
     Args:
-        clip: the CLIPModel, with its adapters.
+        clip: the model, with its adapters.
         processor: its processor.
         args: batch sizes, workers, cache, precision, prompts.
         device: where the model is.
@@ -44,7 +51,7 @@ class Encoder:
     @property
     def embed_dim(self) -> int:
         """d, width of the features."""
-        return int(self.clip.config.projection_dim)
+        return embed_dim(self.clip)
 
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
@@ -60,7 +67,7 @@ class Encoder:
     def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
         """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
-        size = self.clip.config.vision_config.image_size
+        size = image_size(self.clip, self.processor)
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
         return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
 
@@ -77,6 +84,8 @@ class Encoder:
                 pixels, _, _ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
+        # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
+        next(loaded, None)
 
     def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
         """Batches of this process's part of the images."""
@@ -92,10 +101,11 @@ class Encoder:
             batch_sampler=batches,
             num_workers=self.args.num_workers,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_main_process,
         )
         hidden = not self.args.progress or world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
-        return until_stopped(bar)
+        return cast(Iterable[Batch], bar)
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
@@ -122,9 +132,9 @@ class Encoder:
     # ------------------------------------------------------------------ class names
 
     def tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Token ids of the names' prompts, (names, longest prompt)."""
+        """What the text tower takes for the names' prompts; see `backbone.tokenize`."""
         prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
-        batch = tokenize(self.processor, prompts, self.clip.config.text_config.max_position_embeddings)
+        batch = tokenize(self.processor, prompts, self.clip)
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -137,6 +147,6 @@ class Encoder:
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
     def text_embeds(self, names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d), encoded in chunks padded to their longest prompt."""
+        """Unit text embeddings of classes, (classes, d), encoded in chunks."""
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
         return torch.cat([self.token_embeds(self.tokens(chunk)) for chunk in chunks])

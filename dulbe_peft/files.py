@@ -5,15 +5,24 @@ Tensor files are safetensors only, and finite.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
+
+
+def temporary_folder(path: Path) -> Path:
+    """A new folder beside `path`, in which its successor is written."""
+    return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -26,6 +35,17 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON with sorted keys, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written; one that was there is as it was.
+    """
+    with replacing(path) as temporary:
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
@@ -35,7 +55,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     with naming(path):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        folder = temporary_folder(path)
         temporary = folder / path.name
         try:
             temporary.touch()

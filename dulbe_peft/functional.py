@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.decompositions import EPS64, asymmetry, eigh, fix_signs, to_float64, top_eigenvectors
+from dulbe_peft.decompositions import EPS64, eigh, fix_signs, second_moment, to_float64, top_eigenvectors
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -31,7 +31,8 @@ def historical_support(
     """Dominant eigenvectors of an occupation statistic: the directions earlier tasks used.
 
     Args:
-        statistic: S, (d_in, d_in), symmetric positive semi-definite.
+        statistic: S, (d_in, d_in), symmetric positive semi-definite; or a factor F, (fewer than d_in, d_in), which
+            stands for S = F'F.
         support_rank: K_h, how many eigenvectors to take at most.
         residual_rank: r_R, how many dimensions must stay outside the support.
         name: what an error message calls the matrix.
@@ -41,25 +42,26 @@ def historical_support(
         of K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it may be 0.
 
     Raises:
-        ValueError: the matrix is not square, not finite, not symmetric positive semi-definite, or cannot be
-            decomposed.
+        ValueError: the matrix has more rows than columns, is not finite, is square but not symmetric positive
+            semi-definite, or cannot be decomposed.
 
     Reference:
         "Historical Visual-Mode Occupation", the eigendecomposition of S_<t.
     """
-    if statistic.ndim != 2 or statistic.shape[0] != statistic.shape[1]:
-        raise ValueError(f"{name} must be a square matrix, got shape {tuple(statistic.shape)}")
-    matrix = to_float64(statistic, name)
-    largest_entry = matrix.abs().max()
-    if asymmetry(statistic) > 1e-2 * largest_entry:
-        raise ValueError(f"{name} is not symmetric: expected a sum of X'X over input tokens")
-    width = matrix.shape[0]
-    count = max(0, min(support_rank, width - residual_rank))
-    eigenvalues, eigenvectors = top_eigenvectors(matrix, count, name, relative=width * EPS32)
-    if eigenvalues[-1] < -1e-2 * largest_entry:
-        lowest = eigenvalues[-1].item()
-        raise ValueError(f"{name} has eigenvalue {lowest:.3g}: expected a positive semi-definite sum of X'X")
-    return fix_signs(eigenvectors).to(statistic.device, torch.float32)
+    if statistic.ndim != 2 or statistic.shape[0] > statistic.shape[1]:
+        shape = f"got shape {tuple(statistic.shape)}"
+        raise ValueError(f"{name} must be a square matrix, or a factor of fewer rows than columns, {shape}")
+    rows, width = statistic.shape
+    count = max(0, min(support_rank, width - residual_rank, rows))
+    floor = width * EPS32
+    if rows == width:
+        _, vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=floor)
+    else:
+        # F'F has the eigenvalues of the small matrix FF'; an eigenvector w of FF' gives F'w of F'F.
+        factor = to_float64(statistic, name)
+        _, small = top_eigenvectors(factor @ factor.T, count, name, relative=floor)
+        vectors = torch.linalg.qr(F.normalize(factor.T @ small, dim=0)).Q
+    return fix_signs(vectors).to(statistic.device, torch.float32)
 
 
 def allocate_layer(
@@ -106,9 +108,9 @@ def allocate_layer(
         occupied = _check_support(support, width, residual_rank, name)
         inside = min(shared_rank, occupied.shape[1])
         response = matrix @ occupied
-        _, rotation = eigh(response.T @ response, f"U'G'GU of {name}")
+        _, rotation = eigh(response.T @ response, f"U'G'GU of {name}", inside)
         outside = _dominant_directions(matrix, occupied, residual_rank + shared_rank - inside, name)
-        shared = torch.cat([fix_signs(occupied @ rotation[:, :inside]), outside[:, residual_rank:]], dim=1)
+        shared = torch.cat([fix_signs(occupied @ rotation), outside[:, residual_rank:]], dim=1)
         residual = outside[:, :residual_rank]
     shared, residual = (basis.to(gradient.device, torch.float32).contiguous() for basis in (shared, residual))
     return shared, residual

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
@@ -19,14 +17,23 @@ from torch import nn
 from dulbe_peft import saving
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import check_clip_like, check_processor
-from dulbe_peft.classifiers import Classifier, make_classifiers
+from dulbe_peft.backbone import (
+    check_dual_encoder,
+    check_encoder,
+    check_processor,
+    check_statistics_tokens,
+    has_text,
+    logit_scale,
+)
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.devices import choose_device
 from dulbe_peft.distributed import agree, copy_from_main, on_main_process, refuse_sharded, together
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.profiling import Profile
 from dulbe_peft.run import run_stream
+from dulbe_peft.specs import parse_spec
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
@@ -43,9 +50,9 @@ class ClassIncrementalLearner:
     batch, all end with the same state, and one writes.
 
     Args:
-        model: `get_peft_model(clip, DualModeLoraConfig(...))`. A strategy that trains nothing, such as "frozen", also
-            takes the model without an adapter.
-        processor: a `CLIPProcessor`, or anything with `image_processor` and `tokenizer` as it has them.
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
+            strategy that trains nothing, such as "frozen", also takes `clip` itself.
+        processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge"; None makes one.
         args: settings; None takes the defaults.
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
@@ -86,23 +93,27 @@ class ClassIncrementalLearner:
         args = args or LearnerArguments()
         method = make_strategy(strategy)
         clip = _check_model(model, method)
-        check_processor(processor)
+        check_processor(processor, clip)
+        if method.adapts:
+            check_statistics_tokens(clip, args.statistics_tokens)
         filter_trackers(args.log_with, "runs")  # raises where accelerate does not know the tracker
-        self.device = _device(args)
+        self.device = choose_device(args.device)
         refuse_sharded(model)
         model = model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         self.encoder = Encoder(clip, processor, args, self.device)
-        self.logit_scale = math.exp(float(clip.logit_scale.detach()))
-        specs = method.classifiers if classifiers is None else classifiers
-        rows = [specs] if isinstance(specs, (str, Classifier)) else list(specs)
+        self.logit_scale = logit_scale(clip)
+        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers
         made = make_classifiers(
-            [head if head is not None and spec == "bridge" else spec for spec in rows],
+            _specs(method.classifiers if rows is None else rows, head, usual=rows is None and not has_text(clip)),
             self.encoder.embed_dim,
             self.logit_scale,
             {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         )
+        reads_text = [name for name, classifier in made.items() if classifier.needs_text]
+        if reads_text and not has_text(clip):
+            raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self._accelerator: Accelerator | None = None
 
@@ -147,6 +158,10 @@ class ClassIncrementalLearner:
         if not isinstance(head, BridgeEnsembleHead):
             raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
         return head
+
+    @head.setter
+    def head(self, head: BridgeEnsembleHead) -> None:
+        self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
 
     @property
     def memory(self) -> Memory | None:
@@ -195,8 +210,9 @@ class ClassIncrementalLearner:
         state = self.state
         if not state.goes_on:
             raise ValueError(
-                "this learner holds no statistics of its finished tasks (it was published without them): it can "
-                "predict and evaluate, but not tell which directions a new task may use"
+                f"this learner holds no statistics of its finished tasks, or nothing else that the strategy "
+                f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
+                "learn a further task"
             )
         with together():
             if isinstance(state.model, PeftModel):
@@ -207,7 +223,8 @@ class ClassIncrementalLearner:
             absent = [name for index, name in enumerate(names) if index not in present]
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
-            self.encoder.tokens((*self.class_names, *names))
+            if has_text(self.clip):
+                self.encoder.tokens((*self.class_names, *names))
         agree((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
@@ -231,18 +248,7 @@ class ClassIncrementalLearner:
             if self._accelerator:
                 self._accelerator.log(figures, step=steps)
 
-        trainer = TaskTrainer(
-            state.model,
-            self.encoder,
-            state.adapter,
-            state.strategy,
-            state.args,
-            self.logit_scale,
-            state.class_names,
-            len(state.tasks),
-            state.memory,
-            log,
-        )
+        trainer = TaskTrainer(state, self.encoder, self.logit_scale, log)
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
             classifiers = self._classifiers_after(state, teacher, features, images.labels, names)
@@ -259,8 +265,10 @@ class ClassIncrementalLearner:
     ) -> dict[str, Classifier]:
         """Every classifier with the new classes; the present ones stay as they are."""
         classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-        new_text = self.encoder.text_embeds(names)
-        old_text = self.encoder.text_embeds(state.class_names) if state.tasks else new_text[:0]
+        new_text = old_text = torch.zeros(0, self.encoder.embed_dim, device=features.device)
+        if any(classifier.needs_text for classifier in classifiers.values()):
+            new_text = self.encoder.text_embeds(names)
+            old_text = self.encoder.text_embeds(state.class_names) if state.tasks else old_text
         map_ = None
         if state.args.drift == "linear" and state.tasks and teacher is not None:
             map_ = linear_map(teacher, features)
@@ -493,8 +501,19 @@ def _check_model(model: Any, strategy: Strategy) -> Any:
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    check_clip_like(model)
+    if strategy.adapts:
+        check_dual_encoder(model)
+    else:
+        check_encoder(model)
     return model
+
+
+def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:
+    """What to make: a given head in place of "bridge"; with `usual`, only classifiers that need no text."""
+    chosen = [head if head is not None and row == "bridge" else row for row in rows]
+    if not usual:
+        return chosen
+    return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]
 
 
 def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -503,19 +522,3 @@ def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
         return None
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def _device(args: LearnerArguments) -> torch.device:
-    """The device that was asked for, in whichever processes the launcher started; accelerate joins them."""
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
-            raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if args.device not in ("auto", "cpu") and (found is None or found.type != args.device):
-        name = "none" if found is None else found.type
-        raise ValueError(f"device {args.device!r} was asked for, the accelerator of this machine is: {name}")
-    state = PartialState(cpu=args.device == "cpu")
-    if state.num_processes > 1:
-        return state.device
-    # accelerate's own device is that of the first learner in this Python process.
-    return torch.device("cpu") if args.device == "cpu" or found is None else found

@@ -19,12 +19,12 @@ from dulbe_peft import checkpoint, saving
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.interrupts import stop_between_batches
-from dulbe_peft.lock import only_process
+from dulbe_peft.files import write_json
 from dulbe_peft.profiling import Profile
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -34,7 +34,7 @@ from dulbe_peft.streams.tasks import Task
 
 TIMINGS_FILE = "timings.json"
 PROGRESS_FILE = "progress.json"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _TASK_FOLDER = r"task-\d{3,}"
 
@@ -67,7 +67,6 @@ def run_stream(
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     with ExitStack() as held:
-        held.enter_context(stop_between_batches())
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_occupy, output, held))
         return _run(learner, stream, output, resume)
@@ -75,7 +74,7 @@ def run_stream(
 
 def _occupy(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
-    held.enter_context(only_process(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
 
 
@@ -113,12 +112,12 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
         seconds = time.perf_counter() - started
         done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
         timings.append(done)
-        on_main_process(partial(checkpoint.write_json, output / TIMINGS_FILE, {"tasks": timings}))
+        on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
         _say(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
         if learner.state.args.profile:
             _say(learner.profile.table())
     results = _results(learner.state, progress, identity)
-    on_main_process(partial(checkpoint.write_json, output / RESULTS_FILE, results))
+    on_main_process(partial(write_json, output / RESULTS_FILE, results))
     return results
 
 
@@ -233,15 +232,16 @@ def _say(text: str) -> None:
         tqdm.write(text)
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    names = []
-    for part, value in current.items():
-        old = saved.get(part)
-        if isinstance(value, dict) and isinstance(old, dict):
-            names += [f"{part}.{key}" for key in sorted({*value, *old}) if value.get(key) != old.get(key)]
-        elif old != value:
-            names.append(part)
-    return names
+def _differences(saved: Any, current: Any, path: str = "") -> list[str]:
+    """Where two nested dictionaries differ, as dotted paths; parts that only `saved` has are left out at the top."""
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        return [] if saved == current else [path]
+    keys = {*saved, *current} if path else current
+    return [
+        name
+        for key in sorted(keys)
+        for name in _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -251,7 +251,7 @@ def _plain(value: Any) -> Any:
 def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
     def write(temporary: Path) -> None:
         saving.write(state, temporary)
-        checkpoint.write_json(temporary / PROGRESS_FILE, progress)
+        write_json(temporary / PROGRESS_FILE, progress)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
@@ -283,7 +283,7 @@ def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
 
 def _zero_shot(learner: StreamLearner, stream: list[Task]) -> list[float]:
     """A_t of the pristine model with the text embeddings of the classes seen by task t."""
-    if any(task.test is None for task in stream):
+    if any(task.test is None for task in stream) or not has_text(learner.state.base):
         return []
     return learner.zero_shot([(task.test, task.class_names) for task in stream])
 
@@ -318,11 +318,12 @@ def _results(state: LearnerState, progress: dict[str, Any], identity: dict[str, 
         if all("text_accuracy" in row for row in rows):
             results["text"] = _summary(rows, "text_accuracy")
         zero_shot = progress["zero_shot"]
-        results["zero_shot"] = {
-            "overall": zero_shot,
-            "average_accuracy": sum(zero_shot) / len(zero_shot),
-            "last_accuracy": zero_shot[-1],
-        }
+        if zero_shot:
+            results["zero_shot"] = {
+                "overall": zero_shot,
+                "average_accuracy": sum(zero_shot) / len(zero_shot),
+                "last_accuracy": zero_shot[-1],
+            }
     return results
 
 

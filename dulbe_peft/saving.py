@@ -26,13 +26,12 @@ from dulbe_peft import checkpoint, hub
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import check_clip_like, load_clip, load_processor
+from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
-from dulbe_peft.files import read_tensors, tensor_shapes, write_tensors
-from dulbe_peft.lock import commit_alone
+from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, make_strategy
@@ -61,7 +60,7 @@ _STATE_DEFAULTS: dict[str, Any] = {"base_model": None, "classifiers": ["bridge"]
 
 def save(state: LearnerState, folder: Path) -> None:
     """Write a learner into a folder of its own, put in place whole."""
-    on_main_process(partial(commit_alone, folder, partial(write, state), _manifest_fields(state)))
+    on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
 
 
 def write(state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None) -> None:
@@ -92,7 +91,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
         "tasks": [list(task) for task in state.tasks],
     }
-    checkpoint.write_json(folder / LEARNER_FILE, content)
+    write_json(folder / LEARNER_FILE, content)
 
 
 def _write_memory(state: LearnerState, folder: Path) -> None:
@@ -123,7 +122,7 @@ def push(
     def fill(folder: Path) -> None:
         write(state, folder, statistics, model_card(state, repo_id, statistics, results, dataset_name))
         if results is not None:
-            checkpoint.write_json(folder / RESULTS_FILE, results)
+            write_json(folder / RESULTS_FILE, results)
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "learner"
@@ -164,8 +163,8 @@ def _listed(folder: Path) -> set[str]:
     if strange or LEARNER_FILE not in files:
         kinds = ", ".join(sorted(READABLE))
         raise CheckpointError(
-            f"{folder / MANIFEST} lists {strange[:3] or sorted(files)[:3]}: a learner consists of {kinds} files, and "
-            f"{LEARNER_FILE} is one of them"
+            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted({LEARNER_FILE} - files)}: a learner consists "
+            f"of {kinds} files, and {LEARNER_FILE} is needed"
         )
     return files
 
@@ -211,7 +210,7 @@ def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> Learner
         }
         memory = _read_memory(state, folder)
     names = [name for task in saved["tasks"] for name in task]
-    width = state.base.config.projection_dim
+    width = embed_dim(state.base)
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(
@@ -311,7 +310,7 @@ def _load_base(folder: Path, config: DualModeLoraConfig | None, saved: dict[str,
     revision = config.revision if config is not None else named.get("revision")
     if not name:
         raise ValueError(f"{folder} names no base model: pass base_model")
-    return load_clip(name, revision, attn_implementation=saved["attn_implementation"])[0]
+    return load_dual_encoder(name, revision, attn_implementation=saved["attn_implementation"])[0]
 
 
 @contextmanager
@@ -332,10 +331,10 @@ def _undone_on_error(base_model: nn.Module) -> Iterator[None]:
 
 def _check_base_model(base_model: Any) -> None:
     if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a CLIPModel or None, got {base_model!r:.100}")
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
-    check_clip_like(base_model)
+    check_encoder(base_model)
 
 
 def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:

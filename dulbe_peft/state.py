@@ -86,4 +86,5 @@ class LearnerState:
     @property
     def goes_on(self) -> bool:
         """Whether the learner holds what its strategy needs to learn a further task."""
-        return not (self.tasks and self.strategy.remembers_inputs and not self.memory)
+        keeps = type(self.strategy).remember is not Strategy.remember
+        return not (self.tasks and keeps and not self.memory)

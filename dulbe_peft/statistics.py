@@ -1,7 +1,11 @@
 """What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
 
-Layers that read the same tensor (q, k and v of an attention block) share one matrix. A compact form, off by default,
-keeps a sketch of wide matrices, see [`dulbe_peft.sketch`].
+Layers that read the same tensor (q, k and v of an attention block) share one matrix.
+
+A sketch, off by default, keeps of each wide S a factor F of fewer rows, with F'F near S. The sums of one task are
+always exact. When they are added, F'F + X'X is cut to its leading directions, and the largest eigenvalue e that the
+cut leaves out is added to a bound: F <- `cut`(F'F + X'X), error <- error + e. Each cut takes away between 0 and e in
+every direction, so after any number of tasks 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
 """
 
 from __future__ import annotations
@@ -10,22 +14,22 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dulbe_peft.decompositions import asymmetry
-from dulbe_peft.distributed import copy_from_main, gather_rows, on_main_process, sum_over_processes, world
+from dulbe_peft.decompositions import asymmetry, cut, to_float64
+from dulbe_peft.distributed import on_main_process, sum_over_processes
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
-from dulbe_peft.sketch import extend, shrink
 
 FORMAT = "dulbe-occupation-statistics-1"
 SKETCH_FORMAT = "dulbe-occupation-sketch-1"
 TOKENS = ("all", "cls", "patch")
-# S and 0, or a sketch and its error.
+# S and 0, or F and its error.
 Term = tuple[torch.Tensor, float]
 
 
@@ -35,8 +39,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
 
     Args:
-        sketch_rows: None keeps every S exactly. A number keeps, of every S wider than that, an approximation: a factor
-            F (sketch_rows, d_in), float32, instead, with F'F close to S from below.
+        sketch_rows: None keeps every S exactly. With a number, a factor F (sketch_rows, d_in), float32, stands for
+            every S wider than that; see the top of this file.
 
     Raises:
         ValueError: `sketch_rows` is not positive.
@@ -84,7 +88,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     @property
     def errors(self) -> dict[str, float]:
-        """By layer, the most that x'Sx may exceed x'F'Fx for a unit x, but for rounding; 0 where S itself is kept."""
+        """Layer name -> the most by which x'Sx exceeds x'F'Fx for a unit x, up to rounding; 0 where S is exact."""
         return {name: self._errors.get(names[0], 0.0) for names in self.groups for name in names}
 
     @property
@@ -93,7 +97,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return sum(self._matrices[names[0]].nbytes for names in self.groups)
 
     def update(self, names: str | Sequence[str], tokens: torch.Tensor) -> None:
-        """S += X'X for one layer, or for layers that read the same tensor.
+        """S += X'X for one layer, or for layers that read the same tensor; a sketch is cut at each call.
 
         Args:
             names: one layer's name, or those of all layers that share the matrix.
@@ -107,80 +111,81 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
             kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
             raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
-        term = _extend(None, tokens, self.sketch_rows, f"input of layer {group[0] if group else ''!r}")
-        _mirror(term)
-        self._add({group: term})
+        self._add({group: (_mirrored(_accumulate(None, tokens)), 0.0)})
 
     def merge(self, other: OccupationStatistics) -> None:
-        """Add another's sums, matrix by matrix.
+        """Add another's sums, matrix by matrix: exact ones, or sketches of as many rows.
 
         Raises:
-            ValueError: a layer's width or its sharing differs, a sum overflows, or one keeps sketches of other sizes.
-                Nothing is changed then.
+            ValueError: a layer's width or its sharing differs, a sum overflows, or `other` has sketches and this one
+                is exact or has other rows. Nothing is changed then.
         """
-        if other.sketch_rows != self.sketch_rows:
+        if other.sketch_rows not in (None, self.sketch_rows):
             raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
-        self._add({names: other._term(names[0]) for names in other.groups}, copy=True)
-
-    def _term(self, name: str) -> Term:
-        return self._matrices[name], self._errors.get(name, 0.0)
+        terms = {names: (other[names[0]], other._errors.get(names[0], 0.0)) for names in other.groups}
+        self._add(terms, copy=True)
 
     def _add(self, terms: Mapping[tuple[str, ...], Term], copy: bool = False) -> None:
         """Add terms, all or none; a new one is kept as it is, or as a copy."""
-        known = {frozenset(names): names for names in self.groups}
-        sums: dict[tuple[str, ...], Term] = {}
+        sketches: dict[tuple[str, ...], Term] = {}
         for names, (term, error) in terms.items():
-            if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-                raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
-            present = [name for name in names if name in self._matrices]
-            if present and frozenset(names) not in known:
-                shared = next(group for group in self.groups if present[0] in group)
-                raise ValueError(f"layers {list(names)} read one tensor, but {list(shared)} share one matrix so far")
+            self._check(names, term)
             old = self._matrices.get(names[0])
-            if old is not None and old.shape != term.shape:
-                raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
-            label = f"input of layer {names[0]!r}"
-            if old is not None and _is_sketch(old):
-                leader = known[frozenset(names)][0]
-                factor, lost = shrink(torch.cat([old, term.to(old.device)]), len(old), label)
-                sums[names] = factor, self._errors[leader] + error + lost
-                continue
-            # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
-            told = term if _is_sketch(term) else term.diagonal()
-            if not torch.isfinite(told if old is None else told.to(old.device) + old.diagonal()).all():
-                raise ValueError(f"{label} holds NaN or infinity, or its squares overflow float32")
+            if self.sketch_rows and term.shape[1] > self.sketch_rows and not (old is None and _is_sketch(term)):
+                home = term if old is None else old
+                total = _square(term.to(home.device)) + (0 if old is None else _square(old))
+                factor, lost = cut(total, self.sketch_rows, f"input of layer {names[0]!r}")
+                sketches[names] = factor.to(home), self.errors.get(names[0], 0.0) + error + lost
         for names, (term, error) in terms.items():
-            if names in sums:
-                self._set(known[frozenset(names)], *sums[names])
+            if names in sketches:
+                self._set(names, *sketches[names])
             elif names[0] in self._matrices:
                 self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
             else:
                 self._set(names, term.clone() if copy else term, error)
 
-    def _set(self, names: tuple[str, ...], matrix: torch.Tensor, error: float) -> None:
+    def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
+        """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
+        if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
+        for group in self.groups:
+            if not set(group).isdisjoint(names) and set(group) != set(names):
+                raise ValueError(f"layers {list(names)} read one tensor, but {list(group)} share one matrix so far")
+        old = self._matrices.get(names[0])
+        if old is not None and old.shape[1] != term.shape[1]:
+            raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
+        # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
+        told = term if _is_sketch(term) else term.diagonal()
+        if old is not None and not _is_sketch(old):
+            told = told.to(old.device) + old.diagonal()
+        if not torch.isfinite(told).all():
+            raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
+
+    def _set(self, names: tuple[str, ...], matrix: torch.Tensor, error: float = 0.0) -> None:
+        """Put one matrix in for layers that share it; errors are kept under the name that came first."""
         self._matrices.update(dict.fromkeys(names, matrix))
         if _is_sketch(matrix):
-            self._errors[names[0]] = error
+            leader = next(name for name in self._matrices if name in names)
+            self._errors[leader] = error
 
     def sum_over_processes(self, device: torch.device) -> None:
         """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
 
         A process that had no image may be empty; the first one is not.
+
+        Raises:
+            ValueError: these statistics are a sketch.
         """
+        if self.sketch_rows is not None:
+            raise ValueError(
+                f"statistics with sketch_rows {self.sketch_rows} cannot be summed over processes: collect into "
+                "OccupationStatistics(), sum that, and merge it into the sketch"
+            )
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
-                self._set(names, torch.zeros(shape, device=device), 0.0)
-            matrix = self._matrices[names[0]]
-            if not _is_sketch(matrix):
-                sum_over_processes([matrix])
-            elif world()[1] > 1:
-                rows = gather_rows(matrix, len(matrix) * world()[1])
-                factor, lost = shrink(rows, len(matrix), f"input of layer {names[0]!r}")
-                error = torch.tensor(self._errors[names[0]], device=device, dtype=torch.float64)
-                sum_over_processes([error])
-                copy_from_main([factor])
-                self._set(names, factor, on_main_process(lambda e=error, d=lost: float(e) + d))  # type: ignore[misc]
+                self._set(names, torch.zeros(shape, device=device))
+            sum_over_processes([self._matrices[names[0]]])
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata.
@@ -243,13 +248,14 @@ def collect_statistics(
 ) -> OccupationStatistics:
     """Add the input tokens of every adapted layer, over all batches, to the statistics.
 
-    The model runs in evaluation mode and without gradients; the mode of every module is restored.
+    The sum over the batches is exact; a sketch is cut once, when that sum is added to it. The model runs in
+    evaluation mode and without gradients; the mode of every module is restored.
 
     Args:
         model: has `dual_mode_layers()`, a mapping layer name -> module, as a model from `get_peft_model` does.
         batches: any iterable; each element is handed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to.
+        into: statistics to add to, exact or a sketch.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
         max_tokens_per_batch: take at most this many tokens of a batch, drawn at random; None takes all.
@@ -272,14 +278,14 @@ def collect_statistics(
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     if not layers:
         raise ValueError("model has no dual-mode layer to collect statistics of")
-    collector = _Collector(tokens, max_tokens_per_batch, seed, into.sketch_rows)
+    collector = _Collector(tokens, max_tokens_per_batch, seed)
     modes = {module: module.training for module in model.modules()}
     handles = []
     count = 0
     model.eval()
     try:
         for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(partial(collector.add, name), with_kwargs=True))
         for batch in batches:
             forward_fn(model, batch)
             count += 1
@@ -293,31 +299,26 @@ def collect_statistics(
     unreached = [name for name in layers if name not in collector.leader_of]
     if unreached:
         raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
-    into._add(collector.terms())
+    into._add({names: (total, 0.0) for names, total in collector.totals().items()})
     return into
 
 
 class _Collector:
     """Accumulates X'X once for all layers that are handed the same tensor object."""
 
-    def __init__(self, tokens: str, max_tokens: int | None, seed: int, sketch_rows: int | None) -> None:
+    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
         self.tokens = tokens
         self.max_tokens = max_tokens
-        self.sketch_rows = sketch_rows
         self.generator = torch.Generator().manual_seed(seed)
         self.leader_of: dict[str, str] = {}
-        self.sums: dict[str, Term] = {}
+        self.sums: dict[str, torch.Tensor] = {}
         # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
         # memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
-    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def accumulate(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.add(name, args[0] if args else next(iter(kwargs.values())))
-
-        return accumulate
-
-    def add(self, name: str, hidden: torch.Tensor) -> None:
+    def add(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook that reads what a layer is about to be given."""
+        hidden: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
         if name not in self.leader_of:
             same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
             self.leader_of[name] = next(same, name)
@@ -329,8 +330,7 @@ class _Collector:
                 )
             return
         self.inputs[name] = weakref.ref(hidden)
-        rows = self._select(name, hidden)
-        self.sums[name] = _extend(self.sums.get(name), rows, self.sketch_rows, f"input of layer {name!r}")
+        self.sums[name] = _accumulate(self.sums.get(name), self._select(name, hidden))
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":
@@ -343,25 +343,21 @@ class _Collector:
         chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
         return rows[chosen.to(rows.device)]
 
-    def terms(self) -> dict[tuple[str, ...], Term]:
-        for total in self.sums.values():
-            _mirror(total)
+    def totals(self) -> dict[tuple[str, ...], torch.Tensor]:
         groups: dict[str, list[str]] = {}
         for name, leader in self.leader_of.items():
             groups.setdefault(leader, []).append(name)
-        return {tuple(names): self.sums[leader] for leader, names in groups.items()}
+        return {tuple(names): _mirrored(self.sums[leader]) for leader, names in groups.items()}
 
 
 def _is_sketch(matrix: torch.Tensor) -> bool:
     return matrix.shape[0] < matrix.shape[1]
 
 
-def _extend(term: Term | None, tokens: torch.Tensor, sketch_rows: int | None, name: str) -> Term:
-    """The term plus X'X, exactly or as a sketch."""
-    total, error = (None, 0.0) if term is None else term
-    if sketch_rows is None or tokens.shape[-1] <= sketch_rows:
-        return _accumulate(total, tokens), error
-    return extend(total, error, tokens, sketch_rows, name)
+def _square(matrix: torch.Tensor) -> torch.Tensor:
+    """S in float64, from S itself or from its factor."""
+    matrix = to_float64(matrix, "statistic")
+    return matrix.T @ matrix if _is_sketch(matrix) else matrix
 
 
 def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -374,15 +370,13 @@ def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tenso
     return total
 
 
-def _mirror(term: Term) -> None:
-    """Copy the upper triangle into the lower one, in place."""
-    total, _ = term
-    if _is_sketch(total):
-        return
+def _mirrored(total: torch.Tensor) -> torch.Tensor:
+    """The matrix with its upper triangle copied into the lower one, in place."""
     for block in _blocks(len(total)):
         square = total[block, block]
         square.copy_(square.triu() + square.triu(1).T)
         total[block.stop :, block] = total[block, block.stop :].T
+    return total
 
 
 def _blocks(width: int) -> list[slice]:

@@ -24,50 +24,33 @@ from dulbe_peft.distributed import on_main_process, own_part, sum_over_processes
 from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import cross_modal_loss
 from dulbe_peft.images import PixelDataset
+from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
-from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step, Strategy
+from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
 
 Log = Callable[[dict[str, float], int], None]
 
 
 class TaskTrainer:
-    """Trains the adapter on one task.
+    """Learns one task with a strategy.
 
     Args:
-        model: the whole model, with its adapter.
+        state: the learner before the task.
         encoder: the model's towers.
-        adapter: the tuner; None where the strategy trains nothing.
-        strategy: the method.
-        args: the learner's settings.
         logit_scale: tau.
-        seen: the classes of all finished tasks.
-        index: how many tasks are finished.
-        memory: what the strategy kept of them.
         log: called with the figures of every epoch and the number of its steps.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        encoder: Encoder,
-        adapter: DualModeLoraModel | None,
-        strategy: Strategy,
-        args: LearnerArguments,
-        logit_scale: float,
-        seen: Sequence[str],
-        index: int,
-        memory: Memory | None,
-        log: Log,
-    ) -> None:
-        self.model = model
+    def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
+        self.model = state.model
+        self.adapter = state.adapter
+        self.strategy = state.strategy
+        self.args = state.args
+        self.memory = state.memory
+        self.seen = state.class_names
+        self.index = len(state.tasks)
         self.encoder = encoder
-        self.adapter = adapter
-        self.strategy = strategy
-        self.args = args
         self.logit_scale = logit_scale
-        self.seen = seen
-        self.index = index
-        self.memory = memory
         self.log = log
 
     def learn(
@@ -83,18 +66,12 @@ class TaskTrainer:
             The images' features by the model before the task, (n, d), or None where nobody needs them; their features
             by the finished model, (n, d); and what the strategy keeps.
         """
-        drifts = self.args.drift != "none" and self.index > 0
         if self.adapter is None or not self.strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
-        task = NewTask(self.index, self.adapter, self.args, self.memory)
-        teacher = self._measure(task, images, names, drifts)
-        with self.encoder.profile.phase("allocate"):
-            modes = on_main_process(lambda: _on_cpu(self.strategy.plan(task)))
-            if modes is not None:
-                self.adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+        task, teacher = self.begin(self.adapter, images, names)
         with self.encoder.profile.phase("train"), self.encoder.keep_graphs():
-            self._train(task, images, names, teacher)
+            self.train(task, images, names, teacher)
         with torch.no_grad():
             self.strategy.finish(task)
         if self.strategy.folds:
@@ -103,6 +80,19 @@ class TaskTrainer:
             features, inputs = self._pass(images, "close", self.strategy.remembers_inputs)
             memory = self.strategy.remember(task, inputs)
         return teacher, features, memory
+
+    def begin(
+        self, adapter: DualModeLoraModel, images: PixelDataset, names: Sequence[str]
+    ) -> tuple[NewTask, torch.Tensor | None]:
+        """Measure the new task and install its bases; returns it with the teacher's features, (n, d), or None."""
+        drifts = self.args.drift != "none" and self.index > 0
+        task = NewTask(self.index, adapter, self.args, self.memory)
+        teacher = self._measure(task, images, names, drifts)
+        with self.encoder.profile.phase("allocate"):
+            modes = on_main_process(lambda: _on_cpu(self.strategy.plan(task)))
+            if modes is not None:
+                adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+        return task, teacher
 
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
@@ -168,7 +158,8 @@ class TaskTrainer:
 
     # ------------------------------------------------------------------ training
 
-    def _train(self, task: NewTask, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor | None) -> None:
+    def train(self, task: NewTask, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor | None) -> None:
+        """All steps of a task, from the bases that `begin` installed."""
         args, encoder = self.args, self.encoder
         old_text = self._old_text()
         tokens, text = encoder.tokens(names), None
@@ -184,7 +175,7 @@ class TaskTrainer:
             while not self.strategy.stop_early(task, epoch, wrong_logit) and epoch < epochs:
                 self.model.train()
                 losses = []
-                order = self._order(len(images), epoch)
+                order = epoch_order(len(images), args.seed, self.index, epoch)
                 title = self._title(f"epoch {epoch + 1}/{epochs}")
                 for batch in encoder.training_batches(images, title, order):
                     if text is None or text.requires_grad:
@@ -239,18 +230,19 @@ class TaskTrainer:
         self.model.train(training)
         return ((logits.sum() - right) / max(1, logits.numel() - len(logits))).item()
 
-    def _order(self, size: int, epoch: int) -> list[int]:
-        """The order of one epoch, a function of the seed, the task and the epoch alone."""
-        state = np.random.SeedSequence([self.args.seed, self.index, epoch]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
-        return torch.randperm(size, generator=generator).tolist()
-
     def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
         finite = torch.isfinite(losses)
         if not finite.all():
             step = int((~finite).nonzero()[0])
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
         self.log({"loss": losses.mean().item(), "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+
+
+def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
+    """The order of a task's images in one epoch, a function of the seed, the task and the epoch alone."""
+    state = np.random.SeedSequence([seed, task, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
+    return torch.randperm(size, generator=generator).tolist()
 
 
 class _Schedule:

@@ -33,7 +33,7 @@ def main() -> None:
     images = [sample["image"] for sample in samples]
     pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
     labels = torch.tensor([sample["label"] for sample in samples])
-    tokens = tokenize(processor, [f"a photo of the digit {name}." for name in DIGITS], 77)
+    tokens = tokenize(processor, [f"a photo of the digit {name}." for name in DIGITS], clip)
     tau = clip.logit_scale.exp().item()
 
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)

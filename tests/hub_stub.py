@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+
 OWNER = "someone"
 
 
@@ -184,3 +186,16 @@ def serve():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def on_this_process(monkeypatch, folder):
+    """A Hub without repositories that this process's client talks to, with an empty cache in `folder`."""
+    with serve() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        yield hub

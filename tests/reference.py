@@ -6,6 +6,7 @@ The library's code must give the same numbers; nothing here is imported by it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -23,6 +24,18 @@ def support(statistic: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
     values, vectors = torch.linalg.eigh(statistic.double())
     order = values.argsort(descending=True)
     return vectors[:, order[:rank]], values[order]
+
+
+def cut_sum(tasks: list[torch.Tensor], rows: int) -> tuple[torch.Tensor, float]:
+    """S of several tasks, cut to `rows` eigenvectors after each, and the sum of the largest values left out."""
+    kept = torch.zeros(tasks[0].shape[-1], tasks[0].shape[-1], dtype=torch.float64)
+    error = 0.0
+    for tokens in tasks:
+        total = kept + occupation(tokens)
+        vectors, values = support(total, rows)
+        kept = sum(value * torch.outer(v, v) for value, v in zip(values[:rows], vectors.T, strict=True))
+        error += max(0.0, float(values[rows]))
+    return kept, error
 
 
 def first_task_bases(
@@ -115,3 +128,65 @@ class Head:
                 total += weight * torch.tensor(self.depth_logits(image, depth), dtype=torch.float64)
             rows.append(total)
         return torch.stack(rows)
+
+
+# ---------------------------------------------------------------------- classifiers, on all images at once
+
+
+def unit(rows: torch.Tensor) -> torch.Tensor:
+    return torch.stack([row / row.norm() for row in rows.double()])
+
+
+def class_mean_logits(images: torch.Tensor, labels: list[int], tests: torch.Tensor, scale: float) -> torch.Tensor:
+    """tau z . v_c, v_c the direction of the class's mean."""
+    images, columns = unit(images), []
+    for label in range(max(labels) + 1):
+        mean = sum(row for row, own in zip(images, labels, strict=True) if own == label)
+        columns.append(unit(tests) @ (mean / mean.norm()))
+    return scale * torch.stack(columns, dim=1)
+
+
+def oas(covariance: torch.Tensor, samples: int) -> float:
+    """Chen et al., 2010, equation 23."""
+    d, trace, square = len(covariance), covariance.trace().item(), (covariance @ covariance).trace().item()
+    value = ((1 - 2 / d) * square + trace**2) / ((samples + 1 - 2 / d) * (square - trace**2 / d))
+    return min(value, 1.0)
+
+
+def lda_logits(images: torch.Tensor, labels: list[int], tests: torch.Tensor, shrinkage: float | None) -> torch.Tensor:
+    """z' Sigma^-1 mu_c - mu_c' Sigma^-1 mu_c / 2 with the shrunk pooled covariance; None: by OAS."""
+    images, classes = unit(images), max(labels) + 1
+    d = images.shape[1]
+    means = [images[[i for i, own in enumerate(labels) if own == c]].mean(dim=0) for c in range(classes)]
+    scatter = torch.zeros(d, d, dtype=torch.float64)
+    for row, own in zip(images, labels, strict=True):
+        scatter += torch.outer(row - means[own], row - means[own])
+    pooled = scatter / (len(images) - classes)
+    shrinkage = oas(pooled, len(images) - classes) if shrinkage is None else shrinkage
+    covariance = (1 - shrinkage) * pooled + shrinkage * pooled.trace() / d * torch.eye(d, dtype=torch.float64)
+    inverse = torch.linalg.inv(covariance)
+    return torch.stack([unit(tests) @ inverse @ mean - mean @ inverse @ mean / 2 for mean in means], dim=1)
+
+
+def ridge_scores(
+    images: torch.Tensor, labels: list[int], tests: torch.Tensor, ridge: float, lift: Callable = lambda x: x
+) -> torch.Tensor:
+    """h' (H'H + lambda I)^-1 H'Y, with one-hot Y."""
+    lifted = lift(unit(images))
+    truth = torch.zeros(len(labels), max(labels) + 1, dtype=torch.float64)
+    for row, own in enumerate(labels):
+        truth[row, own] = 1
+    inverse = torch.linalg.inv(lifted.T @ lifted + ridge * torch.eye(lifted.shape[1], dtype=torch.float64))
+    return lift(unit(tests)) @ inverse @ lifted.T @ truth
+
+
+def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> float:
+    """Expected calibration error: mean gap between confidence and accuracy over equal bins of confidence."""
+    confidence, chosen = probabilities.double().max(dim=1)
+    right, total = (chosen == labels).double(), 0.0
+    for number in range(bins):
+        inside = (confidence > number / bins) & (confidence <= (number + 1) / bins)
+        if inside.any():
+            gap = abs(right[inside].mean().item() - confidence[inside].mean().item())
+            total += gap * inside.double().mean().item()
+    return total

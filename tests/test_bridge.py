@@ -264,9 +264,7 @@ def test_forward_and_set_text_embeds_refuse(head):
     ("kwargs", "message"),
     [
         ({"embed_dim": 1}, "embed_dim"),
-        ({"embed_dim": 8.0}, "embed_dim"),
-        ({"num_depths": 1}, "num_depths must be an int of at least 2"),
-        ({"num_depths": True}, "num_depths"),
+        ({"num_depths": 1}, "num_depths must be at least 2"),
         ({"depths": []}, "depths"),
         ({"depths": [0.5, 1.5]}, "depths"),
         ({"depths": [NAN]}, "depths"),

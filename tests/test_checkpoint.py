@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import dulbe_peft
+from dulbe_peft import checkpoint
 from dulbe_peft.checkpoint import (
     CheckpointError,
     clear_leftovers,
+    commit_alone,
     commit_folder,
+    exclusive,
     library_versions,
     read_manifest,
-    write_json,
 )
+from dulbe_peft.files import write_json
 
 
 def fill(text):
@@ -202,19 +208,116 @@ def test_json_is_whole_or_as_it_was(tmp_path):
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    for name in (".task-003.a1b2c3d4", ".task-002.a1b2c3d4.old", ".results.json.__345678", "task-002", ".task-003"):
+    ours = ["task-003.dulbe-tmp-a1b2c3d4", "task-002.dulbe-tmp-a1b2c3d4.old", "results.json.dulbe-tmp-__345678"]
+    others = ["other.dulbe-tmp-a1b2c3d4", "task-003.20251121", "task-003.20251121.old", "task-003.dulbe-tmp-short"]
+    for name in ("task-002", ".task-003", *(f".{name}" for name in ours + others[:2])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    for name in (".lock", ".task-003.short", ".other.a1b2c3d4", ".task-004.a1b2c3d4"):
+    for name in (".lock", ".task-004.dulbe-tmp-a1b2c3d4", *(f".{name}" for name in others[2:])):
         (tmp_path / name).write_text(name)
     clear_leftovers(tmp_path, r"task-\d+|results\.json")
-    left = {".lock", ".task-003.short", ".other.a1b2c3d4", ".task-003", "task-002"}
+    left = {".lock", ".task-003", "task-002", *(f".{name}" for name in others)}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_a_folder_that_stepped_aside_for_one_that_never_came_is_put_back(folder):
     before = content(folder)
-    os.replace(folder, folder.with_name(".saved.a1b2c3d4.old"))
-    folder.with_name(".saved.a1b2c3d4").mkdir()
+    os.replace(folder, folder.with_name(".saved.dulbe-tmp-a1b2c3d4.old"))
+    folder.with_name(".saved.dulbe-tmp-a1b2c3d4").mkdir()
     clear_leftovers(folder.parent, "saved")
     assert content(folder) == before and [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+# ---------------------------------------------------------------------- one holder at a time
+
+
+def refused(path):
+    with pytest.raises(CheckpointError) as caught, exclusive(path, "folder 'x'"):
+        pass
+    return str(caught.value)
+
+
+def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
+    path = tmp_path / "new" / "lock"
+    with pytest.raises(ZeroDivisionError), exclusive(path, "folder 'x'"):
+        assert path.read_bytes() == b""
+        with ThreadPoolExecutor(1) as pool:
+            said = [refused(path), pool.submit(refused, path).result()]
+        assert all("folder 'x' is in use" in text and "choose another folder" in text for text in said)
+        assert path.exists(), "one that was refused removed it"
+        _ = 1 / 0
+    assert not path.exists()
+    path.touch()  # as a killed process leaves it
+    with exclusive(path, "folder 'x'"):
+        refused(path)
+    assert not path.exists()
+
+
+def hold(path, ready):
+    with exclusive(path, "x"):
+        ready.set()
+        time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    processes = multiprocessing.get_context("forkserver")
+    ready = processes.Event()
+    child = processes.Process(target=hold, args=(tmp_path / "lock", ready))
+    child.start()
+    try:
+        assert ready.wait(60)
+        assert "in use" in refused(tmp_path / "lock")
+    finally:
+        child.kill()
+        child.join()
+    with exclusive(tmp_path / "lock", "x"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["absent", "empty", "full"])
+def test_a_link_in_the_lock_s_place_is_not_followed(tmp_path, monkeypatch, target):
+    if target != "absent":
+        (tmp_path / "target").write_text("all of it" if target == "full" else "")
+    (tmp_path / "lock").symlink_to(tmp_path / "target")
+    before = content(tmp_path)
+    assert f"{tmp_path / 'lock'} is not an empty file, as a lock is" in refused(tmp_path / "lock")
+    # Also one that comes between the look and the opening.
+    monkeypatch.setattr(checkpoint, "_absent_or_empty", lambda _: True)
+    with pytest.raises(OSError, match="lock"), exclusive(tmp_path / "lock", "x"):
+        pass
+    assert content(tmp_path) == before and (tmp_path / "lock").is_symlink()
+
+
+def test_a_file_of_others_in_the_lock_s_place_is_kept(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text("all of it")
+    assert "move it away" in refused(path) and path.read_text() == "all of it"
+    path.unlink()
+    for text in ("all of it", ""):
+        with exclusive(path, "x"):
+            path.unlink()
+            path.write_text(text)
+        assert path.read_text() == text
+        path.unlink()
+
+
+def test_saving_refuses_a_second_writer_and_removes_what_killed_ones_left(tmp_path):
+    folder = tmp_path / "saved"
+    commit_alone(folder, fill("old"), {})
+    folder.rename(tmp_path / ".saved.dulbe-tmp-a1b2c3d4.old")
+    (tmp_path / ".saved.dulbe-tmp-a1b2c3d4").mkdir()
+
+    def fail(_):
+        with pytest.raises(CheckpointError, match="saved is in use"):
+            commit_alone(folder, fill("other"), {})
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        commit_alone(folder, fail, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert read_manifest(folder) and (folder / "inner" / "a.txt").read_text() == "old"
+    commit_alone(folder, fill("new"), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (folder / "inner" / "a.txt").read_text() == "new"

@@ -61,6 +61,31 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys):
     assert f"relative error {report['relative_error']:.2e} over all layers" in capsys.readouterr().out
 
 
+def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys):
+    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
+    choice = ["--strategy", "frozen", "--classifiers", "ranpac:features=64,seed=1,lda"]
+    assert main([*base, *choice, "--output", str(tmp_path / "frozen")]) == 0
+    said = capsys.readouterr().out
+    assert "RanPAC" in said and "LDA" in said and "bridge" not in said
+    results = json.loads((tmp_path / "frozen" / "results.json").read_text())
+    assert results["strategy"] == {"name": "frozen"} and list(results["classifiers"]) == ["lda", "ranpac"]
+    saved = json.loads((tmp_path / "frozen" / "task-002" / "learner.json").read_text())
+    assert saved["classifiers"] == ["ranpac", "lda"]  # the first one is what predict uses
+    config = json.loads((tmp_path / "frozen" / "task-002" / "ranpac_config.json").read_text())
+    assert (config["features"], config["seed"]) == (64, 1)
+    assert main(["evaluate", str(tmp_path / "frozen" / "task-002"), "--data", str(folders)]) == 0
+    assert set(json.loads(capsys.readouterr().out)["classifiers"]) == {"ranpac", "lda"}
+    assert main(["export", str(tmp_path / "frozen" / "task-002"), str(tmp_path / "lora")]) == 2
+    assert "has no adapter to export" in capsys.readouterr().err
+
+    assert main([*base, "--strategy", "bofa", "--output", str(tmp_path / "bofa"), "--increment", "4"]) == 0
+    adapter = json.loads((tmp_path / "bofa" / "task-001" / "adapter_config.json").read_text())
+    assert adapter["target_modules"] == ["visual_projection"]  # the strategy's own, where the user names none
+    capsys.readouterr()
+    assert main([*base, "--strategy", "frosen", "--output", str(tmp_path / "x")]) == 2
+    assert "did you mean 'frozen'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("order", ["two\none\n\nthree\nzero\n", "2\n0\n1\n3"])
 def test_class_order_from_a_file(folders, tmp_path, order):
     """Names, or numbers of the classes in sorted order: one, three, two, zero."""
@@ -161,6 +186,20 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
 
 def test_other_commands_stop_without_advice(capsys, monkeypatch):
     monkeypatch.setattr(cli, "_env", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert main(["env"]) == 143
+    assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
+
+
+def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
+    """A scheduler's SIGTERM reaches the processes that read images, too, and the end of one is an error."""
+
+    def call(_):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ChildProcessError("a process that reads images died") from None
+
+    monkeypatch.setattr(cli, "_env", call)
     assert main(["env"]) == 143
     assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 

@@ -104,28 +104,6 @@ def test_support_refuses_what_is_no_statistic(matrix, message):
         historical_support(matrix, 2, 1, name="fc1")
 
 
-def test_decomposition_is_tried_again_and_then_names_the_matrix(monkeypatch):
-    matrix, calls, eigh = statistic(12), [], torch.linalg.eigh
-
-    def flaky(values):
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError("did not converge")
-        return eigh(values)
-
-    expected = historical_support(matrix, 3, 2)
-    monkeypatch.setattr(torch.linalg, "eigh", flaky)
-    assert projector_gap(historical_support(matrix, 3, 2), expected) < 1e-6
-    assert len(calls) == 2
-
-    def failing(_):
-        raise torch.linalg.LinAlgError("did not converge")
-
-    monkeypatch.setattr(torch.linalg, "eigh", failing)
-    with pytest.raises(ValueError, match=r"block 3.*failed"):
-        historical_support(matrix, 3, 2, name="block 3")
-
-
 # ---------------------------------------------------------------------- bases
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from hub_stub import serve
+from hub_stub import on_this_process
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load, save
@@ -42,13 +42,7 @@ ADAPTER, STATISTICS = "adapter_model.safetensors", "statistics.safetensors"
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """An empty Hub that this process's client talks to, with an empty cache."""
-    with serve() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+    with on_this_process(monkeypatch, tmp_path) as hub:
         yield hub
 
 
@@ -238,7 +232,7 @@ def test_card_is_written_from_the_data(hub, learned):
         "import dulbe_peft",
         '["zero", "one"]',
         '"epochs": 1',
-        "structure loss",
+        "docs/decisions.md",
         "@unpublished",
         "Fanman Meng",
     ):
@@ -250,7 +244,7 @@ def test_card_names_a_base_model_of_the_hub(learner, monkeypatch):
     from dulbe_peft.card import model_card
 
     monkeypatch.setattr(learner.model.active_peft_config, "base_model_name_or_path", "openai/clip-vit-base-patch16")
-    card = ModelCard(model_card(learner, "someone/learner"))
+    card = ModelCard(model_card(learner.state, "someone/learner"))
     assert card.data.base_model == "openai/clip-vit-base-patch16" and card.data.eval_results is None
     assert "## Results" not in card.text
 
@@ -267,7 +261,7 @@ def test_the_card_s_snippets_run(hub, learner, tasks, tmp_path, monkeypatch, cap
     assert spaces[0]["learner"].class_names == learner.class_names
     assert eval(capsys.readouterr().out.splitlines()[0])[0] in learner.class_names
     assert spaces[1]["model"].active_peft_config.history_rank == learner.model.history_rank
-    assert spaces[2]["head"].class_names == list(learner.class_names)
+    assert spaces[2]["classifier"].class_names == list(learner.class_names)
 
 
 def test_every_saved_folder_has_a_card_that_may_be_edited(learner, base, tmp_path):

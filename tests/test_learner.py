@@ -27,10 +27,12 @@ from dulbe_peft import (
     allocate_modes,
     class_incremental_tasks,
     load_clip,
+    saving,
 )
 from dulbe_peft.backbone import unit_image_embeds, unit_text_embeds
 from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.images import PixelDataset
+from dulbe_peft.training import TaskTrainer, epoch_order
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 
@@ -129,7 +131,7 @@ class Literal:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         shared = list(self.model.shared_parameters())
         optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
-        order = self.learner._order(len(labels), 0)
+        order = epoch_order(len(labels), 0, len(self.learner.tasks), 0)
         self.learner.tasks.append(names)
         steps = [order[i : i + args.batch_size] for i in range(0, len(order), args.batch_size)]
         with torch.no_grad():
@@ -463,7 +465,7 @@ def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
         with pytest.raises(ValueError, match="no room"):
             learner.learn_task(second.train, second.class_names)
     assert learner.head.class_names == list(first.class_names) and learner.model.active_peft_config.history_rank == 3
-    assert learner._step == 2
+    assert learner.state.step == 2
     for parameter in learner.model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     for one in (learner, calm):
@@ -520,7 +522,7 @@ def test_restoring_what_does_not_fit_changes_nothing(learned_folder, base):
     learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK))
     before = state(learner.model)
     with pytest.raises(CheckpointError, match="does not fit this learner's"):
-        learner.restore(learned_folder)
+        saving.restore(learner.state, learned_folder)
     assert same(state(learner.model), before) and not learner.tasks
 
 
@@ -556,7 +558,7 @@ def test_refused_constructions(base, digits):
     learner = make_learner(base)
     full = BridgeEnsembleHead(64)
     full.add_classes(["a"], torch.ones(1, 64), torch.tensor([0]), torch.ones(1, 64))
-    with pytest.raises(ValueError, match="head already has 1 classes"):
+    with pytest.raises(ValueError, match="the 'bridge' classifier already has 1 classes"):
         ClassIncrementalLearner(learner.model, processor, head=full)
     with pytest.raises(ValueError, match="no task has been learned yet"):
         learner.predict(picture())
@@ -597,14 +599,15 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
     first, second = stream(digits, 2)
     learner.learn_task(first.train, first.class_names)
     images = learner.encoder.images(second.train, second.train.labels, keep=True)
-    teacher = learner._plan(images, second.class_names)
     losses = []
-    monkeypatch.setattr(learner, "_log_epoch", lambda found, epoch: losses.append(found))
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda *_: None)
+    task, teacher = trainer.begin(learner.state.adapter, images, second.class_names)
+    monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
     monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
     learner.device = learner.encoder.device = torch.device("meta")
     learner.model.to("meta")
     learner.head.to("meta")
-    learner._train(images, second.class_names, teacher.to("meta"))
+    trainer.train(task, images, second.class_names, teacher.to("meta"))
     assert [(found.device.type, len(found)) for found in losses] == [("meta", 2)]
     with pytest.raises(RuntimeError, match="meta"):
         losses[0][0].item()

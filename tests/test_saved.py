@@ -62,6 +62,18 @@ def rounded(figures):
     return json.loads(json.dumps(figures), parse_float=lambda text: round(float(text), 6))
 
 
+def computed_with(tensors):
+    """The tensors of a file, but of each vision layer only its update: that of the history and the present modes."""
+    kept = {key: tensor for key, tensor in tensors.items() if "vision_model" not in key}
+    for key in tensors:
+        layer, found, _ = key.partition(".dulbe_history_P")
+        if found:
+            part = {name: tensors[f"{layer}.dulbe_{name}"] for name in ("history_B", "history_P", "P")}
+            present = torch.cat([tensors[f"{layer}.dulbe_{kind}_B"] for kind in ("shared", "residual")], dim=1)
+            kept[layer] = part["history_B"] @ part["history_P"].T + present @ part["P"].T
+    return kept
+
+
 def test_a_learner_gives_the_same_features_and_logits(tasks):
     learner = ClassIncrementalLearner.from_pretrained(SAVED / "learner")
     assert learner.class_names == DIGITS[:4]
@@ -80,11 +92,14 @@ def test_a_run_goes_on(tasks, tmp_path):
     expected = json.loads((SAVED / "expected_results.json").read_text())
     for key in ("head", "text", "zero_shot"):
         assert rounded(results[key]) == rounded(expected[key])
-    adapter = load_file(output / "task-003" / "adapter_model.safetensors")
-    head = load_file(output / "task-003" / "head.safetensors")
-    for found, name in ((adapter, "expected_adapter.safetensors"), (head, "expected_head.safetensors")):
-        for key, tensor in load_file(SAVED / name).items():
-            assert torch.equal(found[key], tensor), key
+    # Today's algorithms for eigenvectors plan the third task, and they round otherwise than those of version 0.1.
+    # Noise of 1e-7 in the bases moves an update by 5e-5 of its largest entry, for Adam divides small gradients by
+    # their own size. So the test compares what the model computes with: text LoRA, head, and of each vision layer the
+    # whole update B P'.
+    for file, name in (("adapter_model", "expected_adapter"), ("head", "expected_head")):
+        found = computed_with(load_file(output / "task-003" / f"{file}.safetensors"))
+        for key, tensor in computed_with(load_file(SAVED / f"{name}.safetensors")).items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-4 * float(tensor.abs().max()), msg=key)
 
 
 def test_sketches_are_read():

@@ -1,6 +1,8 @@
 import pytest
 import reference
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
@@ -14,8 +16,9 @@ from dulbe_peft import (
 )
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.checkpoint import CheckpointError
+from dulbe_peft.decompositions import cut
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.sketch import extend, shrink, sketched_support
+from dulbe_peft.functional import historical_support
 from dulbe_peft.statistics import FORMAT, SKETCH_FORMAT, OccupationStatistics
 
 WIDTH, ROWS = 60, 16
@@ -25,119 +28,160 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def axes(count):
-    return torch.eye(WIDTH)[torch.arange(count) % WIDTH]
-
-
-STREAMS = {
+TASKS = {
     "noise": randn(400, WIDTH),
     "of low rank": randn(400, 9) @ randn(9, WIDTH, seed=1),
     "decaying": randn(400, WIDTH) * torch.logspace(0, -4, WIDTH),
     "around a mean": randn(400, WIDTH) + 10 * randn(1, WIDTH, seed=1),
-    "every axis in turn": axes(400),
-    # A truncated decomposition loses the rare direction of every chunk that is alone in it.
-    "one rare direction": torch.cat([torch.cat([5 * axes(ROWS), axes(ROWS + 1)[-1:]]) for _ in range(24)]),
-    "growing": randn(400, WIDTH) * torch.logspace(-2, 2, 400)[:, None],
+    "every axis once": torch.eye(WIDTH),
     "zeros": torch.zeros(40, WIDTH),
     "fewer than rows": randn(5, WIDTH),
 }
 
 
-def check_bounds(factor, error, tokens):
-    """0 <= S - F'F <= error, and error <= tail_k / (rows/2 - k) for every k, in exact arithmetic."""
-    exact = reference.occupation(tokens)
-    slack = 1e-5 * float(exact.trace()) + 1e-12
-    gaps = torch.linalg.eigvalsh(exact - factor.double().T @ factor.double())
-    assert gaps[0] >= -slack and gaps[-1] <= error + slack
-    _, values = reference.support(exact, 1)
-    for k in range(len(factor) // 2):
-        assert error <= values[k:].sum() / (len(factor) // 2 - k) + slack
+def exact(tokens):
+    """The exact statistics of one task."""
+    stats = OccupationStatistics()
+    stats.update(("k", "v"), tokens)
+    stats.update("small", tokens[:, :ROWS])
+    return stats
 
 
-@pytest.mark.parametrize("size", [1, 2, ROWS])
-@pytest.mark.parametrize("batch", [7, 40, 400])
-@pytest.mark.parametrize("stream", STREAMS)
-def test_the_bounds_hold(stream, batch, size):
-    factor, error, tokens = None, 0.0, STREAMS[stream]
-    for part in tokens.split(batch):
-        factor, error = extend(factor, error, part, size, "X")
-    assert factor.shape == (size, WIDTH) and factor.dtype == torch.float32
-    check_bounds(factor, error, tokens)
+def sketched(*tasks):
+    stats = OccupationStatistics(sketch_rows=ROWS)
+    for tokens in tasks:
+        stats.merge(exact(tokens))
+    return stats
 
 
-def test_a_rare_direction_is_not_lost():
-    tokens, factor, error = STREAMS["one rare direction"].clone(), None, 0.0
-    tokens[ROWS :: ROWS + 1] *= 3
-    for part in tokens.split(ROWS + 1):
-        factor, error = extend(factor, error, part, ROWS, "X")
-    direction = tokens[ROWS].double() / 3
-    assert (factor.double() @ direction).square().sum() >= (tokens.double() @ direction).square().sum() - error - 1e-2
+def check_bound(stats, *tasks):
+    """0 <= x'(S - F'F)x <= error for every unit x, against a literal sum in float64, up to rounding in float32."""
+    total, factor = reference.occupation(torch.cat(tasks)), stats["k"].double()
+    slack = 2e-6 * float(total.trace()) + 1e-12
+    lost = torch.linalg.eigvalsh(total - factor.T @ factor)
+    assert -slack <= lost[0] and lost[-1] <= stats.errors["k"] + slack
+    return slack
 
 
-def test_what_fits_is_exact():
-    tokens = STREAMS["of low rank"]
-    factor, error = extend(None, 0.0, tokens, ROWS, "X")
-    torch.testing.assert_close(factor.double().T @ factor.double(), reference.occupation(tokens), rtol=1e-4, atol=1e-2)
-    assert error <= 1e-5 * float(tokens.square().sum())
+# ---------------------------------------------------------------------- the cut and its bound
 
 
-def test_the_upper_half_is_not_shrunk():
-    tokens = STREAMS["decaying"]
-    factor, _ = shrink(tokens, ROWS, "X")
-    _, values = reference.support(reference.occupation(tokens), 1)
-    found = torch.linalg.svdvals(factor.double()).square()
-    torch.testing.assert_close(found[: ROWS // 2], values[: ROWS // 2], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[ROWS // 2 :], values[ROWS // 2 : ROWS] - values[ROWS], rtol=1e-2, atol=1e-3)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.lists(st.integers(1, 80), min_size=1, max_size=5),
+    rows=st.integers(1, 19),
+    power=st.floats(0.0, 3.0),
+    scale=st.floats(-2.0, 2.0),
+)
+def test_the_bound_holds_for_any_stream_of_tasks(seed, sizes, rows, power, scale):
+    width = 20
+    spectrum = torch.arange(1, width + 1) ** -power
+    tasks = [
+        10 ** (scale * number) * randn(size, width, seed=seed + number) * spectrum.roll(number)
+        for number, size in enumerate(sizes)
+    ]
+    stats = OccupationStatistics(sketch_rows=rows)
+    for tokens in tasks:
+        added = OccupationStatistics()
+        added.update("k", tokens)
+        stats.merge(added)
+    assert stats["k"].shape == (rows, width) and stats["k"].dtype == torch.float32
+    slack = check_bound(stats, *tasks)
+    kept, error = reference.cut_sum(tasks, rows)
+    assert stats.errors["k"] == pytest.approx(error, rel=1e-4, abs=slack)
+    assert float(stats["k"].double().square().sum()) == pytest.approx(float(kept.trace()), rel=1e-5, abs=slack)
+    # No factor of so many rows can lack less.
+    _, values = reference.support(reference.occupation(torch.cat(tasks)), 1)
+    assert stats.errors["k"] >= values[rows] - slack
 
 
-def test_the_support_of_a_sketch_is_that_of_its_product():
-    factor, _ = shrink(STREAMS["decaying"], ROWS, "X")
-    expected, _ = reference.support(factor.double().T @ factor.double(), 6)
-    found = sketched_support(factor, 6, 4)
-    assert found.shape == (WIDTH, 6) and found.dtype == torch.float32
-    torch.testing.assert_close(found @ found.T, (expected @ expected.T).float(), rtol=0, atol=1e-5)
-    assert sketched_support(factor, 50, 4).shape[1] <= ROWS
-    assert sketched_support(factor, 6, WIDTH - 2).shape == (WIDTH, 2)
-    assert sketched_support(torch.zeros(ROWS, WIDTH), 6, 4).shape == (WIDTH, 0)
+@pytest.mark.parametrize("name", TASKS)
+def test_the_bound_holds_for_tasks_of_every_kind(name):
+    tasks = TASKS[name], TASKS["decaying"], TASKS[name]
+    check_bound(sketched(*tasks), *tasks)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_task_is_cut_to_its_best_approximation(name):
+    total = reference.occupation(TASKS[name])
+    factor, lost = cut(total, ROWS, "S")
+    _, values = reference.support(total, 1)
+    rest = torch.cat([values[ROWS:], torch.zeros(ROWS).double()])  # no rank-16 matrix leaves a smaller rest
+    left = torch.linalg.eigvalsh(total - factor.T @ factor).flip(0)
+    torch.testing.assert_close(left, rest, rtol=0, atol=1e-9 * (1 + float(values[0])))
+    assert lost == pytest.approx(max(0.0, float(values[ROWS])), abs=1e-9 * (1 + float(values[0])))
+
+
+def test_a_task_that_fits_is_kept_whole():
+    """Then the first cut takes nothing away, and two tasks end where one cut of both ends."""
+    first, second = TASKS["of low rank"], TASKS["noise"]
+    stats, rounding = sketched(first), 1e-5 * float(first.square().sum())
+    factor = stats["k"].double()
+    assert stats.errors["k"] <= rounding
+    torch.testing.assert_close(factor.T @ factor, reference.occupation(first), rtol=0, atol=rounding)
+    stats.merge(exact(second))
+    factor = stats["k"].double()
+    whole, lost = cut(reference.occupation(torch.cat([first, second])), ROWS, "S")
+    torch.testing.assert_close(factor.T @ factor, whole.T @ whole, rtol=0, atol=rounding)
+    assert stats.errors["k"] == pytest.approx(lost, abs=rounding)
+
+
+def test_the_support_of_a_factor_is_that_of_its_product():
+    factor = cut(reference.occupation(TASKS["decaying"]), ROWS, "S")[0].float()
+    for rows in (factor, torch.linalg.qr(randn(ROWS, ROWS)).Q @ factor):  # earlier sketches are not always orthogonal
+        expected, _ = reference.support(rows.double().T @ rows.double(), 6)
+        found = historical_support(rows, 6, 4)
+        assert found.shape == (WIDTH, 6) and found.dtype == torch.float32
+        torch.testing.assert_close((found @ found.T).double(), expected @ expected.T, rtol=0, atol=1e-6)
+    assert historical_support(factor, 50, 4).shape[1] <= ROWS
+    assert historical_support(factor, 6, WIDTH - 2).shape == (WIDTH, 2)
+    assert historical_support(torch.zeros(ROWS, WIDTH), 6, 4).shape == (WIDTH, 0)
+    with pytest.raises(ValueError, match="fc1 holds NaN or infinity"):
+        historical_support(factor * float("nan"), 6, 4, "fc1")
 
 
 # ---------------------------------------------------------------------- as occupation statistics
 
 
-def sketched(*streams, rows=ROWS, batch=50):
-    stats = OccupationStatistics(sketch_rows=rows)
-    for tokens in streams:
-        for part in tokens.split(batch):
-            stats.update(("k", "v"), part)
-            stats.update("small", part[:, :ROWS])
-    return stats
-
-
-def test_statistics_sketch_wide_matrices_alone():
-    tokens = STREAMS["around a mean"]
+def test_only_wide_matrices_are_cut():
+    tokens = TASKS["around a mean"]
     stats = sketched(tokens)
     assert stats["k"] is stats["v"] and stats["k"].shape == (ROWS, WIDTH)
     assert stats.nbytes == 4 * (ROWS * WIDTH + ROWS * ROWS)
     assert stats.errors == {"k": stats.errors["v"], "v": stats.errors["k"], "small": 0.0} and stats.errors["k"] > 0
-    check_bounds(stats["k"], stats.errors["k"], tokens)
-    torch.testing.assert_close(stats["small"].double(), reference.occupation(tokens[:, :ROWS]), rtol=1e-5, atol=1e-3)
+    assert torch.equal(stats["small"], exact(tokens)["small"])
 
 
-def test_merged_sketches_keep_the_bounds():
-    first, second = STREAMS["around a mean"], STREAMS["decaying"]
-    stats, other = sketched(first), sketched(second)
-    before = other["k"].clone()
+def test_an_update_is_cut_as_a_merge_is():
+    stats, tasks = OccupationStatistics(sketch_rows=ROWS), (TASKS["around a mean"], TASKS["noise"])
+    for tokens in tasks:
+        stats.update(("k", "v"), tokens)
+    expected = sketched(*tasks)
+    assert torch.equal(stats["v"], expected["v"]) and stats.errors["v"] == expected.errors["v"]
+
+
+def test_merged_sketches_keep_the_bound():
+    first, second = TASKS["around a mean"], TASKS["decaying"]
+    stats, other = sketched(first), OccupationStatistics(ROWS)
+    other.update(("v", "k"), second)  # the other order: errors are kept by the first name
+    before, stacked = other["k"].clone(), torch.cat([stats["k"], other["k"]]).double()
     stats.merge(other)
     assert torch.equal(other["k"], before) and stats["k"] is stats["v"]
-    check_bounds(stats["v"], stats.errors["v"], torch.cat([first, second]))
-    assert stats.errors["k"] >= sketched(first).errors["k"] + other.errors["k"]
-    for wrong in (OccupationStatistics(), OccupationStatistics(ROWS + 1)):
-        with pytest.raises(ValueError, match="sketch_rows differ"):
-            stats.merge(wrong)
+    check_bound(stats, first, second)
+    errors = sketched(first).errors["k"], other.errors["k"], float(torch.linalg.svdvals(stacked)[ROWS] ** 2)
+    assert min(errors) > 0 and stats.errors["v"] == pytest.approx(sum(errors), rel=1e-6)
+    empty = OccupationStatistics(ROWS)
+    empty.merge(other)
+    assert torch.equal(empty["k"], before) and empty["k"] is not other["k"] and empty.errors == other.errors
+    with pytest.raises(ValueError, match="sketch_rows differ: 17 cannot be added to 16"):
+        stats.merge(OccupationStatistics(ROWS + 1))
+    with pytest.raises(ValueError, match="sketch_rows differ: 16 cannot be added to None"):
+        exact(first).merge(stats)
 
 
 def test_a_merge_that_fails_changes_nothing():
-    stats, other = sketched(STREAMS["noise"]), sketched(STREAMS["noise"])
+    stats, other = sketched(TASKS["noise"]), exact(TASKS["noise"])
     other.update("w", randn(3, WIDTH))
     other._matrices["w"].fill_(float("inf"))
     before, errors = stats["k"].clone(), stats.errors
@@ -146,25 +190,19 @@ def test_a_merge_that_fails_changes_nothing():
     assert torch.equal(stats["k"], before) and stats.errors == errors and "w" not in stats
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_tokens_that_are_not_finite_are_refused(value):
-    stats = sketched(STREAMS["noise"])
-    before = stats["k"].clone()
-    with pytest.raises(ValueError, match="'k' holds NaN or infinity"):
-        stats.update(("k", "v"), torch.full((3, WIDTH), value))
-    assert torch.equal(stats["k"], before)
+def test_a_sketch_is_not_summed_over_processes():
+    with pytest.raises(ValueError, match="sketch_rows 16 cannot be summed over processes"):
+        sketched(TASKS["noise"]).sum_over_processes(torch.device("cpu"))
 
 
 def test_a_loaded_sketch_goes_on_bit_for_bit(tmp_path):
-    first, second = STREAMS["around a mean"], STREAMS["noise"]
+    first, second = TASKS["around a mean"], TASKS["noise"]
     whole, stats, path = sketched(first, second), sketched(first), tmp_path / "s.safetensors"
     stats.save(path)
     loaded = OccupationStatistics.load(path)
     assert loaded.sketch_rows == ROWS and loaded.groups == stats.groups and loaded.errors == stats.errors
     assert all(torch.equal(loaded[name], stats[name]) for name in stats) and loaded["k"] is loaded["v"]
-    for part in second.split(50):
-        loaded.update(("v", "k"), part)
-        loaded.update("small", part[:, :ROWS])
+    loaded.merge(exact(second))
     assert all(torch.equal(loaded[name], whole[name]) for name in whole) and loaded.errors == whole.errors
     loaded.save(path)
     content = path.read_bytes()
@@ -211,15 +249,13 @@ def test_load_refuses_what_is_no_sketch(matrix, metadata, message, tmp_path):
 
 
 def test_allocation_from_a_sketch_that_lost_nothing_is_the_exact_one():
-    tokens, probe = STREAMS["of low rank"], {"k": randn(12, WIDTH, seed=2)}
-    exact = OccupationStatistics()
-    exact.update(("k", "v"), tokens)
-    expected = allocate_modes(probe, exact, 1, 4, 12)["k"]
+    tokens, probe = TASKS["of low rank"], {"k": randn(12, WIDTH, seed=2)}
+    expected = allocate_modes(probe, exact(tokens), 1, 4, 12)["k"]
     found = allocate_modes(probe, sketched(tokens), 1, 4, 12)["k"]
     assert found.support_rank == expected.support_rank == 9
     torch.testing.assert_close(found.shared, expected.shared, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.residual, expected.residual, rtol=0, atol=1e-4)
-    assert allocate_modes(probe, sketched(STREAMS["noise"]), 1, 4, 40)["k"].support_rank == ROWS
+    assert allocate_modes(probe, sketched(TASKS["noise"]), 1, 4, 40)["k"].support_rank == ROWS
 
 
 def test_vit_b16_takes_less_than_64_mebibytes():
@@ -258,6 +294,10 @@ def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):
     with pytest.raises(CheckpointError, match="statistics of .* have shape"):
         other.restore(tmp_path / "one")
     assert other.statistics is other_statistics and not other.tasks
+    other.learn_task(tasks[0].train, tasks[0].class_names)
+    for name, matrix in other.statistics.items():
+        factor, _ = cut(matrix.double(), 16, name)
+        torch.testing.assert_close(whole.statistics[name], factor.float(), rtol=0, atol=1e-6 * float(matrix.max()))
     resumed = make_learner("sketch")
     resumed.restore(tmp_path / "one")
     for learner in (whole, resumed):

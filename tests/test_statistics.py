@@ -166,15 +166,15 @@ def test_collected_matrices_are_exactly_symmetric_after_every_pass():
 
 
 def test_what_was_collected_is_kept_and_not_copied(monkeypatch):
-    collected, terms = [], dulbe_peft.statistics._Collector.terms
+    collected, totals = [], dulbe_peft.statistics._Collector.totals
 
     def record(self):
-        collected.append(terms(self))
+        collected.append(totals(self))
         return collected[-1]
 
-    monkeypatch.setattr(dulbe_peft.statistics._Collector, "terms", record)
+    monkeypatch.setattr(dulbe_peft.statistics._Collector, "totals", record)
     stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
-    assert all(stats[names[0]] is matrix for names, (matrix, _) in collected[0].items())
+    assert all(stats[names[0]] is matrix for names, matrix in collected[0].items())
 
 
 def test_merge_adds_and_copies():
@@ -371,6 +371,24 @@ def test_collect_refuses_another_sharing_than_before():
     with pytest.raises(ValueError, match="share one matrix"):
         collect_statistics(Tower(), batches(), run, into=stats)
     assert list(stats) == ["blocks.0.k"]
+
+
+def test_a_sketch_collects_exactly_and_is_cut_once_a_pass(monkeypatch):
+    model, exact, stats = Tower(), OccupationStatistics(), OccupationStatistics(sketch_rows=6)
+    calls, cut = [], dulbe_peft.statistics.cut
+    monkeypatch.setattr(dulbe_peft.statistics, "cut", lambda *args: calls.append(1) or cut(*args))
+    collect_statistics(model, batches(), run, into=exact)
+    for number in (1, 2):
+        collect_statistics(model, batches(), run, into=stats)
+        assert len(calls) == number * 2  # fc2 of both blocks reads 12 features, all others 6
+        for name in ("blocks.0.k", "blocks.1.fc1"):
+            assert torch.equal(stats[name], number * exact[name])
+    alone = collect_statistics(model, batches(), run, into=OccupationStatistics(sketch_rows=6))
+    expected, _ = reference.support(exact["blocks.0.fc2"], 12)
+    values = torch.linalg.eigvalsh(exact["blocks.0.fc2"].double()).flip(0)
+    best = expected[:, :6] * values[:6] @ expected[:, :6].T
+    torch.testing.assert_close((alone["blocks.0.fc2"].T @ alone["blocks.0.fc2"]).double(), best, rtol=0, atol=1e-4)
+    assert alone.errors["blocks.0.fc2"] == pytest.approx(float(values[6]), rel=1e-4)
 
 
 # ---------------------------------------------------------------------- files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 import zipfile
@@ -15,19 +14,11 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dulbe_peft.adapter.registration import DULBE
+from dulbe_peft.checks import check_int, check_number, is_int
 from dulbe_peft.files import tensor_shapes
 from dulbe_peft.hub import has_file
 
 MAX_HISTORY_RANK = 2**16  # beyond any stream; a file that claims more is refused before memory is taken for it
-DEFAULT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
-TEXT_TARGET_MODULES = ("fc1", "fc2", "k_proj", "v_proj")
-
-
-def _check_rank(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def _check_names(name: str, value: Any, or_expression: bool) -> None:
@@ -43,10 +34,15 @@ def _check_names(name: str, value: Any, or_expression: bool) -> None:
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
 
 
-def _check_indices(value: Any) -> None:
-    for entry in value if isinstance(value, (list, tuple, set)) else [value]:
-        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
-            raise TypeError(f"layers_to_transform must be an int or a list of ints, got {value!r}")
+def _check_indices(value: Any) -> int | list[int] | None:
+    """`layers_to_transform` in Python's own types, which JSON knows."""
+    if value is None:
+        return None
+    if is_int(value):
+        return int(value)
+    if isinstance(value, (list, tuple, set)) and all(is_int(entry) for entry in value):
+        return [int(entry) for entry in (sorted(value) if isinstance(value, set) else value)]
+    raise TypeError(f"layers_to_transform must be an int or a list of ints, got {value!r}")
 
 
 def _holds_only_tensors(path: Path) -> bool:
@@ -89,7 +85,9 @@ class DualModeLoraConfig(PeftConfig):
         default=None,
         metadata={
             "help": "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
-            "None: k_proj, v_proj, fc1 and fc2. Inside a CLIPModel only the vision tower is adapted."
+            "None: keys, values and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only "
+            "the vision tower is adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the "
+            "projections."
         },
     )
     exclude_modules: list[str] | str | None = field(
@@ -103,7 +101,10 @@ class DualModeLoraConfig(PeftConfig):
     )
     text_target_modules: list[str] | None = field(
         default=None,
-        metadata={"help": "Name endings of the text tower's layers with LoRA. None: k_proj, v_proj, fc1 and fc2."},
+        metadata={
+            "help": "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, "
+            "v_proj, fc1 and fc2 in CLIP."
+        },
     )
     init_weights: bool = field(
         default=True,
@@ -127,18 +128,13 @@ class DualModeLoraConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = DULBE
-        for name in ("shared_rank", "residual_rank", "support_rank", "text_rank", "history_rank"):
-            _check_rank(name, getattr(self, name))
+        for name in ("shared_rank", "residual_rank", "text_rank"):
+            setattr(self, name, check_int(name, getattr(self, name), 0))
+        self.support_rank = check_int("support_rank", self.support_rank, 1)
+        self.history_rank = check_int("history_rank", self.history_rank, 0, MAX_HISTORY_RANK)
         if self.shared_rank + self.residual_rank == 0:
             raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
-        if self.support_rank == 0:
-            raise ValueError("support_rank must be at least 1, got 0")
-        if isinstance(self.text_alpha, bool) or not isinstance(self.text_alpha, (int, float)):
-            raise TypeError(f"text_alpha must be a number, got {self.text_alpha!r}")
-        if not math.isfinite(self.text_alpha):
-            raise ValueError(f"text_alpha must be finite, got {self.text_alpha}")
-        if self.history_rank > MAX_HISTORY_RANK:
-            raise ValueError(f"history_rank must be at most {MAX_HISTORY_RANK}, got {self.history_rank}")
+        check_number("text_alpha", self.text_alpha)
         for name in ("target_modules", "exclude_modules"):
             _check_names(name, getattr(self, name), or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
@@ -150,7 +146,7 @@ class DualModeLoraConfig(PeftConfig):
             value = getattr(self, name)
             if isinstance(value, (list, set, tuple)):
                 setattr(self, name, sorted(value))
-        _check_indices(self.layers_to_transform)
+        self.layers_to_transform = _check_indices(self.layers_to_transform)
         if isinstance(self.target_modules, list) and not self.target_modules:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":

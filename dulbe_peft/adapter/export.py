@@ -7,7 +7,6 @@ dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')  compressed: the best approximation
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.adapter.layer import DualModeLinear, TextLoraLinear
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.files import replacing, write_tensors
+from dulbe_peft.checks import check_int
+from dulbe_peft.files import write_json, write_tensors
 
 COMPRESSION_FILE = "compression.json"
 
@@ -51,10 +51,8 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
         ValueError: `compress_to` is below 1, an update to compress is not finite, or not exactly one adapter is
             active. Nothing is written then.
     """
-    if compress_to is not None and (isinstance(compress_to, bool) or not isinstance(compress_to, int)):
-        raise TypeError(f"compress_to must be an int or None, got {compress_to!r}")
-    if compress_to is not None and compress_to < 1:
-        raise ValueError(f"compress_to must be at least 1, got {compress_to}")
+    if compress_to is not None:
+        compress_to = check_int("compress_to", compress_to, 1)
     tuner: Any = model.base_model
     adapter = tuner._active()
     layers = _factors(model.get_base_model(), adapter)
@@ -73,8 +71,7 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
     if report is None:
         (target / COMPRESSION_FILE).unlink(missing_ok=True)
     else:
-        with replacing(target / COMPRESSION_FILE) as path:
-            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(target / COMPRESSION_FILE, report)
     return target
 
 

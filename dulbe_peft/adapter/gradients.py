@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.checks import check_number, is_int
+
 
 def probe_gradients(
     model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
@@ -92,7 +94,7 @@ def _checked_loss(result: Any, index: int) -> tuple[torch.Tensor, int]:
     loss, size = result
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
         raise ValueError(f"loss_fn must return a scalar that depends on the model, got {loss!r} for batch {index}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_int(size) or size < 1:
         raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
     return loss, size
 
@@ -140,8 +142,7 @@ def route_gradients(
             raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
         if loss.device.type == "cpu" and not torch.isfinite(loss):
             raise ValueError(f"{name} is {loss.item()}, expected a finite number")
-    if not 0 <= structure_weight < float("inf"):
-        raise ValueError(f"structure_weight must be finite and at least 0, got {structure_weight}")
+    check_number("structure_weight", structure_weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]

@@ -21,6 +21,7 @@ Which weight a forward pass of the vision tower's layer uses, and whether it add
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,16 +40,29 @@ from dulbe_peft.functional import without_autocast
 
 # The layers whose modes are off, by id. A context variable, so that threads do not see each other's.
 _RESTING: ContextVar[frozenset[int]] = ContextVar("_RESTING", default=frozenset())
+_COUNTING = threading.Lock()
 
 
 @contextmanager
 def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
-    """Leave out the layers' current modes in this thread: their history alone."""
+    """Leave out the layers' current modes in this thread: their history alone.
+
+    Compiled code cannot read a context variable. It reads a count on each layer, which all threads share.
+    """
+    layers = list(layers)
     token = _RESTING.set(_RESTING.get() | {id(layer) for layer in layers})
+    _count(layers, 1)
     try:
         yield
     finally:
+        _count(layers, -1)
         _RESTING.reset(token)
+
+
+def _count(layers: list[DualModeLinear], step: int) -> None:
+    with _COUNTING:
+        for layer in layers:
+            layer._rests += step
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -187,6 +201,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B = nn.ParameterDict({})
         # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        self._rests = 0  # how many `resting` blocks hold this layer, of all threads
         self._held: tuple[torch.Tensor, Callable[[], Updates] | None, bool] | None = None
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
@@ -328,7 +343,8 @@ class DualModeLinear(DualModeLayer):
         weight, updates, modes_on = linear.weight, None, True
         if self._held is not None:
             weight, updates, modes_on = self._held
-        modes_on = modes_on and id(self) not in _RESTING.get()
+        rests = self._rests if torch.compiler.is_compiling() else id(self) in _RESTING.get()
+        modes_on = modes_on and not rests
         extra: Updates = [] if updates is None else updates()
         for name in self._adapters_here(self.active_adapters):
             if weight is linear.weight:
@@ -343,7 +359,7 @@ class DualModeLinear(DualModeLayer):
     # ------------------------------------------------------------------ state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None, "_held": None}
+        return {**self.__dict__, "_folded": None, "_held": None, "_rests": 0}
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         self._folded = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -15,12 +16,13 @@ from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_mo
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.config import DEFAULT_TARGET_MODULES, TEXT_TARGET_MODULES, DualModeLoraConfig
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear, resting
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
+from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
 
-TEXT_TOWER = "text_model"
+_TEXT_TOWERS = {record.text_tower for record in ENCODERS.values() if record.text_tower}
 _NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,10 +41,11 @@ class DualModeLoraModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = DualModeLayer
-    target_module_mapping: dict[str, Any] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING | {
-        model_type: list(DEFAULT_TARGET_MODULES)
-        for model_type in ("clip", "clip_vision_model", "clip_vision_model_with_projection")
-    }
+    target_module_mapping: dict[str, Any] = (
+        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        | {model_type: list(record.target_modules) for model_type, record in ENCODERS.items()}
+        | {model_type: list(ENCODERS["clip"].target_modules) for model_type in CLIP_VISION_TYPES}
+    )
 
     # ------------------------------------------------------------------ injection
 
@@ -67,22 +70,47 @@ class DualModeLoraModel(BaseTuner):
 
     @staticmethod
     def _in_text_tower(key: str) -> bool:
-        return TEXT_TOWER in key.split(".")
+        return not _TEXT_TOWERS.isdisjoint(key.split("."))
 
-    @staticmethod
-    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
-        """Visual targets as in PEFT; inside a text tower only the text LoRA's own list counts."""
-        if not DualModeLoraModel._in_text_tower(key):
-            return check_target_module_exists(peft_config, key)
-        excluded = check_target_module_exists(peft_config, key)
-        if isinstance(excluded, _ExcludedModule):
-            return excluded
-        return peft_config.text_rank > 0 and key.rpartition(".")[2] in (
-            peft_config.text_target_modules or TEXT_TARGET_MODULES
+    def _in_pooling_head(self, key: str) -> bool:
+        record = find_record(self.model)
+        return record is not None and record.pooling_head in key.split(".")
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
+        """Visual targets as in PEFT, but lists of names leave the pooling head alone; text LoRA has its own list."""
+        found = check_target_module_exists(peft_config, key)
+        if isinstance(found, _ExcludedModule):
+            return found
+        if self._in_text_tower(key):
+            return peft_config.text_rank > 0 and self._is_text_target(peft_config, key)
+        if not isinstance(peft_config.target_modules, str) and self._in_pooling_head(key):
+            return False
+        return found
+
+    def _is_text_target(self, peft_config: Any, key: str) -> bool:
+        if peft_config.text_target_modules:
+            return any(f".{key}".endswith(f".{name}") for name in peft_config.text_target_modules)
+        record = find_record(self.model)
+        endings = record.text_targets if record else CLIP_TEXT_TARGETS
+        return re.fullmatch(rf"(.*\.)?({endings})", key) is not None
+
+    def _block_endings(self, model: nn.Module) -> list[str]:
+        """Name endings of all linear layers in the vision tower's blocks, which are the numbered modules."""
+        return sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, (nn.Linear, DualModeLayer))
+                and ".base_layer" not in name
+                and any(part.isdigit() for part in name.split("."))
+                and not self._in_text_tower(name)
+            }
         )
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
+        if peft_config.target_modules == "all-linear" and find_record(model) is not None:
+            peft_config.target_modules = self._block_endings(model)
         every = peft_config.target_modules == "all-linear"
         names = [name for name, _ in model.named_modules() if name]
         visual = False
@@ -376,7 +404,7 @@ def _without_vision_model(key: str) -> str:
 
 def _with_vision_model(key: str) -> str:
     head, dot, tail = key.partition("base_model.model.")
-    if TEXT_TOWER in tail or tail.startswith("vision_model."):
+    if DualModeLoraModel._in_text_tower(tail) or tail.startswith("vision_model."):
         return key
     return f"{head}{dot}vision_model.{tail}" if dot else f"vision_model.{key}"
 
@@ -463,9 +491,9 @@ def _check_modes(
                 f"({layer.in_features}, {ranks[1]})"
             )
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
-        if not torch.isfinite(bases).all():
-            raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
         if not orthonormal:
+            if not torch.isfinite(bases).all():
+                raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
             continue
         error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
         if not error < 1e-3:

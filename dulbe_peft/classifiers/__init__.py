@@ -9,8 +9,11 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
+from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.ranpac import RanpacClassifier
 from dulbe_peft.classifiers.rapf import RapfClassifier
+from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.specs import closest, convert, format_spec, parse_spec
@@ -113,7 +116,14 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-for _cls in (BridgeEnsembleHead, TextClassifier, PrototypeClassifier):
+for _cls in (
+    TextClassifier,
+    BridgeEnsembleHead,
+    PrototypeClassifier,
+    LdaClassifier,
+    RidgeClassifier,
+    RanpacClassifier,
+):
     register_classifier(_cls)
 for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
     register_classifier(_method_cls)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.calibration import fit_temperature, hold_back
+from dulbe_peft.classifiers.calibration import TaskTemperature, fit_temperature, hold_back, temperature
 from dulbe_peft.classifiers.files import SavedState
 from dulbe_peft.functional import without_autocast
 from dulbe_peft.streams.names import check_class_names
@@ -79,6 +79,19 @@ class Classifier(SavedState):
             f"the {self.name!r} classifier cannot learn more images of a known class: it does not keep what that needs"
         )
 
+    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
+
+        Args:
+            images: (n, d), unit features of new classes.
+            labels: (n,), integers that index all seen classes.
+
+        Raises:
+            ValueError: the copy has learned from too little to speak for the whole; the task is then left out of the
+                temperature.
+        """
+        return {}
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """The buffers' new values where a feature z has become z M; none where nothing stored depends on it.
 
@@ -123,10 +136,10 @@ class Classifier(SavedState):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
         with without_autocast(images):
             changes = self.learn(names, images, indices, texts)
-            calibration = self._calibration.joined(*self._fit_temperature(names, images, indices, texts))
-        self._install(changes)
+            choices, temperatures = self._hold_back(names, images, indices, texts)
+        self._install({**changes, **choices})
         self._class_names = self._class_names + names
-        self._calibration = calibration
+        self._calibration = self._calibration + temperatures
 
     @torch.no_grad()
     def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
@@ -192,20 +205,24 @@ class Classifier(SavedState):
             raise ValueError("the map holds NaN or infinity")
         self._install(self.moved(matrix.cpu().double()))
 
-    def _fit_temperature(
+    def _hold_back(
         self, names: list[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> tuple[float, int]:
-        """log T on held-back images of the new task over all seen classes, and the number of those images."""
+    ) -> tuple[dict[str, torch.Tensor], tuple[TaskTemperature, ...]]:
+        """What is fitted on held-back images of the new task: the choices of `choose`, and a temperature."""
         held = hold_back(images, labels)
-        if not held.any() or len(self._class_names) + len(names) < 2:
-            return 0.0, 0
+        classes = len(self._class_names) + len(names)
+        if not held.any() or classes < 2:
+            return {}, ()
         twin = self.fork()
         try:
             twin._install(twin.learn(names, images[~held], labels[~held], texts))
-        except ValueError:  # the images that are left cancel out; all of them do not
-            return 0.0, 0
-        log_temperature = fit_temperature(twin.logits(images[held]), labels[held] + len(self._class_names))
-        return log_temperature, int(held.sum())
+            images, labels = images[held], labels[held] + len(self._class_names)
+            choices = twin.choose(images, labels)
+        except ValueError:  # the images that are left are too few, or cancel out; all of them do not
+            return {}, ()
+        twin._install(choices)
+        task = TaskTemperature(fit_temperature(twin.logits(images), labels), len(images), classes)
+        return choices, (task,)
 
     def fork(self) -> Self:
         """A classifier with the same classes that can learn on without changing this one; tensors are shared."""
@@ -254,7 +271,7 @@ class Classifier(SavedState):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 where no image could be held back to fit it."""
-        return self._calibration.temperature
+        return temperature(self._calibration, len(self._class_names))
 
     @property
     def class_names(self) -> list[str]:
@@ -355,3 +372,12 @@ def check_unit_rows(name: str, rows: torch.Tensor) -> None:
     """Raise a ValueError unless every row has norm 1, within the rounding of half precision."""
     if ((rows.float().norm(dim=1) - 1).abs() > 1e-2).any():
         raise ValueError(f"{name} must hold unit vectors")
+
+
+def check_symmetric(name: str, matrix: torch.Tensor) -> None:
+    """Raise a ValueError unless a sum of outer products can be this matrix, as far as its entries tell."""
+    scale = float(matrix.diagonal().abs().max())
+    if (matrix.diagonal() < -1e-6 * scale).any():
+        raise ValueError(f"{name} has a negative diagonal")
+    if float((matrix - matrix.T).abs().max()) > 1e-4 * scale:
+        raise ValueError(f"{name} is not symmetric")

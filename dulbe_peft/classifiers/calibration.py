@@ -1,66 +1,94 @@
-"""Probabilities that mean what they say: one temperature, fitted on held-back images of each new task.
+"""Probabilities that mean what they say: a temperature, fitted on held-back images of each new task.
 
     probabilities = softmax(logits / T)
 
-A task's held-back images are a fifth of each of its classes' images. A copy of the classifier learns without them, T
-is fitted on them, and the classifier then learns from all images. No image of an earlier task is needed.
+A task's held-back images are a fifth of each of its classes' images. A copy of the classifier learns without them, a
+temperature is fitted on them, over all seen classes, and the classifier then learns from all images. No image of an
+earlier task is needed. T follows the tasks' temperatures: their logarithm is taken to be a line over the logarithm of
+the number of classes, because ridge regression and LDA need another T for 10 classes than for 100.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 FOLDS = 5
-LARGEST_TEMPERATURE = 1000.0
+DOUBT = (
+    1 / 3
+)  # images that count as wrong; fewer made the probabilities of ten or fewer images too sure, more too unsure
+LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The temperature of a classifier's probabilities, over all tasks so far.
+class TaskTemperature:
+    """The temperature that fits one task's held-back images.
 
     Args:
-        log_temperature: log T, the mean over the tasks, each weighted by its held-back images.
-        images: the number of held-back images of all tasks; 0 where nothing has been fitted, and T is 1.
+        log_temperature: log T.
+        images: number of held-back images.
+        classes: number of classes that the scores were over.
     """
 
-    log_temperature: float = 0.0
-    images: int = 0
+    log_temperature: float
+    images: int
+    classes: int
 
     def __post_init__(self) -> None:
-        number = isinstance(self.log_temperature, (int, float)) and not isinstance(self.log_temperature, bool)
-        if not number or not abs(self.log_temperature) <= math.log(LARGEST_TEMPERATURE) + 1e-6:
-            limits = f"1/{LARGEST_TEMPERATURE:.0f} to {LARGEST_TEMPERATURE:.0f}"
-            raise ValueError(f"log_temperature must be of a temperature from {limits}, got {self.log_temperature!r}")
-        if isinstance(self.images, bool) or not isinstance(self.images, int) or self.images < 0:
-            raise ValueError(f"images of a calibration must be an int of at least 0, got {self.images!r}")
+        for name, value, kinds, least, most in (
+            ("log_temperature", self.log_temperature, (int, float), -LIMIT, LIMIT),
+            ("images", self.images, int, 1, math.inf),
+            ("classes", self.classes, int, 2, math.inf),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+                raise ValueError(f"{name} of a calibration must be a number from {least} to {most}, got {value!r}")
 
-    @property
-    def temperature(self) -> float:
-        return math.exp(self.log_temperature)
 
-    def joined(self, log_temperature: float, images: int) -> Calibration:
-        """This calibration and a further task's."""
-        total = self.images + images
-        if not images:
-            return self
-        return Calibration((self.images * self.log_temperature + images * log_temperature) / total, total)
+def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
+    """T for a number of classes: exp of the weighted least-squares line of log T over the logarithm of the classes.
 
-    @classmethod
-    def read(cls, saved: Any) -> Calibration:
-        """The calibration in a file or a state dict; None is one without a fit, as older files hold.
+    Args:
+        tasks: what was fitted; each task weighs as many as it has held-back images. None: T is 1.
+        classes: number of seen classes.
 
-        Raises:
-            ValueError: a field is missing, surplus or out of range.
-        """
-        if saved is None:
-            return cls()
-        if not isinstance(saved, dict) or set(saved) != {"log_temperature", "images"}:
-            raise ValueError(f"calibration must hold log_temperature and images, got {saved!r:.100}")
-        return cls(**saved)
+    >>> tasks = [TaskTemperature(0.0, 20, 10), TaskTemperature(1.0, 20, 100)]
+    >>> round(math.log(temperature(tasks, 10)), 3), round(math.log(temperature(tasks, 100)), 3)
+    (0.0, 1.0)
+    """
+    if not tasks or not classes:
+        return 1.0
+    total = sum(task.images for task in tasks)
+    centre = sum(task.images * math.log(task.classes) for task in tasks) / total
+    mean = sum(task.images * task.log_temperature for task in tasks) / total
+    across = sum(task.images * (math.log(task.classes) - centre) * (task.log_temperature - mean) for task in tasks)
+    spread = sum(task.images * (math.log(task.classes) - centre) ** 2 for task in tasks)
+    slope = across / spread if spread > 1e-6 * total else 0.0
+    return math.exp(min(LIMIT, max(-LIMIT, mean + slope * (math.log(classes) - centre))))
+
+
+def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]:
+    """The tasks' temperatures as JSON can hold them."""
+    return [asdict(task) for task in tasks]
+
+
+def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
+    """What `write_temperatures` gave; None, as older files hold, is no task.
+
+    Raises:
+        ValueError: it is no list of tasks, or a field is missing, surplus or out of range.
+    """
+    if saved is None:
+        return ()
+    fields = {"log_temperature", "images", "classes"}
+    if not isinstance(saved, list) or not all(isinstance(task, dict) and set(task) == fields for task in saved):
+        raise ValueError(
+            f"calibration must be a list with {', '.join(sorted(fields))} for each task, got {saved!r:.100}"
+        )
+    return tuple(TaskTemperature(**task) for task in saved)
 
 
 def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -90,8 +118,8 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60) -> float:
     """log T with the least negative log-likelihood of held-back images, between the limits.
 
-    The loss is convex in 1/T, so its derivative is bisected, in float64. One image in n + 2 counts as its strongest
-    rival class, as in Platt's method; without that, T would go to 0 wherever every held-back image is right.
+    The loss is convex in 1/T, so its derivative is bisected, in float64. `DOUBT` of n + 2 images counts as of its
+    strongest rival class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
 
     Args:
         logits: (n, C), of held-back images, n at least 1, C at least 2.
@@ -105,9 +133,9 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
     rival = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1, keepdim=True)
-    doubt = 1 / (len(logits) + 2)
+    doubt = DOUBT / (len(logits) + 2)
     logits = logits - (1 - doubt) * own - doubt * rival
-    low, high = -math.log(LARGEST_TEMPERATURE), math.log(LARGEST_TEMPERATURE)
+    low, high = -LIMIT, LIMIT
     for _ in range(steps):
         middle = (low + high) / 2
         slope = ((logits * math.exp(-middle)).softmax(dim=1) * logits).sum()

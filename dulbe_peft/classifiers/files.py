@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dulbe_peft import hub
-from dulbe_peft.classifiers.calibration import Calibration
+from dulbe_peft.classifiers.calibration import read_temperatures, write_temperatures
 from dulbe_peft.classifiers.state import EXTRA_STATE, GrowingState, encode_extra_state
 from dulbe_peft.files import read_tensors, replacing, tensor_shapes, write_tensors
 from dulbe_peft.specs import setting_names
@@ -88,8 +88,8 @@ class SavedState(GrowingState):
         config: dict[str, Any] = {"format": self.file_format, "embed_dim": self.embed_dim}
         config |= {name: settings[name] for name in self.saved_settings()}
         config |= {"logit_scale": self.logit_scale, "class_names": self._class_names}
-        if self._calibration.images:
-            config["calibration"] = vars(self._calibration)
+        if self._calibration:
+            config["calibration"] = write_temperatures(self._calibration)
         if self.source:
             config["source"] = self.source
         write_tensors(folder / tensors_file, self.tensors(), {"format": self.file_format})
@@ -118,7 +118,7 @@ class SavedState(GrowingState):
             folder, commit = hub.fetch(source, (config_file, tensors_file), revision, token, cache_dir)
         config = cls._read_config(folder / config_file)
         names, saved_source = config.pop("class_names"), config.pop("source", None)
-        calibration = config.pop("calibration", None)
+        temperatures = config.pop("calibration", None)
         shapes = tensor_shapes(folder / tensors_file)
         try:
             if not isinstance(names, list):
@@ -136,7 +136,7 @@ class SavedState(GrowingState):
             stand_in.check_shapes(shapes, len(names))
             classifier = cls(**arguments)
             tensors, _ = read_tensors(folder / tensors_file)
-            extra = encode_extra_state(names, Calibration.read(calibration))
+            extra = encode_extra_state(names, read_temperatures(temperatures))
             classifier.load_state_dict({**tensors, EXTRA_STATE: extra})
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error

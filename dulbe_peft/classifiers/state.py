@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dulbe_peft.classifiers.calibration import Calibration
+from dulbe_peft.classifiers.calibration import TaskTemperature, read_temperatures, write_temperatures
 from dulbe_peft.streams.names import check_class_names
 
 EXTRA_STATE = "_extra_state"
@@ -25,7 +25,7 @@ class GrowingState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._class_names: list[str] = []
-        self._calibration = Calibration()
+        self._calibration: tuple[TaskTemperature, ...] = ()
         self._rows: set[str] = set()
         self._derived: dict[str, Any] = {}
 
@@ -124,26 +124,26 @@ class GrowingState(nn.Module):
         self.check_state(state)
 
 
-def encode_extra_state(names: list[str], calibration: Calibration) -> torch.Tensor:
+def encode_extra_state(names: list[str], temperatures: Sequence[TaskTemperature]) -> torch.Tensor:
     """A plain list of names where no temperature has been fitted, as version 0.1 wrote and reads it."""
     content: Any = names
-    if calibration.images:
-        content = {"class_names": names, "calibration": vars(calibration)}
+    if temperatures:
+        content = {"class_names": names, "calibration": write_temperatures(temperatures)}
     return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
 
 
-def _decode_extra_state(state: torch.Tensor) -> tuple[list[str], Calibration]:
+def _decode_extra_state(state: torch.Tensor) -> tuple[list[str], tuple[TaskTemperature, ...]]:
     try:
         content = json.loads(bytes(state.tolist()).decode())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"class names in the state are damaged: {error}") from error
-    calibration = None
+    saved = None
     if isinstance(content, dict):
-        calibration = content.get("calibration")
+        saved = content.get("calibration")
         content = content.get("class_names")
     if not isinstance(content, list):
         raise TypeError(f"class names in the state must be a list, got {content!r}")
-    return content, Calibration.read(calibration)
+    return content, read_temperatures(saved)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dulbe_peft.strategies.base import Strategy
 
@@ -13,4 +14,4 @@ class Frozen(Strategy):
 
     name = "frozen"
     adapts = False
-    classifiers = ("bridge", "prototype")
+    classifiers: ClassVar[tuple[str, ...]] = ("bridge", "prototype", "lda", "ranpac")

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 # How a table calls what `results.json` calls otherwise.
-LABELS = {"zero_shot": "zero-shot", "text": "text, adapted", "bridge": "bridge ensemble", "prototype": "class means"}
+LABELS = {
+    "zero_shot": "zero-shot",
+    "text": "text classifier",
+    "bridge": "bridge-prototype head",
+    "prototype": "class means",
+    "lda": "LDA",
+    "ridge": "analytic ridge",
+    "ranpac": "RanPAC",
+}
 
 
 def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -21,8 +29,9 @@ def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     Args:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
     """
-    rows = [(LABELS[key], results[key]) for key in ("zero_shot", "text") if key in results]
-    return rows + [(LABELS.get(name, name), block) for name, block in results.get("classifiers", {}).items()]
+    classifiers = results.get("classifiers", {})
+    whole = {key: results[key] for key in ("zero_shot", "text") if key in results}
+    return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
 
 
 def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.checks import check_int, is_int
+
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
 # fmt: off
 ICARL_CIFAR100_ORDER = (
@@ -26,10 +28,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
     if class_order is None:
         if seed is None:
             return np.arange(num_classes)
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-            raise TypeError(f"seed must be an int, got {seed!r} of type {type(seed).__name__}")
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
+        seed = check_int("seed", seed, 0, 2**32 - 1)
         return np.random.RandomState(seed).permutation(num_classes).astype(np.int64)
     if isinstance(class_order, str):
         if class_order != "icarl":
@@ -47,7 +46,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
             raise ValueError(f"class_order names {unknown[0]!r}, which is no class of the dataset")
         entries = [labels[name] for name in entries]
     for position, entry in enumerate(entries):
-        if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, (int, np.integer)):
+        if not is_int(entry):
             raise TypeError(f"class_order[{position}] is {entry!r}; the entries must be all ints or all class names")
     if sorted(entries) != list(range(num_classes)):
         absent = sorted(set(range(num_classes)) - set(entries))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.checks import check_int, is_int
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.orders import resolve_order
 from dulbe_peft.streams.samples import checked_labels, dataset_class_names, read_sample
@@ -88,11 +89,9 @@ class Task:
 
 
 def _check_count(name: str, value: Any, num_classes: int) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if not 1 <= value <= num_classes:
+    if is_int(value) and not 1 <= value <= num_classes:
         raise ValueError(f"{name} is {value}; it must lie in 1..{num_classes}, the number of classes")
-    return int(value)
+    return check_int(name, value, 1)
 
 
 def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:

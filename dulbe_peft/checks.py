@@ -1,0 +1,43 @@
+"""Checks of single numbers. A message names the argument, its value, and what would be right."""
+
+from __future__ import annotations
+
+import sys
+from numbers import Integral
+from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """Whether `value` is an int, of Python or of numpy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as a Python int.
+
+    Raises:
+        TypeError: `value` is no int.
+        ValueError: `value` is below `least` or above `most`.
+    """
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, *, least: float | None = None, positive: bool = False) -> None:
+    """Raise unless `value` is a finite int or float, at least `least`, and above 0 where `positive`.
+
+    Raises:
+        TypeError: `value` is no number.
+        ValueError: `value` is NaN, infinite or out of its range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    too_small = (positive and value <= 0) or (least is not None and value < least)
+    if too_small or not abs(value) <= sys.float_info.max:
+        bound = " and positive" if positive else "" if least is None else f" and at least {least}"
+        raise ValueError(f"{name} must be finite{bound}, got {value}")

@@ -1,0 +1,134 @@
+"""Linear discriminant analysis that streams: one Gaussian a class, all with the same covariance.
+
+Sigma = (1 - s) W / f + s (tr W / f d) I      W: scatter within the classes, f: its degrees of freedom
+score = z' Sigma^-1 mu_c - mu_c' Sigma^-1 mu_c / 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from dulbe_peft.classifiers.base import Classifier, check_counts, check_symmetric, class_sums
+
+
+class LdaClassifier(Classifier):
+    """Classes as Gaussians with means of their own and one shared, shrunk covariance; all classes equally likely.
+
+    Means and scatter are exact sums in float64, so the result is the one on all data at once, whatever the order of
+    images, classes and tasks.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau. The covariance is I / tau while no class has two different images.
+        shrinkage: s, how far the covariance goes to its mean variance times the identity, above 0 and at most 1.
+            "oas": computed from the covariance and its degrees of freedom.
+
+    Attributes:
+        means: mu_c, (C, d), float64.
+        counts: (C,), int64, images of each class.
+        scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' over all images, with the mean of each image's class.
+        freedom: f, int64: number of images less number of classes, forgotten ones included.
+
+    Reference:
+        Hayes and Kanan, "Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis", 2020, with
+        exact sums in place of the running estimate; Chen et al., "Shrinkage Algorithms for MMSE Covariance
+        Estimation", 2010, equation 23 (OAS).
+    """
+
+    name = "lda"
+    means: torch.Tensor
+    counts: torch.Tensor
+    scatter: torch.Tensor
+    freedom: torch.Tensor
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0, shrinkage: float | Literal["oas"] = "oas") -> None:
+        super().__init__(embed_dim, logit_scale)
+        number = isinstance(shrinkage, (int, float)) and not isinstance(shrinkage, bool)
+        if shrinkage != "oas" and not (number and 0 < shrinkage <= 1):
+            raise ValueError(f"shrinkage must be 'oas' or a number above 0 and at most 1, got {shrinkage!r}")
+        self.shrinkage = shrinkage
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("means", embed_dim, dtype=torch.float64)
+        self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+        self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        images, labels = images.to(self.means.device).double(), labels.to(self.means.device)
+        counts = torch.bincount(labels, minlength=len(names))
+        means = class_sums(images, labels, names) / counts[:, None]
+        spread = images - means[labels]
+        return {
+            "means": torch.cat([self.means, means]),
+            "counts": torch.cat([self.counts.to(counts.device), counts]),
+            "scatter": self.scatter + spread.T @ spread,
+            "freedom": self.freedom + len(images) - len(names),
+        }
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The scatter grows by that around the new mean, and by what the old images lose as their mean moves."""
+        images, labels = images.to(self.means.device).double(), labels.to(self.means.device)
+        old = self.counts.to(labels.device)
+        counts = old + torch.bincount(labels, minlength=len(old))
+        sums = (self.means * old[:, None]).index_add(0, labels, images)
+        means = sums / counts[:, None]
+        shift, spread = (means - self.means) * old[:, None].sqrt(), images - means[labels]
+        return {
+            "means": means,
+            "counts": counts,
+            "scatter": self.scatter + shift.T @ shift + spread.T @ spread,
+            "freedom": self.freedom + len(images),
+        }
+
+    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if int(self.freedom) == 0:
+            raise ValueError("no class has two images, so the scale of the scores is not known")
+        return {}
+
+    def covariance(self) -> torch.Tensor:
+        """Sigma, (d, d), float64, shrunk."""
+        identity = torch.eye(self.embed_dim, dtype=torch.float64, device=self.scatter.device)
+        freedom = int(self.freedom)
+        variance = float(self.scatter.trace()) / max(freedom, 1) / self.embed_dim
+        # Rounding leaves a trace of about 1e-32 where all images of each class are equal.
+        if freedom == 0 or variance < 1e-20:
+            return identity / self.logit_scale
+        sample = self.scatter / freedom
+        shrinkage = oas_shrinkage(sample, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
+        return (1 - shrinkage) * sample + shrinkage * variance * identity
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        weights, offsets = self.derived("solution", self._solve)
+        return images @ weights - offsets
+
+    def _solve(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.cholesky_solve(self.means.T, torch.linalg.cholesky(self.covariance()))
+        offsets = (self.means * weights.T).sum(dim=1) / 2
+        return weights.float().to(self.device), offsets.float().to(self.device)
+
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """mu_c to M' mu_c and W to M' W M. What the map leaves over of the drift is not added to the scatter."""
+        matrix = matrix.to(self.means.device)
+        return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_counts(state["counts"])
+        check_symmetric("scatter", state["scatter"])
+        if int(state["freedom"]) < 0:
+            raise ValueError(f"freedom must be at least 0, got {int(state['freedom'])}")
+
+
+def oas_shrinkage(covariance: torch.Tensor, freedom: int) -> float:
+    """The shrinkage toward the scaled identity with the least expected squared error for Gaussian data.
+
+    Reference:
+        Chen et al., 2010, equation 23.
+    """
+    d = len(covariance)
+    square, trace = float((covariance * covariance).sum()), float(covariance.trace())
+    over = (freedom + 1 - 2 / d) * (square - trace**2 / d)
+    return min(1.0, ((1 - 2 / d) * square + trace**2) / over) if over > 0 else 1.0

@@ -1,0 +1,110 @@
+"""KeepLoRA: frozen bases from the new task's gradient, outside the weight's principal and the old tasks' directions.
+
+Before the first task each layer occupies W_p, the first right singular vectors of W_0 (d_out x d_in), as many as are
+needed for sum of sigma_i^2 >= eps_w |W_0|^2. Right singular vectors are input directions. Before every task, with G
+the gradient of the cross-entropy over the task's images and Q = [W_p, M] all directions occupied so far, orthonormal:
+
+    A_t = V_r'                    V_r: top r right singular vectors of G (I - Q Q')
+    W_t = W_{t-1} + B_t A_t       B_t trained from 0, all else frozen
+
+After it, with the inputs X of the merged model, M takes the leading right singular vectors of X (I - Q Q') until Q
+holds the share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q') X'X (I - Q Q').
+
+What differs from the published code:
+
+- The code starts B at U_r S_r and subtracts U_r S_r V_r' from W. Without weight decay B = 0 trains the same update.
+- The code takes W_p from the left singular vectors, which are output directions. This file follows the paper.
+- The code's X are tokens averaged over a batch, slot by slot, which removes most of their spread. Here X are all
+  tokens, so M grows faster. A layer without free directions trains nothing; a smaller eps_f keeps more of them free.
+- The code's scale alpha / r = 1/16 is 1 here.
+- The code adapts q, k, v and o of both towers. Here the adapter's configuration names the layers, and those of the
+  text tower have plain LoRA.
+
+Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arXiv 2601.19659, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.decompositions import to_float64
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask, Strategy
+from dulbe_peft.strategies.subspaces import (
+    OCCUPIED,
+    Subspace,
+    check_packed,
+    directions_to_take,
+    grow,
+    pack,
+    top_directions,
+    unpack,
+)
+
+
+def principal_directions(weight: torch.Tensor, share: float, name: str = "W") -> torch.Tensor:
+    """W_p, (d_in, p), float64: the fewest right singular vectors of W that hold `share` of |W|^2.
+
+    Args:
+        weight: W, (d_out, d_in).
+        share: eps_w.
+        name: what an error message calls W.
+    """
+    _, scales, right = torch.linalg.svd(to_float64(weight, name), full_matrices=False)
+    energies = scales.square()
+    return right[: directions_to_take(energies, float(energies.sum()), share)].T
+
+
+@dataclass(frozen=True)
+class KeepLora(Strategy):
+    """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions.
+
+    Attributes:
+        eps_w: share of |W_0|^2 that the principal directions hold, in [0, 1]; 0 keeps none.
+        eps_f: share of |X|^2 that is occupied after each task, in [0, 1].
+    """
+
+    name = "keeplora"
+    needs = frozenset({GRADIENTS})
+    remembers_inputs = True
+    orthonormal = False  # a column without a free direction is 0
+    eps_w: float = 0.85
+    eps_f: float = 0.99
+
+    def __post_init__(self) -> None:
+        for name in ("eps_w", "eps_f"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        bases = {}
+        for name, old in self._occupied(task).items():
+            label = f"gradient of layer {name!r}"
+            gradient = to_float64(task.gradients[name], label)
+            bases[name] = top_directions(old, gradient.T @ gradient, sum(task.ranks), label)
+        return task.modes(bases)
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        after: dict[tuple[str, ...], Subspace] = {}
+        for name, old in self._occupied(task).items():
+            label = f"input statistics of layer {name!r}"
+            after[name,] = grow(old, to_float64(inputs[name], label), self.eps_f, label)
+        return pack(after)
+
+    def _occupied(self, task: NewTask) -> dict[str, Subspace]:
+        """Layer name -> Q: [W_p, M], or W_p alone at the first task."""
+        if task.memory:
+            return unpack(task.memory)
+        (adapter,) = task.adapter.active_adapters
+        occupied = {}
+        for name, layer in task.adapter.dual_mode_layers().items():
+            pretrained = layer.scaled_weight(adapter, 0.0)
+            occupied[name] = Subspace(principal_directions(pretrained, self.eps_w, f"weight of layer {name!r}"))
+        return occupied
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        check_packed(memory, widths, (OCCUPIED,))

@@ -1,0 +1,61 @@
+"""O-LoRA: a new LoRA pair for each task, whose rows are pushed away from the rows of all earlier pairs.
+
+    W_t = W_0 + sum over i < t of B_i A_i + B_t A_t            A_t and B_t trained, earlier pairs frozen and active
+    loss = cross-entropy + lambda_1 * sum over layers and i < t of the sum of entries |A_i A_t'|
+
+A_t starts as LoRA's A does and B_t starts at 0. The earlier pairs are the adapter's history: its columns P_hist are
+all A_i' side by side, so a layer's sum over i is the sum of the entries of |P_hist' P|.
+
+The sum of absolute values is that of the published code. Left out: the code's lambda_2, a penalty on the norms of A_t
+and B_t, which its scripts for short streams set to 0; its dropout; and its factor alpha / r on every pair, which is 1
+here as in all strategies.
+
+Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continual Learning", arXiv 2310.14152.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.lora import MergedLora
+
+
+def overlap(earlier: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """Sum of the entries of |A_i A_t'| over all earlier pairs, a scalar.
+
+    >>> overlap(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-4.0]]))
+    tensor(5.)
+
+    Args:
+        earlier: all A_i' side by side, (d_in, columns).
+        current: A_t', (d_in, r).
+    """
+    return (earlier.T @ current).abs().sum()
+
+
+@dataclass(frozen=True)
+class OLora(MergedLora):
+    """LoRA with a new pair for each task and a penalty on its overlap with earlier pairs.
+
+    Attributes:
+        lambda_1: weight of the penalty. The sum grows with the number of layers, of earlier tasks and with r^2.
+    """
+
+    name = "o_lora"
+    lambda_1: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lambda_1 < math.inf:
+            raise ValueError(f"lambda_1 must be finite and at least 0, got {self.lambda_1}")
+
+    def penalty(self, task: NewTask) -> torch.Tensor | None:
+        (adapter,) = task.adapter.active_adapters
+        layers = task.adapter.dual_mode_layers().values()
+        pairs = [(layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]) for layer in layers]
+        if not any(earlier.shape[1] for earlier, _ in pairs):
+            return None
+        return self.lambda_1 * torch.stack([overlap(earlier, current) for earlier, current in pairs]).sum()

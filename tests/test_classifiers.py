@@ -1,0 +1,699 @@
+"""Every classifier against its literal solution on all images at once; what they share, once for all of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hub_stub import on_this_process
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
+from torch.nn import functional as F
+
+from dulbe_peft import CLASSIFIERS, BridgeEnsembleHead, Classifier, register_classifier
+from dulbe_peft.classifiers import make_classifier, make_classifiers, spec
+from dulbe_peft.classifiers.calibration import LIMIT, TaskTemperature, fit_temperature, hold_back, temperature
+from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.classifiers.ridge import RIDGES
+
+DIM, CLASSES, SCALE = 64, 10, 20.0
+SPECS = {
+    "text": "text",
+    "bridge": "bridge",
+    "prototype": "prototype",
+    "lda": "lda",
+    "lda fixed": "lda:shrinkage=0.1",
+    "ridge": "ridge",
+    "ridge fixed": "ridge:ridge=0.5",
+    "ranpac": "ranpac:features=200",
+    "ranpac fixed": "ranpac:features=200,ridge=20",
+}
+NAMED = [name for name in SPECS if " " not in name]
+UPDATING = [name for name in SPECS if name not in ("text", "bridge")]
+JOINT = ["prototype", "lda", "lda fixed", "ridge fixed", "ranpac fixed"]
+
+
+class Digits:
+    """Handwritten digits as 64 grey values: 60 of each class to learn from, others to test; texts are noisy means."""
+
+    def __init__(self):
+        data = load_digits()
+        images, labels = torch.tensor(data.data).float(), torch.tensor(data.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        images, labels = images[order], labels[order]
+        rank = torch.stack([(labels[:i] == labels[i]).sum() for i in range(len(labels))])
+        self.images, self.labels = images[rank < 60], labels[rank < 60]
+        self.tests, self.truth = images[rank >= 100], labels[rank >= 100]
+        means = torch.stack([images[(rank >= 60) & (rank < 100) & (labels == c)].mean(dim=0) for c in range(CLASSES)])
+        self.texts = means + 3 * torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return Digits()
+
+
+def learned(name, digits, order=range(CLASSES), increment=2, per_class=60, shuffle=0, text=True, scale=SCALE):
+    """A classifier that has learned `order` task by task; `shuffle` is the seed of the images' order, 0 for none."""
+    classifier, order = make_classifier(SPECS[name], DIM, scale), list(order)
+    for start in range(0, len(order), increment):
+        new = order[start : start + increment]
+        images, labels = task(digits, new, per_class)
+        if shuffle:
+            mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(shuffle))
+            images, labels = images[mixed], labels[mixed]
+        texts = digits.texts[order[: start + len(new)]] if text else None
+        classifier.add_classes([f"digit {c}" for c in new], images, labels, texts)
+    return classifier
+
+
+def task(digits, classes, per_class=60):
+    images = torch.cat([digits.images[digits.labels == c][:per_class] for c in classes])
+    return images, torch.arange(len(classes)).repeat_interleave(per_class)
+
+
+def snapshot(classifier):
+    return {key: value.clone() for key, value in classifier.state_dict().items()}
+
+
+def assert_equal_states(found, expected):
+    assert set(found) == set(expected)
+    for key in expected:
+        assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def test_text_and_class_means_equal_the_references(digits):
+    logits = learned("text", digits)(digits.tests)
+    expected = SCALE * reference.unit(digits.tests) @ reference.unit(digits.texts).T
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
+    logits = learned("prototype", digits)(digits.tests)
+    expected = reference.class_mean_logits(digits.images, digits.labels.tolist(), digits.tests, SCALE)
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "shrinkage"), [("lda", None), ("lda fixed", 0.1)])
+def test_lda_equals_the_reference(digits, name, shrinkage):
+    expected = reference.lda_logits(digits.images, digits.labels.tolist(), digits.tests, shrinkage)
+    torch.testing.assert_close(learned(name, digits)(digits.tests).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_lda_equals_scikit_learn(digits):
+    """Which divides the scatter by the number of images, and adds the classes' log priors, here all the same."""
+    fitted = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.1)
+    fitted.fit(reference.unit(digits.images).numpy(), digits.labels.numpy())
+    count = len(digits.images)
+    scores = torch.tensor(fitted.decision_function(reference.unit(digits.tests).numpy()))
+    logits = learned("lda fixed", digits)(digits.tests).double() * count / (count - CLASSES)
+    difference = logits - scores
+    torch.testing.assert_close(difference - difference[:, :1], torch.zeros_like(scores), rtol=0, atol=5e-3)
+
+
+def test_ridge_equals_the_reference_and_scikit_learn(digits):
+    classifier = learned("ridge fixed", digits)
+    scores = reference.ridge_scores(digits.images, digits.labels.tolist(), digits.tests, 0.5)
+    torch.testing.assert_close(classifier(digits.tests).double() / SCALE, scores, rtol=0, atol=1e-5)
+    fitted = Ridge(alpha=0.5, fit_intercept=False)
+    fitted.fit(reference.unit(digits.images).numpy(), F.one_hot(digits.labels).numpy())
+    torch.testing.assert_close(scores, torch.tensor(fitted.predict(reference.unit(digits.tests).numpy())))
+
+
+def random_layer(width, seed=0):
+    matrix = torch.from_numpy(np.random.RandomState(seed).standard_normal((DIM, width)))
+    return lambda images: (images @ matrix).clamp(min=0)
+
+
+def test_ranpac_equals_the_reference(digits):
+    scores = reference.ridge_scores(digits.images, digits.labels.tolist(), digits.tests, 20.0, lift=random_layer(200))
+    logits = learned("ranpac fixed", digits)(digits.tests)
+    torch.testing.assert_close(logits.double() / SCALE, scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "unit"), [("ridge", 1.0), ("ranpac", 200.0)])
+def test_the_ridge_is_the_best_on_all_tasks_held_back_images(digits, name, unit):
+    lift = random_layer(200) if name == "ranpac" else lambda images: images
+    total = torch.zeros(len(RIDGES), dtype=torch.float64)
+    seen_images, seen_labels = torch.zeros(0, DIM), []
+    for start in range(0, CLASSES, 2):
+        images, labels = task(digits, [start, start + 1])
+        held = hold_back(F.normalize(images, dim=1), labels)
+        truth = F.one_hot(labels[held] + start, start + 2)
+        for number, ridge in enumerate(RIDGES):
+            fit = torch.cat([seen_images, images[~held]]), seen_labels + (labels[~held] + start).tolist()
+            scores = reference.ridge_scores(*fit, images[held], ridge * unit, lift)
+            total[number] += ((scores - truth) ** 2).sum()
+        seen_images, seen_labels = torch.cat([seen_images, images]), seen_labels + (labels + start).tolist()
+    classifier = learned(name, digits)
+    torch.testing.assert_close(classifier.errors, total, rtol=1e-3, atol=1e-3)
+    assert classifier.strength() == unit * RIDGES[int(total.argmin())]
+    assert 0 < int(total.argmin()) < len(RIDGES) - 1
+
+
+def test_ranpac_keeps_its_random_layer_over_versions():
+    """From a seed, so a saved classifier depends on these numbers."""
+    layer = make_classifier("ranpac:features=3,seed=5", 2)._projection()
+    expected = [[0.44122749, -0.33087015, 2.43077119], [-0.25209213, 0.10960984, 1.58248112]]
+    torch.testing.assert_close(layer, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_a_gram_matrix_that_rounding_left_indefinite_is_solved(digits):
+    classifier = make_classifier("ranpac:features=200,ridge=1e-9", DIM)
+    images, labels = task(digits, [0, 1], per_class=5)
+    classifier.add_classes(["a", "b"], images, labels)
+    assert torch.linalg.cholesky_ex(classifier.gram.double() + 1e-9 * torch.eye(200))[1] > 0
+    assert classifier(images).argmax(dim=1).tolist() == labels.tolist()
+
+
+# ---------------------------------------------------------------------- orders
+
+
+@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (5, 3), (1, 4)])
+def test_classes_tasks_and_images_in_any_order_give_one_solution(digits, name, increment, shuffle):
+    expected = learned(name, digits)(digits.tests)
+    order = [3, 9, 0, 4, 7, 1, 8, 6, 2, 5]
+    found = learned(name, digits, order, increment, shuffle=shuffle)
+    back = [order.index(c) for c in range(CLASSES)]
+    torch.testing.assert_close(found(digits.tests)[:, back], expected, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_order_of_a_tasks_images_changes_neither_logits_nor_temperature(digits, name):
+    expected, found = learned(name, digits), learned(name, digits, shuffle=7)
+    torch.testing.assert_close(found(digits.tests), expected(digits.tests), rtol=1e-4, atol=2e-3)
+    assert found.temperature == pytest.approx(expected.temperature, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", UPDATING)
+def test_further_images_of_known_classes_are_as_if_they_had_been_there(digits, name):
+    late = make_classifier(SPECS[name], DIM, SCALE)
+    images, labels = task(digits, range(CLASSES))
+    early = torch.arange(len(labels)) % 60 < 20
+    late.add_classes([str(c) for c in range(CLASSES)], images[early], labels[early])
+    before, state = late.fork(), snapshot(late)
+    for rows in (~early).nonzero()[:, 0].split(77):
+        late.update_classes(images[rows], labels[rows])
+    late.update_classes(images[:0], labels[:0])
+    assert_equal_states(snapshot(before), state)
+    together = make_classifier(SPECS[name], DIM, SCALE)
+    together.add_classes([str(c) for c in range(CLASSES)], images, labels)
+    if hasattr(late, "strength"):
+        late.ridge = together.ridge = together.strength()
+    torch.testing.assert_close(late(digits.tests), together(digits.tests), rtol=1e-4, atol=2e-3)
+    assert late.counts.tolist() == [60] * CLASSES
+
+
+def test_updates_are_refused_where_they_are_not_exact_or_do_not_fit(digits):
+    images, labels = task(digits, [0, 1])
+    bridge = learned("bridge", digits)
+    state = snapshot(bridge)
+    with pytest.raises(ValueError, match="'bridge' classifier cannot learn more images"):
+        bridge.update_classes(images, labels)
+    assert_equal_states(snapshot(bridge), state)
+    text = learned("text", digits)
+    text.update_classes(images, labels)
+    means = learned("prototype", digits)
+    with pytest.raises(ValueError, match="label 10 is out of range for 10 classes"):
+        means.update_classes(images, labels + 9)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name):
+    classifier = learned(name, digits)
+    expected, count = classifier(digits.tests), classifier.temperature
+    classifier.forget_class("digit 4")
+    kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert classifier.class_names == [f"digit {c}" for c in kept]
+    torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=0, atol=1e-5)
+    assert classifier.temperature == pytest.approx(count, rel=0.2)
+    with pytest.raises(ValueError, match="'digit 4' is not known"):
+        classifier.forget_class("digit 4")
+    images, labels = task(digits, [4])
+    classifier.add_classes(["digit 4"], images, labels, digits.texts[[*kept, 4]])
+    assert classifier(digits.tests).shape == (len(digits.tests), CLASSES)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_one_image_a_class(digits, name):
+    classifier = learned(name, digits, per_class=1)
+    assert classifier.temperature == 1.0
+    accuracy = (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean()
+    assert accuracy > 0.4
+    torch.testing.assert_close(classifier.probabilities(digits.tests).sum(dim=1), torch.ones(len(digits.tests)))
+
+
+def test_lda_of_single_images_is_the_nearest_mean(digits):
+    images, _ = task(digits, range(CLASSES), per_class=1)
+    expected = SCALE * (F.normalize(digits.tests, dim=1) @ F.normalize(images, dim=1).T - 0.5)
+    torch.testing.assert_close(learned("lda", digits, per_class=1)(digits.tests), expected, rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- probabilities
+
+
+def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
+    images = F.normalize(torch.randn(40, 8), dim=1)
+    labels = torch.tensor([0] + [1] * 2 + [2] * 4 + [3] * 8 + [4] * 25)
+    held = hold_back(images, labels)
+    assert [int(held[labels == c].sum()) for c in range(5)] == [0, 1, 1, 2, 5]
+    mixed = torch.randperm(40)
+    assert torch.equal(hold_back(images[mixed], labels[mixed]), held[mixed])
+
+
+def test_the_temperature_minimises_the_loss():
+    logits = 8 * torch.randn(300, 6)
+    labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
+    found = fit_temperature(logits, labels)
+    losses = {
+        t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in torch.linspace(-2, 4, 601).tolist()
+    }
+    assert found == pytest.approx(min(losses, key=losses.get), abs=0.03)
+    assert found == pytest.approx(math.log(3), abs=0.3)
+
+
+def test_the_temperature_is_bounded_where_all_or_none_are_right():
+    sure = 5 * torch.eye(4)
+    assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
+    assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
+    assert abs(fit_temperature(torch.zeros(4, 4), torch.arange(4))) <= LIMIT
+
+
+def test_temperatures_of_tasks_are_a_line_over_the_classes():
+    tasks = [
+        TaskTemperature(0.5 * math.log(classes), images, classes) for classes, images in ((10, 5), (20, 50), (40, 9))
+    ]
+    assert temperature(tasks, 80) == pytest.approx(math.sqrt(80))
+    assert temperature(tasks[::-1], 80) == pytest.approx(math.sqrt(80))
+    same = [TaskTemperature(0.0, 30, 10), TaskTemperature(1.0, 10, 10)]
+    assert temperature(same, 50) == pytest.approx(math.exp(0.25))
+    assert temperature([], 10) == 1.0
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_probabilities_of_digits_are_calibrated(digits, name):
+    classifier = learned(name, digits, scale=100.0)
+    raw = reference.calibration_error(classifier(digits.tests).softmax(dim=1), digits.truth)
+    calibrated = reference.calibration_error(classifier.probabilities(digits.tests), digits.truth)
+    assert calibrated < (raw if name in ("lda", "ridge", "ranpac") else raw + 0.01)
+    assert calibrated < 0.06
+    assert torch.equal(classifier.probabilities(digits.tests).argmax(dim=1), classifier(digits.tests).argmax(dim=1))
+
+
+def test_the_temperature_is_fitted_without_the_held_back_images(digits):
+    images, labels = task(digits, [0, 1])
+    classifier, twin = (make_classifier("lda", DIM, SCALE) for _ in range(2))
+    classifier.add_classes(["a", "b"], images, labels)
+    held = hold_back(F.normalize(images, dim=1), labels)
+    twin.add_classes(["a", "b"], images[~held], labels[~held])
+    assert classifier.temperature == pytest.approx(math.exp(fit_temperature(twin(images[held]), labels[held])))
+
+
+# ---------------------------------------------------------------------- drift
+
+
+def test_linear_map_solves_its_normal_equations():
+    before, after = torch.randn(50, 8), torch.randn(50, 8)
+    found = linear_map(before, after, ridge=0.5)
+    weight = 0.5 * before.double().square().sum() / 8
+    slope = before.double().T @ (before.double() @ found - after.double()) + weight * (found - torch.eye(8))
+    torch.testing.assert_close(slope, torch.zeros(8, 8, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(linear_map(before, after, 1e9), torch.eye(8).double(), rtol=0, atol=1e-6)
+    turn = torch.linalg.qr(torch.randn(8, 8))[0]
+    torch.testing.assert_close(linear_map(before, before @ turn, 1e-9), turn.double(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"after": torch.ones(3, 4)}, r"\(3, 5\) and \(3, 4\)"),
+        ({"before": torch.ones(0, 5), "after": torch.ones(0, 5)}, r"\(0, 5\)"),
+        ({"ridge": 0.0}, "ridge must be positive"),
+        ({"before": torch.full((3, 5), math.nan)}, "NaN"),
+    ],
+)
+def test_linear_map_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        linear_map(**{"before": torch.ones(3, 5), "after": torch.ones(3, 5), **change})
+
+
+@pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed"])
+def test_a_turn_of_all_features_is_followed_exactly(digits, name):
+    turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64))[0]
+    classifier, expected = learned(name, digits), None
+    if name == "bridge":
+        expected = make_classifier("bridge:depths=0", DIM, SCALE)
+        expected.add_classes([str(c) for c in range(CLASSES)], *task(digits, range(CLASSES)), digits.texts)
+        classifier = copy.deepcopy(expected)
+    expected = (expected or classifier)(digits.tests)
+    classifier.move(turn)
+    found = classifier((digits.tests.double() @ turn).float())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
+
+
+def test_ranpac_and_text_stay_where_they_are(digits):
+    for name in ("ranpac", "text"):
+        classifier = learned(name, digits)
+        state = snapshot(classifier)
+        classifier.move(2 * torch.eye(DIM))
+        assert_equal_states(snapshot(classifier), state)
+
+
+@pytest.mark.parametrize("name", ["bridge", "prototype", "lda", "ridge"])
+def test_moved_classifiers_lie_between_unmoved_ones_and_the_oracle(digits, name):
+    """The features drift by a linear map and noise; the oracle learned the old classes from their drifted images."""
+    generator = torch.Generator().manual_seed(2)
+    drift = torch.eye(DIM) + 0.1 * torch.randn(DIM, DIM, generator=generator)
+
+    def drifted(images):
+        return F.normalize(images, dim=1) @ drift + 0.02 * torch.randn(len(images), DIM, generator=generator)
+
+    def accuracy(classifier):
+        old = digits.truth < 5
+        return (classifier(drifted(digits.tests[old])).argmax(dim=1) == digits.truth[old]).double().mean().item()
+
+    (old, labels), (new, _) = task(digits, range(5)), task(digits, range(5, 10))
+    texts = torch.cat([drifted(digits.texts[:5]), drifted(digits.texts[5:])])
+    found = {}
+    for kind in ("unmoved", "moved", "oracle"):
+        classifier = make_classifier(SPECS[name], DIM, SCALE)
+        classifier.add_classes(list("abcde"), drifted(old) if kind == "oracle" else old, labels, texts[:5])
+        after = drifted(new)
+        if kind == "moved":
+            classifier.move(linear_map(F.normalize(new, dim=1), F.normalize(after, dim=1)))
+        classifier.add_classes(list("fghij"), after, labels, texts)
+        found[kind] = accuracy(classifier)
+    assert found["unmoved"] + 0.02 < found["moved"] < found["oracle"] + 0.02
+
+
+@pytest.mark.parametrize("matrix", [torch.eye(3), torch.full((DIM, DIM), math.nan), torch.ones(DIM, DIM).long(), None])
+def test_maps_that_do_not_fit_are_refused(digits, matrix):
+    classifier = learned("lda", digits)
+    state = snapshot(classifier)
+    with pytest.raises(ValueError, match="the map"):
+        classifier.move(matrix)
+    assert_equal_states(snapshot(classifier), state)
+
+
+# ---------------------------------------------------------------------- what all share
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"class_names": ["digit 0", "x"]}, ValueError, "'digit 0', a class that was seen already"),
+        ({"labels": torch.zeros(120).long()}, ValueError, "class 'y' has no image"),
+        ({"labels": torch.arange(120)}, ValueError, "out of range for 2 classes"),
+        ({"image_embeds": torch.full((120, DIM), math.nan)}, ValueError, "row 0 holds NaN"),
+        ({"image_embeds": torch.ones(120, 3)}, ValueError, r"\(rows, 64\)"),
+        ({"text_embeds": torch.ones(3, DIM)}, ValueError, "text_embeds must have 12 rows"),
+    ],
+)
+def test_an_error_changes_nothing(digits, name, change, error, message):
+    classifier = learned(name, digits)
+    images, labels = task(digits, [0, 1])
+    texts = torch.cat([digits.texts, digits.texts[:2] + 1])
+    state = snapshot(classifier)
+    good = {"class_names": ["x", "y"], "image_embeds": images, "labels": labels, "text_embeds": texts}
+    with pytest.raises(error, match=message):
+        classifier.add_classes(**{**good, **change})
+    assert_equal_states(snapshot(classifier), state)
+    classifier.add_classes(**good)
+
+
+@pytest.mark.parametrize("name", ["prototype", "lda"])
+def test_classes_without_a_mean_direction_are_named(name):
+    classifier = make_classifier(name, 4)
+    with pytest.raises(ValueError, match="class 'a' cancel out"):
+        classifier.add_classes(["a", "b"], torch.cat([torch.eye(4), -torch.eye(4)[:1]]), [0, 1, 1, 1, 0])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_texts_are_asked_for_where_they_are_needed(digits, name):
+    if CLASSIFIERS[name].needs_text:
+        with pytest.raises(TypeError, match="text_embeds"):
+            learned(name, digits, text=False)
+        classifier = learned(name, digits)
+        classifier.set_text_embeds(digits.texts.flip(0))
+        torch.testing.assert_close(classifier.text_embeds, F.normalize(digits.texts.flip(0), dim=1))
+    else:
+        classifier = learned(name, digits, text=False)
+        assert torch.equal(classifier(digits.tests), learned(name, digits)(digits.tests))
+        with pytest.raises(ValueError, match=f"'{name}' classifier keeps no text"):
+            classifier.set_text_embeds(digits.texts)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_gradients_reach_the_features_and_copies_are_independent(digits, name):
+    classifier = learned(name, digits)
+    images = digits.tests[:5].clone().requires_grad_()
+    with torch.inference_mode():
+        expected = classifier(digits.tests)
+    classifier(images)[:, 0].sum().backward()
+    assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
+    for twin in (copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), classifier.fork()):
+        assert torch.equal(twin(digits.tests), expected) and twin.temperature == classifier.temperature
+        twin.forget_class("digit 0")
+        assert torch.equal(classifier(digits.tests), expected)
+
+
+@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac"])
+def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, name):
+    classifier = learned(name, digits)
+    expected = classifier(digits.tests)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(classifier(digits.tests), expected)
+        assert torch.equal(learned(name, digits)(digits.tests), expected)
+    double = {key for key, value in classifier.state_dict().items() if value.dtype == torch.float64}
+    classifier.to(torch.bfloat16)
+    assert double and double == {k for k, v in classifier.state_dict().items() if v.dtype == torch.float64}
+    if name != "ranpac":  # its G is float32 and is rounded
+        assert torch.equal(classifier(digits.tests), expected)
+    assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
+
+
+def test_sizes(digits):
+    sizes = {
+        name: (learned(name, digits).state_size, learned(name, digits).nbytes) for name in ("prototype", "ranpac")
+    }
+    assert sizes["prototype"] == (CLASSES * (DIM + 1), CLASSES * (DIM + 1) * 8)
+    counted = 200 * 200 + CLASSES * 201 + len(RIDGES)
+    assert sizes["ranpac"] == (counted, 200 * 200 * 4 + (CLASSES * 201 + len(RIDGES)) * 8)
+
+
+# ---------------------------------------------------------------------- state dicts and files
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_state_dicts_and_files_give_the_same_bits_back(digits, name, tmp_path):
+    classifier = learned(name, digits)
+    other = make_classifier(SPECS[name], DIM, SCALE)
+    other.load_state_dict(classifier.state_dict())
+    classifier.save_pretrained(tmp_path / "a")
+    loaded = type(classifier).from_pretrained(tmp_path / "a")
+    for found in (other, loaded):
+        assert_equal_states(snapshot(found), snapshot(classifier))
+        assert torch.equal(found(digits.tests), classifier(digits.tests))
+        assert torch.equal(found.probabilities(digits.tests), classifier.probabilities(digits.tests))
+        assert spec(found) == spec(classifier) and found.temperature != 1
+    loaded.save_pretrained(tmp_path / "b")
+    stem = "head" if name == "bridge" else classifier.name
+    files = {f"{stem}_config.json", f"{stem}.safetensors"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == files
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+    images, labels = task(digits, [0, 1])
+    for further in (classifier, loaded):
+        further.add_classes(["x", "y"], images, labels, torch.cat([digits.texts, digits.texts[:2] + 1]))
+    assert_equal_states(snapshot(loaded), snapshot(classifier))
+
+
+def test_heads_of_version_0_1_have_temperature_1(digits, tmp_path):
+    """Their names are a plain list, and their configuration has no calibration."""
+    head = learned("bridge", digits)
+    head.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "head_config.json").read_text())
+    assert list(config) == [
+        "format", "embed_dim", "reliability_temperature", "logit_scale", "class_names", "calibration",
+    ]  # fmt: skip
+    assert set(load_file(tmp_path / "head.safetensors")) == {
+        "visual_prototypes",
+        "text_embeds",
+        "reliability",
+        "depths",
+    }
+    del config["calibration"]
+    (tmp_path / "head_config.json").write_text(json.dumps(config))
+    state = head.state_dict()
+    state["_extra_state"] = torch.tensor(list(json.dumps(head.class_names).encode()), dtype=torch.uint8)
+    other = BridgeEnsembleHead(DIM, logit_scale=SCALE)
+    other.load_state_dict(state)
+    for old in (other, BridgeEnsembleHead.from_pretrained(tmp_path)):
+        assert old.temperature == 1 and torch.equal(old(digits.tests), head(digits.tests))
+        assert torch.equal(old.state_dict()["_extra_state"], state["_extra_state"])
+
+
+def edit(file, **changes):
+    def damage(folder):
+        path = folder / file
+        if path.suffix == ".json":
+            content = {**json.loads(path.read_text()), **changes}
+            path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+        else:
+            content = {**load_file(path), **changes}
+            save_file({key: value for key, value in content.items() if value is not ...}, path)
+
+    return damage
+
+
+ONES = torch.ones(DIM, DIM, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("lda", edit("lda_config.json", format="dulbe-lda-classifier-2"), "expected 'dulbe-lda-classifier-1'"),
+        ("lda", edit("lda_config.json", shrinkage=...), "has the fields"),
+        ("lda", edit("lda_config.json", shrinkage=2.0), "shrinkage must be 'oas' or"),
+        ("lda", edit("lda_config.json", embed_dim=10**12), "cannot be loaded"),
+        ("lda", edit("lda_config.json", class_names=["a"]), r"for 1 classes, got \(10,"),
+        ("lda", edit("lda_config.json", calibration={}), "calibration must be a list"),
+        ("lda", edit("lda_config.json", calibration=[{"images": 1}]), "calibration must be a list"),
+        (
+            "lda",
+            edit("lda_config.json", calibration=[{"images": 1, "classes": 5, "log_temperature": 99}]),
+            "log_temperature of a calibration",
+        ),
+        ("lda", edit("lda.safetensors", means=...), "Missing key.*means"),
+        ("lda", edit("lda.safetensors", other=ONES), "Unexpected key.*other"),
+        ("lda", edit("lda.safetensors", scatter=ONES[:3].contiguous()), r"scatter must be .*\(64, 64\)"),
+        ("lda", edit("lda.safetensors", scatter=ONES * math.inf), "NaN or infinity"),
+        ("lda", edit("lda.safetensors", scatter=-ONES), "negative diagonal"),
+        ("lda", edit("lda.safetensors", scatter=ONES.triu().contiguous()), "not symmetric"),
+        ("lda", edit("lda.safetensors", counts=torch.zeros(10).long()), "counts must be at least 1"),
+        ("lda", edit("lda.safetensors", counts=torch.ones(10)), "counts must be integer"),
+        ("lda", edit("lda.safetensors", freedom=torch.tensor(-1)), "freedom must be at least 0"),
+        ("prototype", edit("prototype.safetensors", sums=torch.zeros(10, DIM).double()), "mean direction"),
+        ("text", edit("text.safetensors", text_embeds=torch.ones(10, DIM)), "unit vectors"),
+        ("ranpac", edit("ranpac_config.json", features=10**9), r"sums must be .*1000000000"),
+        ("ranpac", edit("ranpac_config.json", seed=-1), "seed must be an int"),
+        ("ranpac", edit("ranpac_config.json", ridge="most"), "ridge must be a number"),
+        ("ranpac", edit("ranpac.safetensors", errors=-torch.ones(len(RIDGES)).double()), "errors must not be"),
+        ("ridge", edit("ridge.safetensors", gram=ONES.triu().contiguous()), "gram is not symmetric"),
+    ],
+)
+def test_damaged_files_are_refused(digits, name, damage, message, tmp_path):
+    classifier = learned(name, digits)
+    classifier.save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        type(classifier).from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------- the registry
+
+
+class Medians(Classifier):
+    """A classifier from outside the package: the nearest median, to a power."""
+
+    name = "medians"
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0, power: float = 1.0):
+        super().__init__(embed_dim, logit_scale)
+        self.power = power
+        self.register_rows("medians", embed_dim)
+
+    def learn(self, names, images, labels, texts):
+        new = [images[labels == index].median(dim=0).values for index in range(len(names))]
+        return {"medians": torch.cat([self.medians, F.normalize(torch.stack(new), dim=1)])}
+
+    def logits(self, images):
+        return self.logit_scale * (images @ self.medians.T).clamp(min=0) ** self.power
+
+
+@pytest.fixture
+def medians():
+    yield register_classifier(Medians)
+    del CLASSIFIERS["medians"]
+
+
+def test_a_classifier_from_outside_works_with_files_and_the_hub(digits, medians, tmp_path, monkeypatch):
+    classifier = make_classifier("medians:power=2", DIM, SCALE, {"power": 3.0, "num_depths": 4})
+    assert classifier.power == 2 and spec(classifier) == "medians:power=2.0"
+    images, labels = task(digits, range(CLASSES))
+    classifier.add_classes([f"digit {c}" for c in range(CLASSES)], images, labels)
+    assert (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean() > 0.7
+    classifier.forget_class("digit 9")
+    classifier.save_pretrained(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"medians_config.json", "medians.safetensors"}
+    with on_this_process(monkeypatch, tmp_path) as hub:
+        classifier.push_to_hub("medians")
+        online = Medians.from_pretrained("someone/medians")
+        assert online.source == {
+            "repo_id": "someone/medians",
+            "commit": hub.repos["someone/medians"]["branches"]["main"],
+        }
+    for loaded in (online, Medians.from_pretrained(tmp_path / "saved")):
+        assert loaded.power == 2 and torch.equal(
+            loaded.probabilities(digits.tests), classifier.probabilities(digits.tests)
+        )
+
+
+def test_names_and_settings_make_classifiers():
+    assert set(CLASSIFIERS) == set(NAMED)
+    defaults = {"num_depths": 4, "features": 50}
+    made = make_classifiers(["bridge", "ranpac:seed=3", "lda:shrinkage=0.5"], 8, 15.0, defaults)
+    assert [(kind, spec(classifier)) for kind, classifier in made.items()] == [
+        ("bridge", "bridge:num_depths=4"),
+        ("ranpac", "ranpac:features=50,seed=3"),
+        ("lda", "lda:shrinkage=0.5"),
+    ]
+    for classifier in made.values():
+        again = make_classifier(spec(classifier), 8, 15.0)
+        assert again.settings() == classifier.settings() and again.logit_scale == 15.0
+    assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
+    given = make_classifier("ridge", 8)
+    assert make_classifier(given, 8) is given
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
+        ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
+        ("ranpac:features=many", "features='many' must be a whole number"),
+        ("ranpac:features=0", "features must be an int from 1"),
+        ("ridge:ridge=-1", "ridge must be positive"),
+        ("ridge:ridge=big", "must be a number or auto"),
+        ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
+        ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        make_classifier(text, 8)
+
+
+def test_classifiers_that_do_not_fit_are_refused(digits):
+    with pytest.raises(ValueError, match="already has 10 classes"):
+        make_classifier(learned("lda", digits), DIM)
+    with pytest.raises(ValueError, match="takes 8 dimensions, the model gives 9"):
+        make_classifier(make_classifier("lda", 8), 9)
+    for cls, error, message in (
+        (dict, TypeError, "derived from Classifier"),
+        (type("A", (Medians,), {"name": "Two words"}), ValueError, "characters a-z"),
+        (type("B", (Medians,), {"name": "lda"}), ValueError, "LdaClassifier has"),
+        (type("C", (Medians,), {"name": "mine", "file_stem": "head"}), ValueError, "BridgeEnsembleHead has"),
+    ):
+        with pytest.raises(error, match=message):
+            register_classifier(cls)
+    assert set(CLASSIFIERS) == set(NAMED)

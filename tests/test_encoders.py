@@ -1,0 +1,506 @@
+"""Every served encoder with tiny random weights: its features, its adapter, its learner, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tiny_encoders as tiny
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    Task,
+    class_incremental_tasks,
+    export_lora,
+    load_clip,
+    load_dual_encoder,
+)
+from dulbe_peft.backbone import (
+    ImageOnlyProcessor,
+    embed_dim,
+    encoder_of,
+    has_text,
+    image_size,
+    logit_scale,
+    pixel_values,
+    tokenize,
+    unit_image_embeds,
+    unit_text_embeds,
+)
+from dulbe_peft.cli import main
+from dulbe_peft.encoders import ENCODERS
+
+EVERY = [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY]
+PROMPTS = ["a photo of the cat.", "dog", "a digit of zero-one", "the low bird"]
+QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+CONFIG = {"residual_rank": 2, "support_rank": 4}
+
+ATTENTION, MLP = ["self_attn.k_proj", "self_attn.v_proj"], ["mlp.fc1", "mlp.fc2"]
+VISION = {name: ("vision_model.encoder.layers", [*ATTENTION, *MLP]) for name in tiny.WITH_TEXT} | {
+    "dinov2": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
+    "dinov2_with_registers": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
+    "vit": ("layers", ["attention.k_proj", "attention.v_proj", *MLP]),
+}
+BERT = ["attention.self.key", "attention.self.value", "intermediate.dense", "output.dense"]
+TEXT = {name: ("text_model.encoder.layers", [*ATTENTION, *MLP]) for name in ("clip", "siglip", "metaclip_2")} | {
+    "chinese_clip": ("text_model.encoder.layer", BERT),
+    "altclip": ("text_model.roberta.encoder.layers", BERT),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model type -> its folder; "gemma" is a SigLIP 2, which is a SigLIP with another tokenizer."""
+    root = tmp_path_factory.mktemp("encoders")
+    saved = {name: tiny.save_encoder(name, root / name) for name in EVERY}
+    return {**saved, "gemma": tiny.save_encoder("siglip", root / "gemma", tiny.gemma_tokenizer())}
+
+
+def adapted(model_type, **fields):
+    torch.manual_seed(0)
+    return get_peft_model(tiny.make_model(model_type), DualModeLoraConfig(**{**CONFIG, **fields}))
+
+
+def trained(model_type, **fields):
+    """An adapted model whose adapter changes images and texts."""
+    return adapted(model_type, init_weights=False, **fields)
+
+
+def pictures(count=4):
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 255, (20, 26, 3), np.uint8)) for _ in range(count)]
+
+
+def pixels(processor, images=None):
+    return torch.stack([pixel_values(processor, image) for image in images or pictures()])
+
+
+def paths(block, names):
+    return {f"{block}.{index}.{name}" for index in range(2) for name in names}
+
+
+def features(model, model_type):
+    """Image features and, where there are texts, text features of an adapted model."""
+    base, processor = model.get_base_model(), tiny.make_processor(model_type)
+    processor = processor if has_text(base) else ImageOnlyProcessor(processor)
+    with torch.no_grad():
+        images = unit_image_embeds(base, pixels(processor))
+        return [images, unit_text_embeds(base, tokenize(processor, PROMPTS, base))] if has_text(base) else [images]
+
+
+# ---------------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clip", {"padding": True}),
+        ("siglip", {"padding": "max_length"}),
+        ("gemma", {"padding": "max_length", "max_length": tiny.LONGEST}),
+        ("metaclip_2", {"padding": True}),
+        ("chinese_clip", {"padding": True}),
+        ("altclip", {"padding": True}),
+    ],
+)
+def test_text_features_equal_the_processors_own_call(folders, name, options):
+    """The call of each family's documentation, without this library; SigLIP 2's says to lower the case before."""
+    model_type = "siglip" if name == "gemma" else name
+    own = tiny.make_processor(model_type, tiny.gemma_tokenizer() if name == "gemma" else None)
+    texts = [text.lower() for text in ("A Photo of the Cat.", "Dog", "a digit of zero-one")]
+    given = ["A Photo of the Cat.", "Dog", "a digit of zero-one"] if "siglip" in model_type else texts
+    with torch.no_grad():
+        output = tiny.make_model(model_type).get_text_features(**own(text=texts, return_tensors="pt", **options))
+        expected = F.normalize(output.pooler_output, dim=-1)
+        model, processor = load_dual_encoder(folders[name])
+        found = unit_text_embeds(model, tokenize(processor, given, model))
+        with_its_own = unit_text_embeds(model, tokenize(own, texts, model))
+    assert found.shape == (3, embed_dim(model)) and found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(with_its_own, expected, atol=1e-6, rtol=1e-5)
+    assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not tell texts apart"
+
+
+def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
+    """The tower was trained to read its padding; a tokenizer that was saved without this setting gives a mask."""
+    tokenizer = tiny.siglip_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    model, processor = load_dual_encoder(tiny.save_encoder("siglip", tmp_path / "siglip", tokenizer))
+    inputs = processor(text=PROMPTS, padding="max_length", return_tensors="pt")
+    assert set(inputs) == {"input_ids"}
+    assert torch.equal(inputs["input_ids"], tokenize(processor, PROMPTS, model)["input_ids"])
+    processor.save_pretrained(tmp_path / "again")
+    assert "attention_mask" not in json.loads((tmp_path / "again/tokenizer_config.json").read_text()).values()
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_image_features_equal_the_models_own(folders, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    own, record = tiny.make_processor(model_type), ENCODERS[model_type]
+    assert type(model).__name__ == record.model
+    assert not any("pooler" in name for name in model.state_dict()), "it has random weights in many checkpoints"
+    with torch.no_grad():
+        inputs = own(images=pictures(), return_tensors="pt")
+        reference = tiny.make_model(model_type)
+        if record.image_only:
+            expected = reference(**inputs).last_hidden_state[:, 0]
+        else:
+            expected = reference.get_image_features(**inputs).pooler_output
+        found = unit_image_embeds(model, pixels(processor))
+    assert found.shape == (4, embed_dim(model))
+    assert pixels(processor).shape[1:] == (3, image_size(model), image_size(model)) == (3, 16, 16)
+    torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
+    if "dinov2" in model_type:
+        with torch.no_grad():
+            torch.testing.assert_close(expected, reference(**inputs).pooler_output)
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_padding_batch_and_order_never_change_a_text_feature(folders, name):
+    model, processor = load_dual_encoder(folders[name])
+    longer = "the longest of all."
+    with torch.no_grad():
+        alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
+        together = unit_text_embeds(model, tokenize(processor, [*PROMPTS, longer], model))
+        turned = unit_text_embeds(model, tokenize(processor, [longer, *reversed(PROMPTS)], model))
+    torch.testing.assert_close(together[:-1], alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_batch_and_order_never_change_an_image_feature(folders, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    batch = pixels(processor)
+    with torch.no_grad():
+        together = unit_image_embeds(model, batch)
+        alone = torch.cat([unit_image_embeds(model, image[None]) for image in batch])
+        turned = unit_image_embeds(model, batch.flip(0)).flip(0)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(turned, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", tiny.WITH_TEXT)
+def test_training_mode_drops_nothing_of_a_text(model_type):
+    model, processor = tiny.make_model(model_type), tiny.make_processor(model_type)
+    tokens = tokenize(processor, PROMPTS, model)
+    expected = unit_text_embeds(model, tokens)
+    model.train()
+    assert torch.equal(unit_text_embeds(model, tokens), expected)
+    assert model.text_model.training and all(module.training for module in model.text_model.modules())
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_scale_and_widths(model_type):
+    model = tiny.make_model(model_type)
+    assert embed_dim(model) == (32 if model_type == "siglip" or not has_text(model) else 16)
+    if has_text(model):
+        model.logit_scale.data.fill_(3.0)
+        assert logit_scale(model) == pytest.approx(np.exp(3.0))
+    else:
+        assert logit_scale(model) == 1.0
+
+
+def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
+    tiny.save_encoder("dinov2", tmp_path)
+    square = {"height": 24, "width": 24}
+    transformers.BitImageProcessorPil(size={"shortest_edge": 24}, crop_size=square).save_pretrained(tmp_path)
+    model, processor = load_dual_encoder(tmp_path)
+    assert image_size(model) == 16 and image_size(model, processor) == 24
+    assert unit_image_embeds(model, pixels(processor)).shape == (4, 32)
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_path, model_type):
+    for path in folders[model_type].iterdir():
+        if path.name not in ("processor_config.json", "preprocessor_config.json"):
+            shutil.copy(path, tmp_path)
+    _, processor = load_dual_encoder(tmp_path)
+    assert type(processor.image_processor).__name__ == ENCODERS[model_type].image_processor
+    assert pixels(processor).shape == (4, 3, 16, 16)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("model_type", ["blip", "siglip2", "of_nobody"])
+def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=f"of type '{model_type}'") as caught:
+        load_dual_encoder(tmp_path)
+    assert all(f"'{name}'" in str(caught.value) for name in ENCODERS)
+
+
+def test_load_clip_loads_clip_alone(folders):
+    assert type(load_clip(folders["clip"])[0]).__name__ == "CLIPModel"
+    with pytest.raises(ValueError, match="of type 'siglip', expected 'clip'.*load_dual_encoder"):
+        load_clip(folders["siglip"])
+    with pytest.raises(FileNotFoundError, match=r"\./nowhere"):
+        load_dual_encoder("./nowhere")
+
+
+def test_encoder_of_names_the_type(folders):
+    assert encoder_of(tiny.make_model("altclip")) is ENCODERS["altclip"]
+    with pytest.raises(ValueError, match="Linear is of type None; the served types are 'clip'"):
+        encoder_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_texts_that_are_too_long_or_the_same_are_refused(folders, name):
+    model, processor = load_dual_encoder(folders[name])
+    with pytest.raises(ValueError, match=f"tokens, the text tower takes {tiny.LONGEST}: shorten it"):
+        tokenize(processor, ["0123456789-0123456789-0123456789"], model)
+    with pytest.raises(ValueError, match="the same to the tokenizer: rename a class"):
+        tokenize(processor, ["cat", "cat"], model)
+    longest = [prompt for prompt in ("1" * n for n in range(1, 30)) if fits(processor, prompt)][-1]
+    assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
+
+
+def fits(processor, prompt):
+    return len(processor.tokenizer(prompt)["input_ids"]) <= tiny.LONGEST
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_image_only_encoders_refuse_texts(folders, tmp_path, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    assert isinstance(processor, ImageOnlyProcessor) and not has_text(model)
+    named = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
+    with pytest.raises(ValueError, match=named):
+        tokenize(processor, PROMPTS, model)
+    with pytest.raises(ValueError, match=named):
+        unit_text_embeds(model, {})
+    with pytest.raises(ValueError, match=named):
+        ClassIncrementalLearner(adapted(model_type), processor, args=LearnerArguments(**QUICK))
+
+
+def test_parts_of_models_and_of_processors_are_refused(folders):
+    model, processor = adapted("siglip"), tiny.make_processor("siglip")
+    args = LearnerArguments(**QUICK)
+    with pytest.raises(TypeError, match="(?s)must be a SiglipProcessor or like one.*without tokenizer"):
+        ClassIncrementalLearner(model, ImageOnlyProcessor(processor.image_processor), args=args)
+    classifier = transformers.SiglipForImageClassification(tiny.make_config("siglip"))
+    with pytest.raises(ValueError, match="SiglipForImageClassification has no get_image_features"):
+        ClassIncrementalLearner(get_peft_model(classifier, DualModeLoraConfig(**CONFIG)), processor, args=args)
+    classifier = transformers.Dinov2ForImageClassification(tiny.make_config("dinov2"))
+    with pytest.raises(ValueError, match="not the whole DINOv2 encoder: give a Dinov2Model"):
+        ClassIncrementalLearner(get_peft_model(classifier, DualModeLoraConfig(**CONFIG)), processor, args=args)
+
+
+@pytest.mark.parametrize("tokens", ["cls", "patch"])
+def test_statistics_of_class_tokens_need_class_tokens(tokens):
+    args = LearnerArguments(**QUICK, statistics_tokens=tokens)
+    with pytest.raises(ValueError, match=f"statistics_tokens is '{tokens}', but a SiglipModel has no class token"):
+        ClassIncrementalLearner(adapted("siglip"), tiny.make_processor("siglip"), args=args)
+    ClassIncrementalLearner(adapted("altclip"), tiny.make_processor("altclip"), args=args)
+
+
+# ---------------------------------------------------------------------- the adapter
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_default_targets_are_keys_values_and_mlp_of_the_blocks(model_type):
+    model = adapted(model_type)
+    assert set(model.dual_mode_layers()) == paths(*VISION[model_type])
+    text = {name.rpartition(".dulbe_text_A")[0] for name in model.state_dict() if "dulbe_text_A" in name}
+    expected = paths(*TEXT[model_type]) if model_type in TEXT else set()
+    assert {name.removeprefix("base_model.model.") for name in text} == expected
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_all_linear_adapts_every_layer_of_the_blocks_and_nothing_else(model_type):
+    block, names = VISION[model_type]
+    attention = "attention" if model_type in tiny.IMAGE_ONLY else "self_attn"
+    output = "o_proj" if model_type in tiny.IMAGE_ONLY else "out_proj"
+    model = adapted(model_type, target_modules="all-linear")
+    expected = paths(block, [*names, f"{attention}.q_proj", f"{attention}.{output}"])
+    assert set(model.dual_mode_layers()) == expected
+    part = adapted(model_type, target_modules="all-linear", layers_to_transform=[1], layers_pattern=[block])
+    assert set(part.dual_mode_layers()) == {name for name in expected if name.startswith(f"{block}.1.")}
+    part.add_adapter("other", DualModeLoraConfig(**CONFIG, target_modules="all-linear"))
+    part.set_adapter("other")
+    assert set(part.dual_mode_layers()) == expected
+
+
+def test_the_gated_mlp_of_dinov2_giant_is_adapted():
+    config = tiny.make_config("dinov2")
+    config.use_swiglu_ffn = True
+    model = get_peft_model(transformers.Dinov2Model(config), DualModeLoraConfig(**CONFIG))
+    names = ["attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert set(model.dual_mode_layers()) == paths("encoder.layer", names)
+
+
+def test_lists_leave_siglips_pooling_head_alone_and_expressions_reach_it():
+    head = "vision_model.head.mlp.fc1"
+    listed = adapted("siglip", target_modules=["fc1", "out_proj"])
+    assert set(listed.dual_mode_layers()) == paths("vision_model.encoder.layers", ["mlp.fc1", "self_attn.out_proj"])
+    assert set(adapted("siglip", target_modules=r".*head\.mlp\.fc1").dual_mode_layers()) == {head}
+
+
+def test_listed_text_targets_are_name_endings():
+    model = adapted("chinese_clip", text_target_modules=["self.query", "output.dense"])
+    found = {name.partition(".layer.0.")[2] for name in model.state_dict() if "layer.0" in name and "text_A" in name}
+    expected = {
+        f"{name}.dulbe_text_A.default" for name in ("attention.self.query", *BERT[3:], "attention.output.dense")
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_an_adapter_is_saved_and_loaded(model_type, tmp_path):
+    model = trained(model_type)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path)
+    plain = features(adapted(model_type), model_type)
+    for found, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
+        assert torch.equal(found, expected) and not torch.allclose(expected, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_an_export_is_stock_lora(model_type, tmp_path):
+    model = trained(model_type)
+    model.fold_task()
+    export_lora(model, tmp_path)
+    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path)
+    assert isinstance(loaded.active_peft_config, LoraConfig)
+    for found, expected in zip(features(loaded, model_type), features(model, model_type)):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- the learner
+
+
+def stream():
+    """Two tasks of two classes, three images of each to learn from and two to test on."""
+    generator = np.random.default_rng(1)
+    names = ("cat", "dog", "bird", "cod")
+
+    def data(count):
+        rows = [
+            {"image": Image.fromarray(generator.integers(30 * label, 255, (16, 16, 3), np.uint8)), "label": label}
+            for label in range(4)
+            for _ in range(count)
+        ]
+        return type("Data", (list,), {"class_names": names})(rows)
+
+    return class_incremental_tasks(data(3), data(2), increment=2)
+
+
+def make_learner(folder, **fields):
+    torch.manual_seed(0)
+    model, processor = load_dual_encoder(folder)
+    adapter = get_peft_model(model, DualModeLoraConfig(**CONFIG))
+    return ClassIncrementalLearner(adapter, processor, args=LearnerArguments(**{**QUICK, **fields}))
+
+
+def logits(learner):
+    with torch.no_grad():
+        return learner.head(learner.image_embeds(stream()[0].test))
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, name, tmp_path):
+    first, second = stream()
+    learner = make_learner(folders[name])
+    before = {key: value.clone() for key, value in learner.model.state_dict().items() if "_B." in key}
+    learner.learn_task(first.train, first.class_names)
+    assert any("text_B" in key for key in before)
+    after = learner.model.state_dict()
+    assert all(not torch.equal(after[key], value) for key, value in before.items() if "text_B" in key)
+    learner.save_pretrained(tmp_path / "learner")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", args=learner.args)
+    assert type(loaded.clip) is type(learner.clip) and type(loaded.processor) is type(learner.processor)
+    assert type(loaded.processor).__name__ == encoder_of(loaded.clip).processor
+    assert type(loaded.processor.image_processor) is type(learner.processor.image_processor)
+    assert loaded.predict(pictures()) == learner.predict(pictures())
+    for each in (learner, loaded):
+        each.learn_task(second.train, second.class_names)
+    assert torch.equal(logits(loaded), logits(learner))
+    title = "CLIP" if name == "clip" else encoder_of(loaded.clip).title
+    card = (tmp_path / "learner/README.md").read_text(encoding="utf-8")
+    assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_a_run_goes_on_after_its_first_task(folders, name, tmp_path):
+    whole = make_learner(folders[name]).run(stream(), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole/task-001", tmp_path / "cut/task-001")
+    assert make_learner(folders[name]).run(stream(), tmp_path / "cut") == whole
+    tensors = [load_file(tmp_path / run / "task-002/adapter_model.safetensors") for run in ("whole", "cut")]
+    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_a_fresh_process_loads_predicts_and_learns_on(folders, name, tmp_path):
+    first, second = stream()
+    learner = make_learner(folders[name])
+    learner.learn_task(first.train, first.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    code = """
+        import sys, torch
+        from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+        sys.path.insert(0, "tests")
+        import test_encoders as here
+        learner = ClassIncrementalLearner.from_pretrained(sys.argv[1], args=LearnerArguments(**here.QUICK))
+        torch.set_num_threads(1)
+        print(type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(here.pictures()))
+        second = here.stream()[1]
+        learner.learn_task(second.train, second.class_names)
+        torch.save(here.logits(learner), sys.argv[2])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "learner"), str(tmp_path / "logits.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = [type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(pictures())]
+    assert done.stdout.split() == said
+    learner.learn_task(second.train, second.class_names)
+    assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), logits(learner))
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_an_image_only_processor_is_saved_and_loaded(folders, tmp_path, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    processor.save_pretrained(tmp_path / "processor")
+    shutil.copy(folders[model_type] / "config.json", tmp_path / "processor")
+    shutil.copy(folders[model_type] / "model.safetensors", tmp_path / "processor")
+    again, loaded = load_dual_encoder(tmp_path / "processor")
+    assert isinstance(loaded, ImageOnlyProcessor) and torch.equal(pixels(loaded), pixels(processor))
+    assert copy.deepcopy(loaded) and torch.equal(
+        unit_image_embeds(again, pixels(loaded)), unit_image_embeds(model, pixels(processor))
+    )
+
+
+def test_the_command_line_takes_every_served_type(folders, capsys):
+    assert main(["run", "--model", str(folders["siglip"]), "--dry-run", "--residual-rank", "2"]) == 0
+    assert "adapted visual layers: 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
+    """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
+    model, processor = load_dual_encoder(folders[model_type])
+    args = LearnerArguments(device="cpu", progress=False)
+    with pytest.raises(ValueError, match="'text' needs text"):
+        ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers=("prototype", "text"))
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen")
+    assert learner.classifiers and not any(classifier.needs_text for classifier in learner.classifiers.values())
+    noise = np.random.default_rng(0)
+    images = [Image.fromarray(noise.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
+    data = [(image, index % 2) for index, image in enumerate(images)]
+    tasks = [Task(data, data, ("a", "b")), Task(data, data, ("c", "d"))]
+    results = learner.run(tasks, tmp_path / "run")
+    assert "zero_shot" not in results and "text" not in results and "prototype" in results["classifiers"]
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+    assert again.predict(images) == learner.predict(images)
