@@ -6,7 +6,8 @@
 
 Each task is trained on W_0 alone; the earlier updates are switched off meanwhile. The input of the projection is
 frozen, so S never goes stale. At task 1 there is no earlier input and the paper trains the whole projection. Here the
-update has rank r at every task; at task 1 P is trained beside B, from random orthonormal columns.
+update has rank r at every task; at task 1 P is trained beside B, from random orthonormal columns. Where the earlier
+tasks have fewer images than x has dimensions, several directions have no energy; rounding then chooses among them.
 
 What differs: the authors train the whole projection first, project the update on P afterwards, and then train B for
 two epochs at a learning rate that has reached 0. Here B is trained in P from the start. The loss here is the common

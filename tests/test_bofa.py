@@ -1,0 +1,132 @@
+"""BOFA: the directions of least energy, the mean of the tasks' updates, and the weight between text and image."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch.nn import functional as F
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft.classifiers.bofa import BofaClassifier
+from dulbe_peft.demo import demo_model_folder, digit_tasks
+from dulbe_peft.strategies.bofa import Bofa, least_directions
+
+ARGS = LearnerArguments(
+    epochs=1, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
+)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return [([task.train[i] for i in range(24)], task.class_names) for task in digit_tasks()[:3]]
+
+
+def test_the_least_directions_hold_the_least_energy():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 7, generator=generator, dtype=torch.float64) * torch.arange(1, 8)
+    statistic = sum(torch.outer(row, row) for row in x)
+    basis = least_directions(statistic, 3)
+    values = torch.linalg.eigvalsh(statistic)
+    torch.testing.assert_close((basis.T @ statistic @ basis).diagonal(), values[:3])
+    torch.testing.assert_close(basis.T @ basis, torch.eye(3).double())
+    for _ in range(200):  # no other three directions have less energy
+        other = torch.linalg.qr(torch.randn(7, 3, generator=generator, dtype=torch.float64)).Q
+        assert (other.T @ statistic @ other).trace() > values[:3].sum()
+    # A factor of five rows leaves two directions without energy.
+    flat = least_directions(x[:5], 2)
+    assert (x[:5] @ flat).abs().max() < 1e-6
+
+
+def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(tasks, monkeypatch):
+    torch.manual_seed(0)
+    clip, processor = load_clip(demo_model_folder())
+    base = clip.visual_projection.weight.detach().clone()
+    inputs = []
+
+    def pooled(images):
+        pixels = processor.image_processor(images=[image["image"] for image in images], return_tensors="pt")
+        with torch.no_grad():
+            return clip.vision_model(pixels["pixel_values"]).pooler_output.double()
+
+    for images, _ in tasks:
+        x = pooled(images)
+        inputs.append(sum(torch.outer(row, row) for row in x))
+    model = get_peft_model(clip, DualModeLoraConfig(residual_rank=4, target_modules=["visual_projection"]))
+    learner = ClassIncrementalLearner(model, processor, args=ARGS, strategy="bofa", classifiers="bofa")
+    (layer,) = learner.state.layers.values()
+    updates, bases = [], []
+    finish = Bofa.finish
+
+    def spy(self, task):
+        assert layer._held is None
+        updates.append(layer.current_delta("default").double())
+        bases.append(layer.dulbe_P["default"].double())
+        finish(self, task)
+
+    def trained_on_the_base_weight(self, task):
+        assert torch.equal(layer._held[0], base)
+
+    monkeypatch.setattr(Bofa, "finish", spy)
+    monkeypatch.setattr(Bofa, "after_step", trained_on_the_base_weight)
+    for index, (images, names) in enumerate(tasks):
+        learner.learn_task(images, names)
+        assert updates[index].abs().max() > 1e-4
+        mean = sum(updates) / len(updates)
+        found = layer.folded_weight("default").double()
+        torch.testing.assert_close(found, base.double() + mean, rtol=0, atol=1e-6)
+        assert layer.history_rank("default") == 5 * (index + 1)
+    for index in (1, 2):
+        seen = sum(inputs[:index])
+        energy = (bases[index].T @ seen @ bases[index]).trace()
+        assert energy <= torch.linalg.eigvalsh(seen)[:5].sum() * (1 + 1e-3) + 1e-6 * seen.trace()
+    # Task 1 trains P, too; later tasks do not.
+    orthonormal = [float((b.T @ b - torch.eye(5)).abs().max()) for b in bases]
+    assert orthonormal[0] > 1e-3 and max(orthonormal[1:]) < 1e-5
+
+
+def features(classes, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    return torch.randn(classes, 6, generator=generator)[labels] + torch.randn(count, 6, generator=generator), labels
+
+
+def test_the_first_task_chooses_the_weight():
+    texts = torch.randn(6, 6, generator=torch.Generator().manual_seed(9))
+    x, y = features(4, 30, 0)
+    classifier = BofaClassifier(6, logit_scale=10.0)
+    classifier.add_classes(list("abcd"), x, y, texts[:4])
+
+    z, e = F.normalize(x.double(), dim=1), F.normalize(texts.double(), dim=1)
+    v = F.normalize(torch.stack([z[y == c].sum(dim=0) for c in range(4)]), dim=1)
+    right = []
+    for step in range(21):
+        prototypes = (1 - step / 20) * e[:4] + step / 20 * v
+        right.append(
+            sum(int((row @ prototypes.T).argmax()) == label for row, label in zip(z, y.tolist(), strict=True))
+        )
+    best = [step for step in range(21) if right[step] == max(right)]
+    assert len(best) < 15 and right[0] < max(right)
+    chosen = best[len(best) // 2] / 20
+    assert float(classifier.image_weight) == pytest.approx(chosen)
+
+    expected = 10 * z @ ((1 - chosen) * e[:4] + chosen * v).T
+    torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
+    classifier.add_classes(["e", "f"], *features(2, 9, 5), texts)
+    assert float(classifier.image_weight) == pytest.approx(chosen)
+    assert classifier.prototypes.shape == (6, 6)
+
+
+def test_files_and_further_images(tmp_path):
+    texts = torch.randn(3, 6, generator=torch.Generator().manual_seed(9))
+    x, y = features(3, 12, 2)
+    parts, whole = BofaClassifier(6, grid=11), BofaClassifier(6, grid=11)
+    parts.add_classes(list("abc"), x[:6], y[:6], texts)
+    whole.add_classes(list("abc"), x, y, texts)
+    parts.update_classes(x[6:], y[6:])
+    torch.testing.assert_close(parts.visual_prototypes, whole.visual_prototypes)
+    parts.save_pretrained(tmp_path)
+    again = BofaClassifier.from_pretrained(tmp_path)
+    assert torch.equal(again(x), parts(x)) and again.grid == 11
+    with pytest.raises(RuntimeError, match="image_weight must lie in"):
+        again.load_state_dict({**parts.state_dict(), "image_weight": torch.tensor(1.5)})

@@ -1,0 +1,238 @@
+"""MG-CLIP: the scaled pair against PEFT's own LoRA, the rule for the number of epochs, and the visual agent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
+from dulbe_peft.demo import demo_model_folder, digit_tasks
+from dulbe_peft.strategies import NewTask
+from dulbe_peft.strategies.mg_clip import MgClip
+from dulbe_peft.training import TaskTrainer
+
+ARGS = LearnerArguments(
+    epochs=2, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
+)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return [([task.train[i] for i in range(20)], task.class_names) for task in digit_tasks()[:2]]
+
+
+def make_learner(args=ARGS, strategy="mg_clip", classifiers=None, **config):
+    torch.manual_seed(0)
+    clip, processor = load_clip(demo_model_folder())
+    config = {"residual_rank": 3, "text_rank": 0, "target_modules": ["k_proj", "v_proj"]} | config
+    model = get_peft_model(clip, DualModeLoraConfig(**config))
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+
+# ---------------------------------------------------------------------- the pair
+
+
+def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
+    learner = make_learner()
+    layers = learner.state.layers
+    bases = learner.strategy.plan(NewTask(0, learner.state.adapter, ARGS))
+    clip, _ = load_clip(demo_model_folder())
+    stock = get_peft_model(clip, LoraConfig(r=4, lora_alpha=1, target_modules=list(layers)))
+    for name, module in stock.base_model.model.named_modules():
+        if name in layers:
+            down = torch.cat([bases[name].shared, bases[name].residual], dim=1)
+            module.lora_A["default"].weight.data = 4 * down.T.clone()
+    for index, (images, names) in enumerate(tasks):
+        text = learner.encoder.text_embeds(names).detach()
+        data = learner.encoder.images(images)
+        optimizer = torch.optim.Adam([p for p in stock.parameters() if p.requires_grad], lr=ARGS.learning_rate)
+        steps = 2 * math.ceil(len(images) / 8)
+        order = TaskTrainer(None, None, None, None, ARGS, 1.0, (), index, None, None)._order
+        rows = [r for epoch in range(2) for r in torch.tensor(order(len(images), epoch)).split(8)]
+        for step, batch in enumerate(rows):
+            optimizer.param_groups[0]["lr"] = ARGS.learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
+            pixels = torch.stack([data[int(i)][0] for i in batch])
+            labels = torch.tensor([images[int(i)]["label"] for i in batch])
+            z = unit_image_embeds(stock.get_base_model().train(), pixels)
+            loss = F.cross_entropy(learner.logit_scale * z @ text.T, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        learner.learn_task(images, names)
+    for name, layer in layers.items():
+        module = stock.base_model.model.get_submodule(name)
+        expected = module.lora_B["default"].weight @ module.lora_A["default"].weight / 4
+        found = layer.get_delta_weight("default")
+        assert expected.abs().max() > 1e-4
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        assert layer.history_rank("default") == 0
+
+
+def test_the_pair_starts_as_xavier_has_it(tasks):
+    learner = make_learner(strategy="mg_clip:alpha=2")
+    for name, modes in learner.strategy.plan(NewTask(0, learner.state.adapter, ARGS)).items():
+        width = learner.state.layers[name].in_features
+        down = torch.cat([modes.shared, modes.residual], dim=1) / (2 / 4)
+        bound = math.sqrt(6 / (width + 4))
+        assert down.abs().max() <= bound and down.abs().max() > 0.95 * bound and abs(down.mean()) < 0.1 * bound
+    assert learner.strategy.plan(NewTask(1, learner.state.adapter, ARGS)) is None
+
+
+# ---------------------------------------------------------------------- the number of epochs
+
+
+@pytest.mark.parametrize(
+    ("logits", "limit", "chosen", "trained"),
+    [
+        ([10, 10.9, 11.1], 5, 1, 2),  # beyond 10 % after the second epoch
+        ([10, 9.5, 9.1, 8.9], 5, 2, 3),  # downwards, too
+        ([10, 12], 5, 1, 1),  # at least one epoch
+        ([10, 10.5, 10.9], 2, 2, 2),  # never crossed
+        ([10, 10.5, 10.9, 12], 3, 2, 3),  # crossed in the last epoch
+        ([-10, 5, 20], 2, 2, 2),  # the ratio has no meaning
+    ],
+)
+def test_the_number_of_epochs(logits, limit, chosen, trained):
+    strategy, values = MgClip(), iter(logits)
+    task = NewTask(0, None, replace(ARGS, epochs=limit))
+    assert strategy.epochs(task) == limit
+    epoch = 0
+    while not strategy.stop_early(task, epoch, lambda: next(values)) and epoch < limit:
+        epoch += 1
+    memory = strategy.remember(task, None)
+    assert epoch == trained and memory["epochs"] == chosen
+    later = NewTask(1, None, task.args, memory)
+    assert strategy.epochs(later) == chosen and strategy.remember(later, None) is memory
+    assert not strategy.stop_early(later, 0, None)
+
+
+def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
+    trained, lengths = [], []
+    log, schedule = TaskTrainer._log_epoch, torch.optim.lr_scheduler.CosineAnnealingLR
+    monkeypatch.setattr(
+        torch.optim.lr_scheduler,
+        "CosineAnnealingLR",
+        lambda optimizer, T_max, **kwargs: (lengths.append(T_max), schedule(optimizer, T_max, **kwargs))[1],
+    )
+    monkeypatch.setattr(TaskTrainer, "_log_epoch", lambda self, *a: (trained.append(self.index), log(self, *a)))
+    values = iter([10.0, 10.5, 10.6, 20.0])
+    monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self, images, names: next(values))
+    learner = make_learner(replace(ARGS, epochs=4, lr_schedule="epoch"), classifiers="bridge", text_rank=2)
+    learner.learn_task(*tasks[0])
+    learner.save_pretrained(tmp_path / "saved")
+    learner.learn_task(*tasks[1])
+    assert trained == [0, 0, 0, 1, 1]
+    assert lengths == [4, 2]
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert again.memory == {"epochs": torch.tensor(2)}
+    again.state.memory = None
+    with pytest.raises(ValueError, match="saved without it"):
+        again.learn_task(*tasks[1])
+
+
+def test_the_mean_wrong_logit(tasks):
+    learner = make_learner()
+    (images, names), total, count = tasks[0], 0.0, 0
+    z = learner.image_embeds([(image["image"], 0) for image in images]).double()
+    text = learner.encoder.text_embeds(names).double()
+    for row, image in zip(z, images, strict=True):
+        for label in range(len(names)):
+            if label != image["label"]:
+                total, count = total + learner.logit_scale * float(row @ text[label]), count + 1
+    state = learner.state
+    trainer = TaskTrainer(
+        state.model, learner.encoder, None, None, ARGS, learner.logit_scale, (), 0, None, lambda *_: None
+    )
+    found = trainer._wrong_logit(learner.encoder.images(images, [image["label"] for image in images]), names)
+    assert found == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "memory", [{"other": torch.tensor(2)}, {"epochs": torch.tensor(0)}, {"epochs": torch.tensor([2])}]
+)
+def test_foreign_memory_is_refused(memory):
+    MgClip().check_memory({"epochs": torch.tensor(2)}, {})
+    MgClip().check_memory(None, {})
+    with pytest.raises(ValueError, match="epochs"):
+        MgClip().check_memory(memory, {})
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="threshold must be positive"):
+        MgClip(threshold=0)
+
+
+# ---------------------------------------------------------------------- the visual agent
+
+
+def features(classes, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    rows = torch.randn(classes, 8, generator=generator)[labels] + torch.randn(count, 8, generator=generator)
+    return rows, labels
+
+
+def literal_agents(images, labels, classes, epochs, size, rate, generator):
+    """Means of unit features, then Adam by hand in float64 on the cross-entropy of cosines."""
+    z = F.normalize(images.double(), dim=1)
+    agents = torch.stack([z[labels == c].mean(dim=0) for c in range(classes)])
+    first, second, step = torch.zeros_like(agents), torch.zeros_like(agents), 0
+    total = epochs * math.ceil(len(z) / size)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(z), generator=generator).split(size):
+            slope = torch.zeros_like(agents)
+            for i in rows:
+                norms = agents.norm(dim=1)
+                p = torch.softmax(agents @ z[i] / norms, dim=0)
+                p[labels[i]] -= 1
+                for c in range(classes):  # d cos(z, a) / d a = (z - cos(z, a) a / |a|) / |a|
+                    direction = agents[c] / norms[c]
+                    slope[c] += p[c] * (z[i] - (z[i] @ direction) * direction) / norms[c] / len(rows)
+            now = rate * (0.01 + 0.99 * (1 + math.cos(math.pi * step / total)) / 2)
+            step += 1
+            first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
+            agents = agents - now * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+    return agents
+
+
+def test_agents_equal_the_literal_ones_and_old_ones_stay():
+    classifier = VisualAgentClassifier(8, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3)
+    texts = torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+    x, y = features(3, 10, 0)
+    classifier.add_classes(["a", "b", "c"], x, y, texts[:3])
+    old = classifier.agents.clone()
+    expected = literal_agents(x, y, 3, 3, 4, 0.05, torch.Generator().manual_seed(3 * 1_000_003))
+    torch.testing.assert_close(old.double(), expected, rtol=0, atol=1e-5)
+    start = literal_agents(x, y, 3, 0, 4, 0.05, None)
+    assert (old - start).abs().max() > 0.05 and start.norm(dim=1).max() < 0.95
+
+    x2, y2 = features(2, 9, 1)
+    classifier.add_classes(["d", "e"], x2, y2, texts)
+    assert torch.equal(classifier.agents[:3], old)
+    expected = literal_agents(x2, y2, 2, 3, 4, 0.05, torch.Generator().manual_seed(3 * 1_000_003 + 3))
+    torch.testing.assert_close(classifier.agents[3:].double(), expected, rtol=0, atol=1e-5)
+
+    z, e = F.normalize(x.double(), dim=1), F.normalize(texts.double(), dim=1)
+    cosines = z @ F.normalize(classifier.agents.double(), dim=1).T
+    mixed = ((20 * z @ e.T).softmax(dim=1) + 4 * cosines.softmax(dim=1)) / 5
+    torch.testing.assert_close(classifier(x).double().exp(), mixed, rtol=1e-4, atol=1e-6)
+
+
+def test_agents_are_trained_in_inference_mode_too():
+    x, y = features(2, 9, 1)
+    texts = torch.randn(2, 8)
+    made = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        classifier = VisualAgentClassifier(8)
+        with mode():
+            classifier.add_classes(["a", "b"], x + 0, y + 0, texts + 0)
+        made.append(classifier.agents.clone())
+        assert not classifier.agents.requires_grad
+    assert torch.equal(*made)

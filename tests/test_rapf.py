@@ -1,0 +1,245 @@
+"""RAPF's classifier: Gaussians, draws, hard pairs, fusion and two whole tasks, each beside a literal version."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier, spec
+from dulbe_peft.classifiers.rapf import RapfClassifier, fused, gaussians, hard_pairs, push_apart
+
+DIM = 6
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def features(classes, count, seed):
+    labels = torch.arange(count) % classes
+    return normal(classes, DIM, seed=seed)[labels] + 0.4 * normal(count, DIM, seed=seed + 1), labels
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize("shrinkage", [False, True])
+def test_gaussians_are_the_literal_ones(shrinkage):
+    x, y = features(2, 9, 0)
+    means, factors = gaussians(x, y, 2, 1e-3, shrinkage)
+    for c in range(2):
+        own = x[y == c].double()
+        mean = sum(own) / len(own)
+        sigma = sum(torch.outer(row - mean, row - mean) for row in own) / (len(own) - 1)
+        sigma += 1e-3 * torch.eye(DIM)
+        if shrinkage:
+            beside = [float(sigma[i, j]) for i in range(DIM) for j in range(DIM) if i != j]
+            variance = sum(float(sigma[i, i]) for i in range(DIM)) / DIM
+            for i in range(DIM):
+                for j in range(DIM):
+                    sigma[i, j] += variance if i == j else sum(beside) / len(beside)
+        torch.testing.assert_close(means[c].double(), mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_image_has_the_ridge_alone():
+    _, factors = gaussians(normal(1, DIM), torch.zeros(1, dtype=torch.long), 1, 1e-6, False)
+    torch.testing.assert_close(factors[0], 1e-3 * torch.eye(DIM))
+
+
+def test_draws_have_the_class_s_mean_and_covariance():
+    classifier = RapfClassifier(DIM, epochs=1)
+    x, y = features(2, 40, 3)
+    classifier.add_classes(["a", "b"], x, y, normal(2, DIM, seed=5))
+    unit = F.normalize(x, dim=1)
+    drawn = classifier._drawn(torch.tensor([1, 0]).repeat(60000), torch.Generator().manual_seed(0))
+    for c, rows in ((1, drawn[::2]), (0, drawn[1::2])):
+        torch.testing.assert_close(rows.mean(dim=0), unit[y == c].mean(dim=0), rtol=0, atol=3e-3)
+        torch.testing.assert_close(torch.cov(rows.T), torch.cov(unit[y == c].T), rtol=0, atol=3e-3)
+
+
+def test_hard_pairs_are_those_within_the_distance():
+    texts = F.normalize(normal(7, 3, seed=2), dim=1)
+    expected = [[i, j] for i in range(4) for j in range(4, 7) if (texts[i] - texts[j]).norm() < 0.9]
+    assert 0 < len(expected) < 12
+    assert hard_pairs(texts, 4, 0.9).tolist() == expected
+    assert hard_pairs(texts, 0, 0.9).shape == (0, 2)
+
+
+def test_the_hinge_pushes_old_features_from_the_new_text():
+    texts = F.normalize(normal(3, DIM, seed=2), dim=1).double()
+    z = F.normalize(torch.stack([texts[0], texts[2], texts[1] + texts[2], texts[1]]), dim=1).requires_grad_()
+    pairs = torch.tensor([[0, 2], [1, 2], [0, 2], [1, 2]])
+    loss = push_apart(z, texts, pairs)
+    literal = [
+        max(0.0, float(row @ texts[j] - row @ texts[i]) + 0.1) for row, (i, j) in zip(z.detach(), pairs, strict=True)
+    ]
+    assert float(loss.detach()) == pytest.approx(sum(literal) / 4)
+    assert [value > 0 for value in literal] == [False, True, True, False]
+    loss.backward()
+    for row, (i, j), value in zip(z.grad, pairs, literal, strict=True):
+        torch.testing.assert_close(row, (texts[j] - texts[i]) / 4 * (value > 0))
+
+
+def test_fusion_is_the_literal_one():
+    old, new = normal(DIM, DIM, seed=1).double(), normal(DIM, DIM, seed=2).double()
+    left, values, right = torch.linalg.svd(old)
+    p, r = left.T @ new, torch.diag(values) @ right  # U'A_new and U'A_old
+    change = (p - r).abs()
+    expected = torch.zeros(DIM, DIM, dtype=torch.float64)
+    for i in range(DIM):
+        for j in range(DIM):
+            mask = min(1.0, float(change[i, j] / change.max()) + 0.3)
+            expected[i, j] = mask * p[i, j] + (1 - mask) * r[i, j]
+    torch.testing.assert_close(fused(old, new, 0.3), left @ expected, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(fused(old, new, 0.3), new, atol=1e-2)
+    torch.testing.assert_close(fused(old, new, 1.0), new)
+    assert torch.equal(fused(old, old, 0.3), old)
+
+
+# ---------------------------------------------------------------------- two tasks
+
+
+def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k, distance):
+    """The task's map in float64, one feature after the other; `old` holds (mean, covariance) of the old classes."""
+    a = start.double().clone().requires_grad_()
+    e, rows = F.normalize(texts.double(), dim=1), F.normalize(x.double(), dim=1)
+    adam = torch.optim.Adam([a], lr=0.01)
+    pairs = [(i, j) for i in range(len(old)) for j in range(len(old), len(e)) if (e[i] - e[j]).norm() < distance]
+
+    def draw(classes):
+        noise = torch.randn(len(classes), DIM, generator=generator).double()
+        return [old[c][0] + torch.linalg.cholesky(old[c][1]) @ n for c, n in zip(classes, noise, strict=True)]
+
+    def mapped(feature):
+        return a @ feature / (a @ feature).norm()
+
+    for epoch in range(epochs):
+        adam.param_groups[0]["lr"] = 0.01 * (0.1 if epoch >= 4 else 1) * (0.1 if epoch >= 10 else 1)
+        order = torch.randperm(len(old), generator=generator).tolist()
+        for step, batch in enumerate(torch.randperm(len(rows), generator=generator).split(size)):
+            shown = [(rows[i], int(y[i]) + len(old)) for i in batch]
+            if old:
+                chosen = [order[(k * step + n) % len(old)] for n in range(k)]
+                classes = [c for c in chosen for _ in range(int(10 * draws))]
+                shown += list(zip(draw(classes), classes, strict=True))
+            losses = [-torch.log_softmax(tau * e @ mapped(feature), dim=0)[c] for feature, c in shown]
+            loss = sum(losses) / len(losses)
+            if pairs:
+                every = [pair for pair in pairs for _ in range(int(20 * draws))]
+                z = [mapped(feature) for feature in draw([i for i, _ in every])]
+                gaps = [zi @ e[j] - zi @ e[i] + 0.1 for zi, (i, j) in zip(z, every, strict=True)]
+                loss = loss + sum(gap.clamp(min=0) for gap in gaps) / len(gaps)
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return a.detach()
+
+
+def test_two_tasks_equal_the_literal_version():
+    settings = {"epochs": 6, "batch_size": 5, "draws": 0.3, "replayed": 2, "pair_distance": 1.35}
+    classifier = RapfClassifier(DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings)
+    texts = normal(5, DIM, seed=8)
+    assert len(hard_pairs(F.normalize(texts, dim=1), 3, 1.35)) > 1
+    own = (6, 5, 0.3, 2, 1.35)
+
+    x, y = features(3, 13, 0)
+    generator = torch.Generator().manual_seed(2 * 1_000_003)
+    start = (2 * torch.rand(DIM, DIM, generator=generator) - 1) / math.sqrt(DIM)
+    first = literal_map(start, x, y, texts[:3], 10.0, [], generator, *own)
+    classifier.add_classes(["a", "b", "c"], x, y, texts[:3])
+    torch.testing.assert_close(classifier.map.double(), first, rtol=0, atol=1e-4)
+
+    old = []
+    for c in range(3):
+        rows = F.normalize(x, dim=1)[y == c].double()
+        old.append((rows.mean(dim=0), torch.cov(rows.T) + 1e-3 * torch.eye(DIM)))
+    x2, y2 = features(2, 8, 4)
+    generator = torch.Generator().manual_seed(2 * 1_000_003 + 3)
+    second = literal_map(first, x2, y2, texts, 10.0, old, generator, *own)
+    classifier.add_classes(["d", "e"], x2, y2, texts)
+    torch.testing.assert_close(classifier.map.double(), fused(first, second, 0.4), rtol=0, atol=1e-3)
+    assert (classifier.map.double() - first).abs().max() > 0.02
+
+    z = F.normalize(F.normalize(x, dim=1).double() @ classifier.map.double().T, dim=1)
+    expected = 10 * z @ F.normalize(texts.double(), dim=1).T
+    torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drawn_features_keep_the_old_classes():
+    x, y = features(4, 80, 0)
+    x2, y2 = features(4, 80, 40)
+    texts = normal(8, DIM, seed=8)
+    right = {}
+    for replayed, draws in ((4, 2.0), (1, 0.01)):
+        classifier = RapfClassifier(DIM, 20.0, batch_size=8, learning_rate=0.02, replayed=replayed, draws=draws)
+        classifier.add_classes(list("abcd"), x, y, texts[:4])
+        classifier.add_classes(list("efgh"), x2, y2, texts)
+        right[replayed] = (classifier(x).argmax(dim=1) == y).float().mean()
+    assert right[4] > right[1] + 0.2
+
+
+# ---------------------------------------------------------------------- as a classifier
+
+
+@pytest.fixture
+def classifier():
+    made = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True)
+    made.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
+    made.add_classes(["c", "d"], *features(2, 8, 4), normal(4, DIM, seed=8))
+    return made
+
+
+def test_the_seed_decides(classifier):
+    twin = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True)
+    other = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True, seed=1)
+    for one in (twin, other):
+        with torch.inference_mode():
+            one.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
+            one.add_classes(["c", "d"], *features(2, 8, 4), normal(4, DIM, seed=8))
+    assert torch.equal(twin.map, classifier.map) and not torch.equal(other.map, classifier.map)
+
+
+def test_files_carry_everything(classifier, tmp_path):
+    classifier.save_pretrained(tmp_path)
+    again = RapfClassifier.from_pretrained(tmp_path)
+    x, _ = features(2, 8, 9)
+    assert torch.equal(again(x), classifier(x)) and again.settings() == classifier.settings()
+    for one in (again, classifier):
+        one.forget_class("b")
+        one.add_classes(["e"], *features(1, 4, 6), normal(4, DIM, seed=9))
+    assert torch.equal(again(x), classifier(x)) and again.class_names == ["a", "c", "d", "e"]
+    assert make_classifier(spec(again), DIM).settings() == again.settings()
+
+
+def test_a_class_costs_what_the_docs_say():
+    def size(classes):
+        made = RapfClassifier(DIM, epochs=1)
+        made.add_classes([str(c) for c in range(classes)], *features(classes, classes, 0), normal(classes, DIM))
+        return made.nbytes - made.text_embeds.nbytes
+
+    assert size(3) - size(2) == 4 * DIM * (DIM + 1)
+
+
+def test_gaussians_move_with_the_features(classifier):
+    matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
+    means, factors = classifier.means.double(), classifier.factors.double()
+    map_ = classifier.map.clone()
+    classifier.move(matrix)
+    torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
+    sigma = classifier.factors[1].double() @ classifier.factors[1].double().T
+    torch.testing.assert_close(sigma, matrix.T @ factors[1] @ factors[1].T @ matrix, rtol=1e-4, atol=1e-6)
+    assert torch.equal(classifier.map, map_)
+
+
+def test_what_is_wrong_is_named(classifier):
+    with pytest.raises(ValueError, match="replayed must be at least 1, got 0"):
+        RapfClassifier(DIM, replayed=0)
+    with pytest.raises(ValueError, match="draws must be positive"):
+        make_classifier("rapf:draws=0", DIM)
+    state = classifier.state_dict()
+    with pytest.raises(RuntimeError, match="map must not be zero"):
+        RapfClassifier(DIM).load_state_dict({**state, "map": torch.zeros(DIM, DIM)})
