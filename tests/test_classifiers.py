@@ -585,7 +585,7 @@ ONES = torch.ones(DIM, DIM, dtype=torch.float64)
         ("prototype", edit("prototype.safetensors", sums=torch.zeros(10, DIM).double()), "mean direction"),
         ("text", edit("text.safetensors", text_embeds=torch.ones(10, DIM)), "unit vectors"),
         ("ranpac", edit("ranpac_config.json", features=10**9), r"sums must be .*1000000000"),
-        ("ranpac", edit("ranpac_config.json", seed=-1), "seed must be an int"),
+        ("ranpac", edit("ranpac_config.json", seed=-1), "seed must be at least 0"),
         ("ranpac", edit("ranpac_config.json", ridge="most"), "ridge must be a number"),
         ("ranpac", edit("ranpac.safetensors", errors=-torch.ones(len(RIDGES)).double()), "errors must not be"),
         ("ridge", edit("ridge.safetensors", gram=ONES.triu().contiguous()), "gram is not symmetric"),
@@ -649,7 +649,7 @@ def test_a_classifier_from_outside_works_with_files_and_the_hub(digits, medians,
 
 
 def test_names_and_settings_make_classifiers():
-    assert set(CLASSIFIERS) == set(NAMED)
+    assert set(NAMED) < set(CLASSIFIERS) and "medians" not in CLASSIFIERS
     defaults = {"num_depths": 4, "features": 50}
     made = make_classifiers(["bridge", "ranpac:seed=3", "lda:shrinkage=0.5"], 8, 15.0, defaults)
     assert [(kind, spec(classifier)) for kind, classifier in made.items()] == [
@@ -671,8 +671,8 @@ def test_names_and_settings_make_classifiers():
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
         ("ranpac:features=many", "features='many' must be a whole number"),
-        ("ranpac:features=0", "features must be an int from 1"),
-        ("ridge:ridge=-1", "ridge must be positive"),
+        ("ranpac:features=0", "features must be at least 1"),
+        ("ridge:ridge=-1", "ridge must be finite and positive"),
         ("ridge:ridge=big", "must be a number or auto"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
@@ -696,4 +696,4 @@ def test_classifiers_that_do_not_fit_are_refused(digits):
     ):
         with pytest.raises(error, match=message):
             register_classifier(cls)
-    assert set(CLASSIFIERS) == set(NAMED)
+    assert set(NAMED) < set(CLASSIFIERS) and "medians" not in CLASSIFIERS

@@ -11,7 +11,6 @@ Works on any model's image and text features, and needs neither peft nor transfo
 from __future__ import annotations
 
 import copy
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn import functional as F
 
+from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_temperature, hold_back, temperature
 from dulbe_peft.classifiers.files import SavedState
 from dulbe_peft.functional import without_autocast
@@ -44,9 +44,7 @@ class Classifier(SavedState):
     needs_text: ClassVar[bool] = False
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        if isinstance(embed_dim, bool) or not isinstance(embed_dim, int) or embed_dim < 2:
-            raise ValueError(f"embed_dim must be an int of at least 2, got {embed_dim!r}")
-        super().__init__(embed_dim, positive("logit_scale", logit_scale))
+        super().__init__(check_int("embed_dim", embed_dim, 2), positive("logit_scale", logit_scale))
 
     # ------------------------------------------------------------------ what a subclass fills
 
@@ -325,10 +323,7 @@ def positive(name: str, value: Any) -> float:
         TypeError: it is no number.
         ValueError: it is not positive and finite.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    check_number(name, value, positive=True)
     return float(value)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import Classifier, check_unit_rows, class_sums, positive
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights
 
@@ -165,10 +166,7 @@ CONFIG_FILE, TENSORS_FILE = BridgeEnsembleHead.file_names()
 
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:
     if depths is None:
-        if isinstance(num_depths, bool) or not isinstance(num_depths, int) or not 2 <= num_depths <= MAX_DEPTHS:
-            limits = f"at least 2 (or pass depths=[...]) and at most {MAX_DEPTHS}"
-            raise ValueError(f"num_depths must be an int of {limits}, got {num_depths!r}")
-        return torch.linspace(0, 1, num_depths)
+        return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))
     if len(depths) > MAX_DEPTHS:
         raise ValueError(f"depths must be at most {MAX_DEPTHS} numbers, got {len(depths)}")
     try:

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.ridge import RidgeSums
 
 
@@ -49,12 +50,11 @@ class RanpacClassifier(RidgeSums):
         seed: int = 0,
         ridge: float | Literal["auto"] = "auto",
     ) -> None:
-        for field, value, least in (("features", features, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**32:
-                raise ValueError(f"{field} must be an int from {least} to 2^32 - 1, got {value!r}")
-        super().__init__(embed_dim, logit_scale, features, torch.float32, float(features), ridge)
+        super().__init__(
+            embed_dim, logit_scale, check_int("features", features, 1), torch.float32, float(features), ridge
+        )
         self.features = features
-        self.seed = seed
+        self.seed = check_int("seed", seed, 0, 2**32 - 1)
 
     def lifted(self, images: torch.Tensor) -> torch.Tensor:
         projection = self.derived("projection", self._projection)

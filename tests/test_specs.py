@@ -1,0 +1,91 @@
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from dulbe_peft.specs import closest, convert, format_spec, parse_spec
+
+
+@dataclass(frozen=True)
+class Settings:
+    rank: int = 8
+    energy: float = 0.97
+    keep: bool = True
+    name: str = "x"
+    steps: int | None = None
+    mode: float | Literal["auto"] = "auto"
+    depths: Sequence[float] = ()
+    pair: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lora", ("lora", {})),
+        (" inflora : energy = 0.97 , rank=4", ("inflora", {"energy": "0.97", "rank": "4"})),
+        ("a:b=c=d", ("a", {"b": "c=d"})),
+    ],
+)
+def test_names_and_settings_are_told_apart(text, expected):
+    assert parse_spec(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", ValueError, "names nothing"),
+        (":rank=4", ValueError, "names nothing"),
+        ("lora:", ValueError, "'' in 'lora:' is no setting"),
+        ("lora:rank", ValueError, "'rank' in 'lora:rank' is no setting"),
+        ("lora:=4", ValueError, "is no setting"),
+        ("lora:rank=4,rank=5", ValueError, "gives the setting 'rank' twice"),
+        (None, TypeError, "must be a string"),
+    ],
+)
+def test_texts_that_are_no_specs_are_refused(text, error, message):
+    with pytest.raises(error, match=message):
+        parse_spec(text)
+
+
+def test_values_take_the_types_of_the_parameters():
+    texts = {
+        "rank": "4",
+        "energy": "1e-3",
+        "keep": "no",
+        "name": "4",
+        "steps": "none",
+        "mode": "0.5",
+        "depths": "0/0.5/1",
+        "pair": "1/2",
+    }
+    made = Settings(**convert(Settings, texts))
+    assert made == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
+    assert Settings(**convert(Settings, {"steps": "7", "mode": "auto"})) == Settings(steps=7, mode="auto")
+    written = format_spec("s", vars(made))
+    assert written == "s:rank=4,energy=0.001,keep=false,name=4,steps=none,mode=0.5,depths=0.0/0.5/1.0,pair=1/2"
+    assert Settings(**convert(Settings, parse_spec(written)[1])) == made
+    assert format_spec("s", {}) == "s"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ranks": "4"}, r"Settings has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
+        ({"name": "4"}, "no setting 'name'"),
+        ({"rank": "4.5"}, "rank='4.5' must be a whole number"),
+        ({"energy": "high"}, "energy='high' must be a number"),
+        ({"keep": "maybe"}, "keep='maybe' must be true or false"),
+        ({"steps": "x"}, "steps='x' must be a whole number or none"),
+        ({"mode": "x"}, "mode='x' must be a number or auto"),
+        ({"depths": "0/x"}, "depths='0/x' must be a number, or several with / between them"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        convert(Settings, values, hidden=("name",))
+
+
+def test_unknown_names_are_shown_the_known_ones():
+    assert closest("ranpack", ["lda", "ranpac"]) == "; did you mean 'ranpac'? (known: lda, ranpac)"
+    assert closest("x", []) == " (known: none)"
