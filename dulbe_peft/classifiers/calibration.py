@@ -91,6 +91,13 @@ def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
     return tuple(TaskTemperature(**task) for task in saved)
 
 
+def ranking(images: torch.Tensor) -> torch.Tensor:
+    """The dot product of each image's feature with a fixed vector, (n,): a ranking in whatever order they come."""
+    fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
+    # A product with a matrix may round a row differently at another place in it; a sum over the row does not.
+    return (images * fixed).sum(dim=1)
+
+
 def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Which images to keep out of learning: about a fifth of each class, none of a class with a single image.
 
@@ -105,12 +112,10 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         (n,), booleans.
     """
     held = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
-    fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
-    # A product with a matrix may round a row differently at another place in it; a sum over the row does not.
-    ranking = (images * fixed).sum(dim=1)
+    ranks = ranking(images)
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0]
-        ranked = rows[ranking[rows].argsort()]
+        ranked = rows[ranks[rows].argsort()]
         held[ranked[FOLDS // 2 :: FOLDS] if len(rows) >= FOLDS else ranked[1:2]] = True
     return held
 

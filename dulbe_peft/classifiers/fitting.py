@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dulbe_peft.classifiers.calibration import ranking
+
 
 @contextmanager
 def gradients() -> Iterator[None]:
@@ -15,6 +17,10 @@ def gradients() -> Iterator[None]:
         yield
 
 
-def minibatches(count: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """The numbers 0 to count - 1 in random order, `size` at a time; the last batch may be short."""
-    return torch.randperm(count, generator=generator).split(size)
+def minibatches(images: torch.Tensor, size: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Row numbers of `images` in random order, `size` at a time; the last batch may be short.
+
+    The same images give the same batches in whatever order they come.
+    """
+    ranked = ranking(images).argsort()
+    return ranked[torch.randperm(len(images), generator=generator).to(ranked.device)].split(size)

@@ -136,7 +136,7 @@ class RapfClassifier(Classifier):
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
             for _ in range(self.epochs):
                 order = torch.randperm(old, generator=generator)
-                for step, rows in enumerate(minibatches(len(images), self.batch_size, generator)):
+                for step, rows in enumerate(minibatches(images, self.batch_size, generator)):
                     features, classes = images[rows], labels[rows]
                     if old:
                         replayed = order[(self.replayed * step + torch.arange(self.replayed)) % old]

@@ -82,7 +82,7 @@ class VisualAgentClassifier(Classifier):
                 optimizer, T_max=max(1, steps), eta_min=0.01 * self.learning_rate
             )
             for _ in range(self.epochs):
-                for rows in minibatches(len(images), self.batch_size, generator):
+                for rows in minibatches(images, self.batch_size, generator):
                     loss = F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
                     optimizer.zero_grad()
                     loss.backward()

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.decompositions import eigh, fix_signs
+from dulbe_peft.decompositions import eigh, fix_signs, to_float64
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 from dulbe_peft.strategies.dulbe import check_occupation, occupation
@@ -46,7 +46,7 @@ def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> to
     Returns:
         (d, count), float64, orthonormal columns.
     """
-    matrix = statistic.double()
+    matrix = to_float64(statistic, name)
     _, vectors = eigh(matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix, name)
     return fix_signs(vectors.flip(1)[:, :count])
 
@@ -57,7 +57,7 @@ class Bofa(Strategy):
 
     name = "bofa"
     remembers_inputs = True
-    classifiers = ("bofa", "bridge")
+    classifiers = ("bofa", "bridge", "lda")
     target_modules = ("visual_projection",)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
