@@ -16,7 +16,7 @@ from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.demo import demo_model_folder, digit_tasks
 from dulbe_peft.strategies import NewTask
 from dulbe_peft.strategies.mg_clip import MgClip
-from dulbe_peft.training import TaskTrainer
+from dulbe_peft.training import TaskTrainer, epoch_order
 
 ARGS = LearnerArguments(
     epochs=2, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
@@ -54,8 +54,8 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
         data = learner.encoder.images(images)
         optimizer = torch.optim.Adam([p for p in stock.parameters() if p.requires_grad], lr=ARGS.learning_rate)
         steps = 2 * math.ceil(len(images) / 8)
-        order = TaskTrainer(None, None, None, None, ARGS, 1.0, (), index, None, None)._order
-        rows = [r for epoch in range(2) for r in torch.tensor(order(len(images), epoch)).split(8)]
+        orders = [torch.tensor(epoch_order(len(images), ARGS.seed, index, epoch)) for epoch in range(2)]
+        rows = [batch for order in orders for batch in order.split(8)]
         for step, batch in enumerate(rows):
             optimizer.param_groups[0]["lr"] = ARGS.learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
             pixels = torch.stack([data[int(i)][0] for i in batch])
@@ -133,7 +133,7 @@ def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert again.memory == {"epochs": torch.tensor(2)}
     again.state.memory = None
-    with pytest.raises(ValueError, match="saved without it"):
+    with pytest.raises(ValueError, match="without"):
         again.learn_task(*tasks[1])
 
 
@@ -146,10 +146,7 @@ def test_the_mean_wrong_logit(tasks):
         for label in range(len(names)):
             if label != image["label"]:
                 total, count = total + learner.logit_scale * float(row @ text[label]), count + 1
-    state = learner.state
-    trainer = TaskTrainer(
-        state.model, learner.encoder, None, None, ARGS, learner.logit_scale, (), 0, None, lambda *_: None
-    )
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda *_: None)
     found = trainer._wrong_logit(learner.encoder.images(images, [image["label"] for image in images]), names)
     assert found == pytest.approx(total / count, rel=1e-5)
 
@@ -165,7 +162,7 @@ def test_foreign_memory_is_refused(memory):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="threshold must be positive"):
+    with pytest.raises(ValueError, match="threshold must be finite and positive"):
         MgClip(threshold=0)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import check_unit_rows
-from dulbe_peft.classifiers.fitting import whole
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 
 
@@ -46,7 +46,7 @@ class BofaClassifier(PrototypeClassifier):
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.grid = whole("grid", grid, 2)
+        self.grid = check_int("grid", grid, 2)
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("image_weight", torch.zeros(()))
 

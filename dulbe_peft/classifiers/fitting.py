@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -19,17 +18,3 @@ def gradients() -> Iterator[None]:
 def minibatches(count: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     """The numbers 0 to count - 1 in random order, `size` at a time; the last batch may be short."""
     return torch.randperm(count, generator=generator).split(size)
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """`value` as an int.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is below `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value

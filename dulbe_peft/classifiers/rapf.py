@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import Classifier, check_unit_rows, positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, whole
+from dulbe_peft.classifiers.fitting import gradients, minibatches
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
@@ -85,16 +86,16 @@ class RapfClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = whole("epochs", epochs, 1)
-        self.batch_size = whole("batch_size", batch_size, 1)
+        self.epochs = check_int("epochs", epochs, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
         self.learning_rate = positive("learning_rate", learning_rate)
         self.draws = positive("draws", draws)
-        self.replayed = whole("replayed", replayed, 1)
+        self.replayed = check_int("replayed", replayed, 1)
         self.pair_distance = positive("pair_distance", pair_distance)
         self.fusion_bias = positive("fusion_bias", fusion_bias)
         self.shrinkage = bool(shrinkage)
         self.ridge = positive("ridge", ridge)
-        self.seed = whole("seed", seed, 0)
+        self.seed = check_int("seed", seed, 0)
         self.register_buffer("map", torch.zeros(embed_dim, embed_dim))
         self.register_rows("means", embed_dim)
         self.register_rows("factors", embed_dim, embed_dim)

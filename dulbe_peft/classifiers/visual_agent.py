@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import Classifier, check_unit_rows, class_sums, positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, whole
+from dulbe_peft.classifiers.fitting import gradients, minibatches
 
 
 class VisualAgentClassifier(Classifier):
@@ -55,11 +56,11 @@ class VisualAgentClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = whole("epochs", epochs, 0)
-        self.batch_size = whole("batch_size", batch_size, 1)
+        self.epochs = check_int("epochs", epochs, 0)
+        self.batch_size = check_int("batch_size", batch_size, 1)
         self.learning_rate = positive("learning_rate", learning_rate)
         self.weight = positive("weight", weight)
-        self.seed = whole("seed", seed, 0)
+        self.seed = check_int("seed", seed, 0)
         self.register_rows("agents", embed_dim)
         self.register_rows("text_embeds", embed_dim)
 

@@ -35,6 +35,7 @@ import torch
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_number
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 
@@ -59,8 +60,7 @@ class MgClip(Strategy):
 
     def __post_init__(self) -> None:
         for name in ("alpha", "threshold"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+            check_number(name, getattr(self, name), positive=True)
 
     def scale(self, task: NewTask) -> float:
         return self.alpha / sum(task.ranks)
@@ -98,8 +98,7 @@ class MgClip(Strategy):
         """`epochs` of the settings at task 1, E afterwards."""
         if not task.index:
             return task.args.epochs
-        if not isinstance(task.memory, dict):
-            raise ValueError("the number of epochs that task 1 chose is missing: the learner was saved without it")
+        assert isinstance(task.memory, dict)
         return int(task.memory["epochs"])
 
     def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
