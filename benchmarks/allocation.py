@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = f"{len(probe)} layers, {common.model_name(values.model)}, {values.num_images} images of {images}"
     distance = max(projector_distance(stats[names[0]], values.support_rank) for names in stats.groups)
     rows = [
-        common.row(f"allocation / literal, {where}", times, "ours", "literal", 0.50),
+        common.row(f"allocation / literal, {where}", times, "ours", "literal"),
         common.value_row(f"supports, {where}", common.rounded(distance), "projector distance", "≤ 1e-4"),
     ]
     common.write("allocation", values, argv, rows)

@@ -17,6 +17,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from threadpoolctl import threadpool_limits
 
 import dulbe_peft
 from benchmarks.models import SIZES
@@ -101,6 +102,7 @@ def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
         if hasattr(values, "model"):
             values.model = "tiny"
     torch.set_num_threads(values.threads)
+    threadpool_limits(values.threads)  # SciPy's linear algebra has threads of its own
     torch.manual_seed(0)
     return values
 

@@ -1,25 +1,27 @@
-"""Statistics as sketches beside the exact ones: what they take, what they keep, and the pass that collects them.
+"""Sketched statistics beside exact ones, over several tasks: what they take, what they keep, and what a cut costs.
 
-Energy is tr(U' S U) of the first K_h directions U, beside that of the exact ones: the share of what the exact support
-covers that the sketch's support covers too.
+Energy is tr(U' S U) of a support U, with the exact S of all tasks: the share of what the exact support covers that the
+sketch's support covers too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Sequence
 
 import torch
 from peft import get_peft_model
 
 from benchmarks import common, models
 from dulbe_peft import DualModeLoraConfig, OccupationStatistics, collect_statistics
-from dulbe_peft.sketch import sketched_support
+from dulbe_peft.decompositions import eigh
+from dulbe_peft.functional import historical_support
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3)
-    options.add_argument("--num-images", type=int, default=32)
+    options = common.parser(__doc__, repeats=1)
+    options.add_argument("--tasks", type=int, default=2, help="the images are split into so many tasks")
+    options.add_argument("--num-images", type=int, default=32, help="images of all tasks")
     options.add_argument("--batch", type=int, default=16, help="images per batch")
     options.add_argument("--images", help="a data set to take the images from; default: noise")
     options.add_argument("--support-rank", type=int, default=128)
@@ -29,33 +31,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     tower = models.vision_tower(values.model, "sdpa")
     pixels = models.pixels(values.num_images, tower.config.image_size, values.images)
     model = get_peft_model(tower, DualModeLoraConfig(text_rank=0))
-    batches = list(pixels.split(values.batch))
-    exact, sketch = (collector(model, batches, rows) for rows in (None, 2 * values.support_rank))
-    times = common.compare({"sketch": sketch, "exact": exact}, values.repeats)
-    images = "photographs" if values.images else "noise"
-    where = f"{common.model_name(values.model)}, {values.num_images} images of {images}, K_h = {values.support_rank}"
-    truth, kept = exact(), sketch()
-    found = energies(truth, kept, values.support_rank)
+    exact, sketch = OccupationStatistics(), OccupationStatistics(2 * values.support_rank)
+    seconds = []
+    for part in pixels.chunk(values.tasks):
+        batches, task = part.split(values.batch), OccupationStatistics()
+        collect_statistics(model, batches, lambda _, batch: models.encode(model, batch), into=task)
+        exact.merge(task)
+        started = time.process_time()
+        sketch.merge(task)
+        seconds.append(time.process_time() - started)
+    found = energies(exact, sketch, values.support_rank)
     if not found:
         options.error(f"no layer reads more than 2 * {values.support_rank} features: lower --support-rank")
+    images = "photographs" if values.images else "noise"
+    name = common.model_name(values.model)
+    where = f"{name}, {values.tasks} tasks, {values.num_images} images of {images}, K_h = {values.support_rank}"
     goals = ("≤ 64.00", "≥ 99.00") if values.model == "vit-b-16" else (None, None)
+    cut = common.rounded(sum(seconds) / len(seconds))
     rows = [
-        common.value_row(f"sketches, {where}", kept.nbytes / 2**20, f"of {truth.nbytes / 2**20:.2f} MiB", goals[0]),
+        common.value_row(f"sketches, {where}", sketch.nbytes / 2**20, f"of {exact.nbytes / 2**20:.2f} MiB", goals[0]),
         common.value_row(f"energy of sketched supports, least of {len(found)}, {where}", min(found), "%", goals[1]),
         common.value_row(f"energy of sketched supports, mean, {where}", sum(found) / len(found), "%"),
-        common.row(f"pass that collects, sketches / exact, {where}", times, "sketch", "exact"),
+        common.value_row(f"cut of {len(found)} matrices after a task, {where}", cut, "s of CPU time"),
     ]
     common.write("sketch", values, argv, rows)
-
-
-def collector(model: Any, batches: list[torch.Tensor], rows: int | None) -> Callable[[], OccupationStatistics]:
-    """The pass of the library over all images, exact or with sketches of so many rows."""
-
-    def collect() -> OccupationStatistics:
-        into = OccupationStatistics(rows)
-        return collect_statistics(model, batches, lambda _, batch: models.encode(model, batch), into=into)
-
-    return collect
 
 
 def energies(exact: OccupationStatistics, sketch: OccupationStatistics, support_rank: int) -> list[float]:
@@ -63,11 +62,10 @@ def energies(exact: OccupationStatistics, sketch: OccupationStatistics, support_
     found = []
     for names in sketch.groups:
         matrix, factor = exact[names[0]].double(), sketch[names[0]]
-        if factor.shape[0] == factor.shape[1]:
-            continue
-        support = sketched_support(factor, support_rank, residual_rank=8).double()
-        largest = torch.linalg.eigvalsh(matrix)[-support_rank:]
-        found.append(100 * float((support * (matrix @ support)).sum() / largest.sum()))
+        if factor.shape[0] < factor.shape[1]:
+            support = historical_support(factor, support_rank, residual_rank=8).double()
+            largest, _ = eigh(matrix, names[0], support_rank)
+            found.append(100 * float(torch.sum(support * (matrix @ support)) / largest.sum()))
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from dulbe_peft import hub
 from dulbe_peft.classifiers.calibration import read_temperatures, write_temperatures
 from dulbe_peft.classifiers.state import EXTRA_STATE, GrowingState, encode_extra_state
-from dulbe_peft.files import read_tensors, replacing, tensor_shapes, write_tensors
+from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.specs import setting_names
 from dulbe_peft.streams.names import check_class_names
 
@@ -93,8 +93,7 @@ class SavedState(GrowingState):
         if self.source:
             config["source"] = self.source
         write_tensors(folder / tensors_file, self.tensors(), {"format": self.file_format})
-        with replacing(folder / config_file) as path:
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(folder / config_file, config)
 
     @classmethod
     def from_pretrained(
