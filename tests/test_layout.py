@@ -54,6 +54,7 @@ ORDER = [
     "classifiers",
     "arguments",
     "strategies.base",
+    "strategies.occupation",
     "strategies.dulbe",
     "strategies.frozen",
     "strategies.lora",
