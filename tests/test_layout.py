@@ -58,6 +58,7 @@ ORDER = [
     "strategies.dulbe",
     "strategies.frozen",
     "strategies.lora",
+    "strategies.lora_sub",
     "strategies.mg_clip",
     "strategies.rapf",
     "strategies.bofa",
