@@ -59,6 +59,7 @@ ORDER = [
     "strategies.frozen",
     "strategies.lora",
     "strategies.lora_sub",
+    "strategies.loda",
     "strategies.mg_clip",
     "strategies.rapf",
     "strategies.bofa",

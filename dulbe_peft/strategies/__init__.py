@@ -10,6 +10,7 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
+from dulbe_peft.strategies.loda import Loda
 from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
@@ -20,7 +21,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, MgClip, Rapf, Bofa)
+    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, Loda, MgClip, Rapf, Bofa)
 }
 
 
