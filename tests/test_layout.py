@@ -60,6 +60,7 @@ ORDER = [
     "strategies.lora",
     "strategies.lora_sub",
     "strategies.loda",
+    "strategies.sd_lora",
     "strategies.mg_clip",
     "strategies.rapf",
     "strategies.bofa",

@@ -15,13 +15,14 @@ from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.rapf import Rapf
+from dulbe_peft.strategies.sd_lora import SdLora
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 
 S = TypeVar("S", bound=type[Strategy])
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, Loda, MgClip, Rapf, Bofa)
+    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, Loda, SdLora, MgClip, Rapf, Bofa)
 }
 
 
