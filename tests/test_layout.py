@@ -61,6 +61,8 @@ ORDER = [
     "strategies.lora_sub",
     "strategies.loda",
     "strategies.sd_lora",
+    "strategies.blocks",
+    "strategies.cl_lora",
     "strategies.mg_clip",
     "strategies.rapf",
     "strategies.bofa",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
+from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.loda import Loda
@@ -22,7 +23,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, Loda, SdLora, MgClip, Rapf, Bofa)
+    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, LoraSub, Loda, SdLora, ClLora, MgClip, Rapf, Bofa)
 }
 
 
