@@ -145,20 +145,25 @@ def _seal(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename; a folder that was there steps aside first and comes back where something fails."""
+    """Rename. A folder that was there steps aside first and comes back where something fails.
+
+    A signal is no failure: once the new folder is in its place, it stays.
+    """
     aside = temporary.with_name(temporary.name + ".old")
     try:
         if folder.exists():
             os.replace(folder, aside)
         os.replace(temporary, folder)
         sync(folder.parent)
-    except BaseException:
-        if not temporary.exists():
+    except BaseException as error:
+        if isinstance(error, Exception) and not temporary.exists():
             os.replace(folder, temporary)
-        if aside.exists():
+        if aside.exists() and not folder.exists():
             os.replace(aside, folder)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def clear_leftovers(parent: Path, names: str) -> None:

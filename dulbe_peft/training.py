@@ -89,10 +89,20 @@ class TaskTrainer:
         task = NewTask(self.index, adapter, self.args, self.memory)
         teacher = self._measure(task, images, names, drifts)
         with self.encoder.profile.phase("allocate"):
-            modes = on_main_process(lambda: _on_cpu(self.strategy.plan(task)))
+            modes, task.notes = on_main_process(lambda: self._plan(task))
+            for name, note in task.notes.items():
+                task.notes[name] = note.to(self.encoder.device) if isinstance(note, torch.Tensor) else note
             if modes is not None:
                 adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
         return task, teacher
+
+    def _plan(self, task: NewTask) -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
+        """The task's bases and the strategy's notes, with tensors on the CPU, as they travel between processes."""
+        modes = self.strategy.plan(task)
+        notes = {name: n.cpu() if isinstance(n, torch.Tensor) else n for name, n in task.notes.items()}
+        if modes is None:
+            return None, notes
+        return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}, notes
 
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
@@ -197,17 +207,20 @@ class TaskTrainer:
         self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None
     ) -> Step:
         pixels, labels, index = batch
-        features = self.encoder.gathered_image_embeds(pixels, len(index))
+
+        def encode() -> torch.Tensor:
+            return self.encoder.gathered_image_embeds(pixels, len(index))
 
         def teacher_features() -> torch.Tensor:
             if teacher is not None and self.args.teacher == "cached":
                 return teacher[index]
             assert self.adapter is not None
             with torch.no_grad(), self.adapter.previous_task():
-                return self.encoder.gathered_image_embeds(pixels, len(index))
+                return encode()
 
+        features = encode()
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
-        return Step(task_loss, features, labels, text, old_text, teacher_features, self.logit_scale)
+        return Step(task_loss, features, labels, text, old_text, encode, teacher_features, self.logit_scale)
 
     def _old_text(self) -> torch.Tensor | None:
         """The old classes' text embeddings by the model as it is when this task begins, E_<t.
@@ -263,10 +276,3 @@ class _Schedule:
     def after_epoch(self) -> None:
         if not self.per_step:
             self.cosine.step()
-
-
-def _on_cpu(modes: dict[str, ModeBases] | None) -> dict[str, ModeBases] | None:
-    """Bases on the CPU, as they travel between processes."""
-    if modes is None:
-        return None
-    return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}

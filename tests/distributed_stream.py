@@ -1,6 +1,6 @@
 """What tests/test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
-with. Arguments: the output folder, how many processes are meant to run, and "break" for errors
-in one process alone before the stream."""
+with. Arguments: the output folder, how many processes are meant to run, a strategy, and "break" for errors in one
+process alone before the stream."""
 
 from __future__ import annotations
 
@@ -82,17 +82,18 @@ def main() -> None:
     torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
     config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
     model = get_peft_model(clip, config)
-    learner = ClassIncrementalLearner(model, processor, args=args)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=sys.argv[3])
     if world() != (rank, processes):
         raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
-    if sys.argv[3:] and size > 1:
+    if sys.argv[4:] and size > 1:
         fail_alone(learner, digits, rank)
     learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / "run")
     state = {
         k: v.contiguous() for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k
     }
-    state |= {f"head.{name}": value for name, value in learner.head.state_dict().items()}
-    state |= {f"statistics.{name}": matrix.clone() for name, matrix in learner.statistics.items()}
+    kept = learner.memory if isinstance(learner.memory, dict) else learner.statistics
+    state |= dict(learner.head.named_buffers(prefix="head"))
+    state |= {f"statistics.{name}": matrix.clone() for name, matrix in kept.items()}
     save_file({k: v.clone() for k, v in state.items()}, output / f"process-{rank}.safetensors")
     leave()
 

@@ -170,7 +170,7 @@ def patch(monkeypatch, step, call, error):
     ("step", "error"),
     [(step, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) for step in STEPS]
     + [("mkdtemp", OSError(errno.EROFS, os.strerror(errno.EROFS))), ("chmod", OSError("no number"))]
-    + [("replace", KeyboardInterrupt()), ("fsync", SystemExit(143)), ("write_text", RuntimeError("out of memory"))],
+    + [("replace", KeyboardInterrupt()), ("chmod", SystemExit(143)), ("write_text", RuntimeError("out of memory"))],
 )
 @pytest.mark.parametrize("existing", [True, False])
 def test_whatever_fails_leaves_all_as_it_was(tmp_path, monkeypatch, step, error, existing):
@@ -193,6 +193,34 @@ def test_whatever_fails_leaves_all_as_it_was(tmp_path, monkeypatch, step, error,
     assert call > 1 and failing.calls == call - 1
     assert read_manifest(tmp_path / "saved") and [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (tmp_path / "saved" / "inner" / "a.txt").read_text() == "new"
+
+
+def test_a_signal_leaves_the_old_folder_or_the_new_one_which_then_stays(tmp_path, monkeypatch):
+    found: list[str] = []
+    for call in range(1, 100):
+        folder = tmp_path / str(call) / "saved"
+        commit_folder(folder, fill("old"), {})
+        calls = iter(range(1, 100))
+
+        def interrupted(function, calls=calls, call=call):
+            def run(*args):
+                function(*args)
+                if next(calls) == call:
+                    raise KeyboardInterrupt
+
+            return run
+
+        with monkeypatch.context() as context:
+            for name in ("fsync", "replace"):
+                context.setattr(os, name, interrupted(getattr(os, name)))
+            try:
+                commit_folder(folder, fill("new"), {})
+            except KeyboardInterrupt:
+                assert read_manifest(folder) and [path.name for path in folder.parent.iterdir()] == ["saved"]
+                found.append((folder / "inner" / "a.txt").read_text())
+            else:
+                break
+    assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}
 
 
 def test_json_is_whole_or_as_it_was(tmp_path):

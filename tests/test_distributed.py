@@ -17,27 +17,29 @@ from torch import nn
 from dulbe_peft.distributed import gather_rows, on_main_process, own_part, own_rows, refuse_sharded, sum_over_processes
 
 STREAM = Path(__file__).with_name("distributed_stream.py")
+NUMBERS = ("one", "two")
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
-def launch(processes, output, *more):
+def launch(processes, output, *more, strategy="dulbe"):
     output.mkdir(exist_ok=True)
     start = (*LAUNCH, str(processes)) if processes > 1 else ()
-    command = [sys.executable, *start, str(STREAM), str(output), str(processes), *more]
+    command = [sys.executable, *start, str(STREAM), str(output), str(processes), strategy, *more]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     return [load_file(output / f"process-{rank}.safetensors") for rank in range(processes)], done
 
 
 @pytest.mark.slow
-def test_two_processes_end_where_one_ends(tmp_path):
-    ((alone,), _), (pair, done) = launch(1, tmp_path / "one"), launch(2, tmp_path / "two")
+@pytest.mark.parametrize("strategy", ["dulbe", "lora_sub", "cl_lora"])  # notes of `plan`, and gradients of its own
+def test_two_processes_end_where_one_ends(tmp_path, strategy):
+    ((alone,), _), (pair, done) = (launch(n, tmp_path / name, strategy=strategy) for n, name in enumerate(NUMBERS, 1))
     assert pair[0].keys() == pair[1].keys() == alone.keys()
     assert all(torch.equal(pair[0][name], pair[1][name]) for name in alone)
     for name, expected in alone.items():
         # Adam turns the rounding of a gradient near zero into a part of its step, of 1e-3 here.
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-        torch.testing.assert_close(pair[0][name] / scale, expected / scale, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(pair[0][name] / scale, expected / scale, rtol=1e-4, atol=5e-5)
     assert done.stdout.count("task 3/3") + done.stderr.count("task 3/3") == 1
     for file in ("results.json", "task-003/manifest.json", "task-003/learner.json", "task-003/adapter_config.json"):
         assert (tmp_path / "two" / "run" / file).is_file()

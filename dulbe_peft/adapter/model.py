@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -320,10 +320,14 @@ class DualModeLoraModel(BaseTuner):
             yield
 
     @contextmanager
-    def trained_bases(self) -> Iterator[list[torch.Tensor]]:
-        """Train the bases P beside B while the block runs; yields them, one (d_in, r_S + r_R) a layer."""
-        adapter = self._active()
-        bases = [layer.dulbe_P[adapter] for layer in self.dual_mode_layers().values()]
+    def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:
+        """Train the bases P beside B while the block runs; yields them, one (d_in, r_S + r_R) a layer.
+
+        Args:
+            names: the layers whose bases are trained; None trains all.
+        """
+        adapter, layers = self._active(), self.dual_mode_layers()
+        bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
         try:
             yield [basis.requires_grad_() for basis in bases]
         finally:

@@ -8,21 +8,41 @@ from typing import Any, TypeVar
 from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
+from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
+from dulbe_peft.strategies.loda import Loda
 from dulbe_peft.strategies.lora import Lora, MergedLora
+from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.rapf import Rapf
+from dulbe_peft.strategies.sd_lora import SdLora
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 
 S = TypeVar("S", bound=type[Strategy])
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Dulbe, Frozen, Lora, MergedLora, OLora, InfLora, KeepLora, MgClip, Rapf, Bofa)
+    kind.name: kind
+    for kind in (
+        Dulbe,
+        Frozen,
+        Lora,
+        MergedLora,
+        OLora,
+        InfLora,
+        KeepLora,
+        LoraSub,
+        Loda,
+        SdLora,
+        ClLora,
+        MgClip,
+        Rapf,
+        Bofa,
+    )
 }
 
 

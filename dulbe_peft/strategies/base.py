@@ -42,7 +42,8 @@ class NewTask:
         memory: what `remember` returned at the end of the last task; None before the first.
         gradients: layer name -> G, (d_out, d_in), where `needs` has "gradients"; else empty.
         inputs: layer name -> X'X, (d_in, d_in), of the new task's images, where `needs` has "inputs"; else empty.
-        notes: numbers that the strategy carries from one of its hooks to a later one of the same task.
+        notes: what a hook of the strategy leaves for a later one of the same task, numbers or tensors. `plan` runs in
+            the first process alone; every process gets the notes that it left, tensors on the model's device.
     """
 
     index: int
@@ -51,7 +52,7 @@ class NewTask:
     memory: Memory | None = None
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
-    notes: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -82,6 +83,7 @@ class Step:
         labels: (n,), indices of the task's classes.
         text: (classes, d), unit text embeddings of the task's classes.
         old_text: (old classes, d) by the model before this task, where `needs` has "teacher"; else None.
+        encode: returns the features of the same images by the model as it is at the call, (n, d).
         teacher: returns the features of the same images by the model before this task, (n, d).
         logit_scale: tau.
     """
@@ -91,6 +93,7 @@ class Step:
     labels: torch.Tensor
     text: torch.Tensor
     old_text: torch.Tensor | None
+    encode: Callable[[], torch.Tensor]
     teacher: Callable[[], torch.Tensor]
     logit_scale: float
 

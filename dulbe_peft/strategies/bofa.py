@@ -32,7 +32,7 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.decompositions import eigh, fix_signs, to_float64
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
-from dulbe_peft.strategies.dulbe import check_occupation, occupation
+from dulbe_peft.strategies.occupation import check_occupation, occupation
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:

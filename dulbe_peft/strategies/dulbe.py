@@ -16,37 +16,7 @@ from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.functional import bidirectional_kl
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import GRADIENTS, TEACHER, Memory, NewTask, Step, Strategy
-
-
-def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
-    """S of all finished tasks with the one that ends, S + X'X, exact or cut to 2 K_h directions as `args` asks."""
-    old = task.memory if isinstance(task.memory, OccupationStatistics) else None
-    if task.args.statistics == "sketch":
-        kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
-        if old:
-            kept.merge(old)
-        kept.merge(inputs)
-        return kept
-    if old:
-        inputs.merge(old)  # this way round the old sums stay as they are until the task is committed
-    return inputs
-
-
-def check_occupation(memory: Memory | None, widths: Mapping[str, int]) -> None:
-    """Raise a `ValueError` unless the statistics are of layers of these widths."""
-    if not memory:
-        return
-    if not isinstance(memory, OccupationStatistics):
-        raise ValueError(f"the file holds {sorted(memory)[:3]}, expected occupation statistics")
-    rows = memory.sketch_rows
-    for name, matrix in memory.items():
-        width = widths.get(name)
-        expected = None if width is None else (min(width, rows or width), width)
-        if tuple(matrix.shape) != expected:
-            found = "no such layer" if expected is None else expected
-            raise ValueError(f"statistics of {name!r} have shape {tuple(matrix.shape)}, the model: {found}")
-    if len(memory) != len(widths):
-        raise ValueError(f"statistics are of {len(memory)} layers, the model has {len(widths)}")
+from dulbe_peft.strategies.occupation import check_occupation, occupation
 
 
 @dataclass(frozen=True)

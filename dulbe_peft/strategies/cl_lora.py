@@ -1,0 +1,181 @@
+"""CL-LoRA: one shared pair in the lower blocks, a pair for each task in the upper ones, and an early exit between.
+
+    lower blocks   W x + B A x           A random orthonormal, frozen, the same for all tasks; B trained on
+    upper blocks   W x + mu_t B_t A_t x  A_t starts as such a matrix and is trained, and so is mu_t, from U(0.5, 1.5)
+
+    loss = cross-entropy + similarity * mean over earlier tasks s of |cos(mu_s, mu_t)|
+         + distillation * H(softmax(teacher / T), softmax(student / T))         from the second task on
+
+Each upper layer has one mu_t; the penalty takes all of them as one vector. Teacher and student are logits at the early
+exit, as in the published code: the tower ends after the lower blocks, with its own last norm and projection. The
+teacher has B as the last task left it. The distillation reaches the lower B alone, and row i of its gradient is scaled
+by d_out |B_old[i]| / sum over j of |B_old[j]|.
+
+The update of an upper layer is merged with mu, and that of a lower one as it is. B then starts at 0 on the merged
+weight, which is the same as training it on.
+
+What differs:
+- The paper keeps one branch a task through the upper blocks at test, and compares class c with its own task's branch.
+  A merged model has one branch. Later tasks are trained on the weights with all earlier updates in them.
+- The paper makes a step for the distillation, and then one for the rest. Here one step takes both gradients.
+- The logits are those of the text classifier, and the distillation does not train the text tower. The paper's logits
+  are those of a trained cosine classifier, which its distillation trains too.
+- The paper adapts q and v; here mu has an entry for each adapted layer.
+
+Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free Class-Incremental Learning",
+arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.linear import Updates
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_number
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
+from dulbe_peft.strategies.blocks import early_exit, lower_and_upper
+
+WEIGHTS = "block_weights"
+
+
+@dataclass(frozen=True)
+class ClLora(Strategy):
+    """CL-LoRA, merged.
+
+    Attributes:
+        shared_blocks: the share of the blocks that have the shared pair, counted from the input, in [0, 1).
+        distillation: weight of the distillation at the early exit; 0 leaves it out.
+        temperature: T of the distillation.
+        similarity: weight of the penalty on similar block weights.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    shared_blocks: float = 0.5
+    distillation: float = 5.0
+    temperature: float = 2.0
+    similarity: float = 1e-4
+
+    name = "cl_lora"
+
+    def __post_init__(self) -> None:
+        for name in ("shared_blocks", "distillation", "similarity"):
+            check_number(name, getattr(self, name), least=0)
+        check_number("temperature", self.temperature, positive=True)
+        if self.shared_blocks >= 1:
+            raise ValueError(f"shared_blocks must be below 1, got {self.shared_blocks}")
+
+    def _layers(self, task: NewTask) -> tuple[dict[str, DualModeLinear], dict[str, DualModeLinear], int]:
+        """The layers with the shared pair, those with a pair a task, and how many blocks the former have."""
+        layers = task.adapter.dual_mode_layers()
+        lower, upper, count = lower_and_upper(layers, self.shared_blocks)
+        return {name: layers[name] for name in lower}, {name: layers[name] for name in upper}, count
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        adapter, generator = task.adapter.active_adapters[0], task.generator()
+        lower, upper, _ = self._layers(task)
+        bases = {name: layer.dulbe_P[adapter] for name, layer in lower.items()}
+        for name, layer in (upper if task.index else lower | upper).items():
+            start = torch.rand(layer.in_features, sum(task.ranks), generator=generator)
+            bases[name] = torch.linalg.qr(start).Q
+        return task.modes(bases)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        adapter, (_, upper, _) = task.adapter.active_adapters[0], self._layers(task)
+        start = 0.5 + torch.rand(len(upper), generator=task.generator(salt=1))
+        weights = start.to(next(iter(upper.values())).dulbe_P[adapter].device).requires_grad_()
+        task.notes[WEIGHTS] = weights
+        with ExitStack() as stack:
+            stack.enter_context(task.adapter.held_weights())
+            for index, layer in enumerate(upper.values()):
+                pair = partial(_weighted_pair, layer, adapter, weights, index)
+                stack.enter_context(layer.holding(layer.folded_weight(adapter).detach(), pair, modes=False))
+            yield [*stack.enter_context(task.adapter.trained_bases(upper)), weights]
+
+    def penalty(self, task: NewTask) -> torch.Tensor | None:
+        if not isinstance(task.memory, dict):
+            return None
+        weights = task.notes[WEIGHTS]
+        cosines = F.cosine_similarity(task.memory[WEIGHTS].to(weights), weights[None], dim=1)
+        return self.similarity * cosines.abs().mean()
+
+    def backward(self, task: NewTask, step: Step) -> None:
+        super().backward(task, step)
+        lower, _, count = self._layers(task)
+        if task.index and lower and self.distillation:
+            with early_exit(task.adapter.model, next(iter(lower)), count):
+                student = step.encode()
+                with torch.no_grad(), task.adapter.previous_task():
+                    teacher = step.encode()
+            loss = exit_loss(student, teacher, step.text.detach(), step.logit_scale, self.temperature)
+            _add_gradients(self.distillation * loss, list(lower.values()), task)
+
+    def finish(self, task: NewTask) -> None:
+        adapter, (_, upper, _) = task.adapter.active_adapters[0], self._layers(task)
+        for layer, weight in zip(upper.values(), task.notes[WEIGHTS], strict=True):
+            layer.set_up_projections(adapter, weight * layer.current_up(adapter))
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        row = task.notes[WEIGHTS].detach()[None]
+        old = [task.memory[WEIGHTS].to(row)] if isinstance(task.memory, dict) else []
+        return {WEIGHTS: torch.cat([*old, row])}
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        if memory is None:
+            return
+        if not isinstance(memory, dict) or set(memory) != {WEIGHTS}:
+            raise ValueError(f"the file holds {sorted(memory)[:3]}, expected {WEIGHTS!r} alone")
+        rows, upper = memory[WEIGHTS], len(lower_and_upper(widths, self.shared_blocks)[1])
+        if rows.ndim != 2 or rows.shape[1] != upper or not len(rows) or not rows.is_floating_point():
+            found = f"{tuple(rows.shape)}, {rows.dtype}"
+            raise ValueError(f"{WEIGHTS} must be float (tasks, {upper} upper layers), got {found}")
+
+
+def exit_loss(
+    student: torch.Tensor, teacher: torch.Tensor, text: torch.Tensor, logit_scale: float, temperature: float
+) -> torch.Tensor:
+    """-sum_c softmax(teacher / T)_c log softmax(student / T)_c, the mean over images.
+
+    Args:
+        student: (n, d), unit features.
+        teacher: (n, d), unit features.
+        text: (classes, d), unit text embeddings.
+        logit_scale: tau, which makes features and texts logits.
+        temperature: T.
+    """
+    target = (logit_scale * teacher @ text.T / temperature).softmax(dim=1)
+    return -(target * (logit_scale * student @ text.T / temperature).log_softmax(dim=1)).sum(dim=1).mean()
+
+
+def row_scales(old_up: torch.Tensor) -> torch.Tensor:
+    """d_out |B_old[i]| / sum_j |B_old[j]|, (d_out, 1), of mean 1; all 1 where B_old, (d_out, r), is 0."""
+    norms = old_up.norm(dim=1, keepdim=True)
+    mean = norms.mean()
+    return torch.where(mean > 0, norms / torch.where(mean > 0, mean, 1.0), 1.0)
+
+
+def _add_gradients(loss: torch.Tensor, layers: list[DualModeLinear], task: NewTask) -> None:
+    """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
+    adapter, rank = task.adapter.active_adapters[0], sum(task.ranks)
+    ups = [[layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]] for layer in layers]
+    gradients = iter(torch.autograd.grad(loss, [up for pair in ups for up in pair]))
+    for layer, pair in zip(layers, ups, strict=True):
+        # All tasks have the same A, so the B of the last task is the sum of what they folded.
+        scales = row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
+        for up in pair:
+            up.grad = next(gradients) * scales if up.grad is None else up.grad.add_(next(gradients) * scales)
+
+
+def _weighted_pair(layer: DualModeLinear, adapter: str, weights: torch.Tensor, index: int) -> Updates:
+    return [(layer.dulbe_P[adapter], weights[index] * layer.current_up(adapter))]

@@ -1,0 +1,139 @@
+"""LoDA: one pair of directions that the old and the new task share, and one that the new task has for itself.
+
+With S_old the sum of X'X over the finished tasks and S_t that of the new one, both before training on it:
+
+    general    P_G = the top eigenvectors of S_old + S_t
+    isolated   P_I = the top generalised eigenvectors of (S_t, S_old), made orthonormal: large X_t u, small X_old u
+               S_old + rho I = L L',  L^-1 S_t L^-T = V diag(l) V',  P_I = orthonormalised L^-T V
+    training   dW = B_G P_G' + B_I P_I'; P_G and P_I are frozen
+    the end    W <- W + B_G Lambda P_G' + B_I P_I';  S_old <- S_old + S_t
+
+The adapter's shared mode is the general pair and its residual mode the isolated one, with r_S and r_R directions. The
+two pairs need not be orthogonal to each other.
+
+Derived here, because the sources at hand do not give the paper's formulas:
+- Lambda, which recalibrates the general pair. It is the C = B_G Lambda that leaves the old inputs their outputs and
+  gives the new ones those of training, as far as one C can:
+      min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2
+      Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
+  A direction whose energy is the old tasks' to a share a is scaled by 1 - a.
+- The ridge rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses win, whatever S_t is there.
+- The first task, where S_old = 0 and both problems have the same solution: P_G takes the first r_S eigenvectors of S_t
+  and P_I the next r_R; Lambda is 1.
+
+Left out: gradient-aligned optimisation, whose perturbation the sources do not fix, and the weight of the general
+branch, whose value they do not name.
+
+Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based Continual
+Learning", arXiv 2603.00191.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_number
+from dulbe_peft.decompositions import fix_signs, to_float64, top_eigenvectors
+from dulbe_peft.functional import orthonormal_complement
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Strategy
+from dulbe_peft.strategies.occupation import check_occupation, occupation, occupied
+
+
+def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
+    """The top eigenvectors of S, (d, d) in float64, as orthonormal columns (d, count), completed where S is 0."""
+    _, vectors = top_eigenvectors(moment, count, name)
+    return torch.cat([fix_signs(vectors), orthonormal_complement(vectors, count - vectors.shape[1])], dim=1)
+
+
+def isolated_pair(old: torch.Tensor, new: torch.Tensor, count: int, ridge: float, name: str = "S") -> torch.Tensor:
+    """The top generalised eigenvectors of (S_t, S_old + rho I), made orthonormal, (d, count) in float64.
+
+    Args:
+        old: S_old, (d, d), float64.
+        new: S_t, (d, d), float64.
+        count: how many.
+        ridge: rho in units of S_old's mean eigenvalue.
+        name: what an error message calls the matrices.
+
+    Raises:
+        ValueError: S_old has large negative eigenvalues, so it is no sum of X'X.
+    """
+    identity = torch.eye(len(old), dtype=old.dtype, device=old.device)
+    rho = ridge * float(old.trace()) / len(old)
+    for _ in range(10):  # float32 sums may have eigenvalues a little below zero
+        factor, failed = torch.linalg.cholesky_ex(old + rho * identity)
+        if not failed:
+            break
+        rho *= 10
+    else:
+        raise ValueError(f"old {name} is not positive semi-definite: expected a sum of X'X")
+    half = torch.linalg.solve_triangular(factor, new, upper=False)
+    whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)
+    vectors = general_pair((whitened + whitened.T) / 2, count, name)
+    return fix_signs(torch.linalg.qr(torch.linalg.solve_triangular(factor.T, vectors, upper=True)).Q)
+
+
+def recalibration(basis: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Lambda = (P'S_t P) (P'(S_old + S_t) P)^-1, (r, r), for a basis P, (d, r)."""
+    total = basis.T @ (old + new) @ basis
+    return basis.T @ new @ basis @ torch.linalg.pinv(total, hermitian=True)
+
+
+@dataclass(frozen=True)
+class Loda(Strategy):
+    """LoDA without its gradient-aligned optimisation.
+
+    Attributes:
+        ridge: rho in units of the mean eigenvalue of S_old, above 0.
+
+    Raises:
+        ValueError: `ridge` is out of its range.
+    """
+
+    ridge: float = 1e-3
+
+    name = "loda"
+    needs = frozenset({INPUTS})
+    orthonormal = False
+
+    def __post_init__(self) -> None:
+        check_number("ridge", self.ridge, positive=True)
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        shared_rank, residual_rank = task.ranks
+        modes = {}
+        for names in task.inputs.groups:
+            label = f"inputs of layer {names[0]!r}"
+            new, old = to_float64(task.inputs[names[0]], label), occupied(task.memory, names[0])
+            if old is None:
+                both = general_pair(new, shared_rank + residual_rank, label)
+                general, isolated = both[:, :shared_rank], both[:, shared_rank:]
+            else:
+                general = general_pair(old.to(new) + new, shared_rank, label)
+                isolated = isolated_pair(old.to(new), new, residual_rank, self.ridge, label)
+            modes.update(dict.fromkeys(names, ModeBases(general.float(), isolated.float())))
+        return modes
+
+    def finish(self, task: NewTask) -> None:
+        adapter, rank = task.adapter.active_adapters[0], task.ranks[0]
+        layers = task.adapter.dual_mode_layers()
+        for names in task.inputs.groups:
+            old, new = occupied(task.memory, names[0]), to_float64(task.inputs[names[0]], names[0])
+            if old is None or not rank:
+                continue
+            basis = layers[names[0]].dulbe_P[adapter][:, :rank].to(new)
+            scale = recalibration(basis, old.to(new), new)
+            for name in names:
+                up = layers[name].current_up(adapter).to(new)
+                layers[name].set_up_projections(adapter, torch.cat([up[:, :rank] @ scale, up[:, rank:]], dim=1))
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, task.inputs)
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        check_occupation(memory, widths)

@@ -1,0 +1,108 @@
+"""LoRA-Sub, also LoRA-DRS: train inside the directions that the new task uses in a model that unlearned the old tasks.
+
+    W~ = W_0 - sum over the finished tasks j of B_j A_j      in all adapted layers at once
+    S  = X'X over the new task's images, X a layer's inputs in the model of the W~
+    S  = U diag(l) U',  l descending;  k = the least with l_1 + ... + l_k >= energy * (l_1 + l_2 + ...)
+    A <- A + step U_k U_k'                                   step: what the optimiser would have added
+
+A and B are new for each task, and the update B A joins the weight when the task ends. The first task is free.
+Here P = A'. With `normalize` the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in the published code.
+The default is the paper's projector: the division only lowers the learning rate, by another factor in each layer.
+
+What differs:
+- The projector acts on the step that Adam has made, as in the published code. The paper writes gradients. Adam would
+  lead a projected gradient out of the space again.
+- A's random start is not projected, as in the paper and the code, so only A's movement is inside the space. With
+  `project_start` the start is projected too, and with it the whole update; this variant is derived here.
+- The published code multiplies B's step by the same projector, which is possible where d_out = d_in. That is left out,
+  because the space is one of inputs and B's columns are outputs.
+- The triplet loss is left out. It shapes features for the paper's nearest-mean classifier and needs stored means.
+
+Reference: Liu and Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning",
+arXiv 2503.18985; the least k is fixed at energy = 0.99 in the published code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.checks import check_number
+from dulbe_peft.decompositions import eigh, fix_signs, to_float64
+from dulbe_peft.strategies.base import INPUTS, NewTask
+from dulbe_peft.strategies.lora import MergedLora, kaiming_bases
+
+
+def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:
+    """U_k, (d_in, k), float32: the fewest leading eigenvectors of X'X, (d_in, d_in), that hold the share `energy`."""
+    values, vectors = eigh(to_float64(moment, name), name)
+    held = values.clamp(min=0).cumsum(0)
+    count = 1 + int((held < energy * held[-1]).sum())
+    return fix_signs(vectors[:, :count]).float()
+
+
+@dataclass(frozen=True)
+class LoraSub(MergedLora):
+    """LoRA-Sub without its triplet loss.
+
+    Attributes:
+        energy: the share of X'X that the kept directions hold, in (0, 1].
+        normalize: divide the projector by sqrt(k).
+        project_start: project A's start as well as its steps.
+
+    Raises:
+        ValueError: `energy` is out of its range.
+    """
+
+    energy: float = 0.99
+    normalize: bool = False
+    project_start: bool = False
+
+    name = "lora_sub"
+    needs = frozenset({INPUTS})
+
+    def __post_init__(self) -> None:
+        check_number("energy", self.energy)
+        if not 0 < self.energy <= 1:
+            raise ValueError(f"energy must lie in (0, 1], got {self.energy}")
+
+    def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
+        return task.adapter.scaled_history(-1.0) if task.index else None
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        bases = kaiming_bases(task)
+        for names in task.inputs.groups if task.index else ():
+            label = f"inputs of layer {names[0]!r}"
+            space = leading_space(task.inputs[names[0]], self.energy, label).cpu()
+            task.notes.update(dict.fromkeys(names, space))
+            if self.project_start:
+                bases.update({name: space @ (space.T @ bases[name]) for name in names})
+        return task.modes(bases)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        with super().training(task) as bases:
+            for name, basis in zip(task.adapter.dual_mode_layers(), bases, strict=True):
+                task.notes[_before(name)] = basis.detach().clone()
+            yield bases
+
+    def after_step(self, task: NewTask) -> None:
+        adapter = task.adapter.active_adapters[0]
+        for name, layer in task.adapter.dual_mode_layers().items():
+            space = task.notes.get(name)
+            if space is None:
+                return  # the first task is free
+            basis, before = layer.dulbe_P[adapter], task.notes[_before(name)]
+            step = space @ (space.T @ (basis - before))
+            before += step / space.shape[1] ** 0.5 if self.normalize else step
+            basis.copy_(before)
+
+
+def _before(name: str) -> str:
+    """Under which name P as it was before the step is kept."""
+    return f"{name}.before"

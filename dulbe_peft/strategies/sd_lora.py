@@ -1,0 +1,106 @@
+"""SD-LoRA: the directions of old updates are frozen, and how far to go along each is trained on.
+
+    W x = W_0 x + sum over old tasks i of m_i B_i A_i x / (|B_i| |A_i|) + m_t B_t A_t x        |.|: Frobenius norm
+
+Task t trains A_t, B_t and all magnitudes m_1, ..., m_t. The new pair is not normalised while it is trained.
+
+When the task ends, the magnitudes are written into the factors: B_i becomes m_i B_i / (|B_i| |A_i|), and B_t becomes
+m_t B_t. The next task reads them off the factors as m_i = |B_i| |A_i|. The border of two tasks therefore changes no
+output, and the adapter's factors hold all that the method keeps.
+
+What differs from the published code:
+- There, one m_i is shared by all layers. Here every layer has its own: a shared one cannot take up the norms of the
+  layers' pairs.
+- There, every task starts all m_i anew at 0.8, and the norm of the pair that just became old is lost, so the outputs
+  jump at the border. Here each m_i goes on from where it was.
+Left out: the variants with smaller ranks for later tasks and with pairs dropped where old ones span them.
+
+Reference: Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning",
+arXiv 2501.13198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.linear import Updates
+from dulbe_peft.checks import check_number
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.lora import MergedLora
+
+
+def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """B_i / (|B_i| |A_i|) side by side, (d_out, pairs * rank), and m_i = |B_i| |A_i|, (pairs,).
+
+    A pair with B_i = 0 has no direction: it keeps 0.
+
+    Args:
+        down: A_i' side by side, (d_in, pairs * rank).
+        up: B_i side by side, (d_out, pairs * rank).
+        rank: columns of one pair.
+    """
+    pairs = up.shape[1] // rank
+    norms = [factor.unflatten(1, (pairs, rank)).norm(dim=(0, 2)) for factor in (down, up)]
+    magnitudes = norms[0] * norms[1]
+    return up / torch.where(magnitudes > 0, magnitudes, 1.0).repeat_interleave(rank), magnitudes
+
+
+def scaled(up: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """m_i times the columns of pair i, for all pairs side by side in `up`, (d_out, pairs * rank)."""
+    return up * magnitudes.repeat_interleave(up.shape[1] // len(magnitudes))
+
+
+@dataclass(frozen=True)
+class SdLora(MergedLora):
+    """SD-LoRA with magnitudes of each layer's own, carried on from task to task.
+
+    Attributes:
+        magnitude: the value at which a new pair's magnitude starts, above 0.
+
+    Raises:
+        ValueError: `magnitude` is out of its range.
+    """
+
+    magnitude: float = 0.8
+
+    name = "sd_lora"
+
+    def __post_init__(self) -> None:
+        check_number("magnitude", self.magnitude, positive=True)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        adapter, layers = task.adapter.active_adapters[0], task.adapter.dual_mode_layers()
+        with ExitStack() as stack:
+            bases = stack.enter_context(task.adapter.trained_bases())
+            for name, layer in layers.items():
+                old, norms = directions(
+                    layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter], sum(task.ranks)
+                )
+                magnitudes = torch.cat([norms, norms.new_tensor([self.magnitude])]).requires_grad_()
+                task.notes[name] = magnitudes
+                pairs = partial(_pairs, layer, adapter, old, magnitudes)
+                # The new pair, too, enters through `_pairs`, times its magnitude.
+                stack.enter_context(layer.holding(layer.scaled_weight(adapter, 0.0), pairs, modes=False))
+            yield [*bases, *(task.notes[name] for name in layers)]
+
+    def finish(self, task: NewTask) -> None:
+        adapter, rank = task.adapter.active_adapters[0], sum(task.ranks)
+        for name, layer in task.adapter.dual_mode_layers().items():
+            magnitudes = task.notes[name]
+            old, _ = directions(layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter], rank)
+            ups = scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes)
+            layer.dulbe_history_B[adapter] = ups[:, :-rank].contiguous()
+            layer.set_up_projections(adapter, ups[:, -rank:])
+
+
+def _pairs(layer: DualModeLinear, adapter: str, old: torch.Tensor, magnitudes: torch.Tensor) -> Updates:
+    """All pairs as one: the old ones' factors and directions, the new one's factors, times the magnitudes."""
+    down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1)
+    return [(down, scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes))]

@@ -1,0 +1,125 @@
+"""LoRA-Sub: which model is measured, which directions are kept, and where a step goes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from stepping import adapted, begin, end, features, images, learn, new_task, train, update
+
+from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies.lora import kaiming_bases
+from dulbe_peft.strategies.lora_sub import leading_space
+
+
+def literal_space(tokens, energy):
+    """Leading eigenvectors of the sum of x x', one at a time until their eigenvalues hold the share."""
+    tokens = tokens.reshape(-1, tokens.shape[-1]).double()
+    values, vectors = torch.linalg.eigh(sum(torch.outer(x, x) for x in tokens))
+    kept, held = [], 0.0
+    for index in reversed(range(len(values))):
+        kept.append(vectors[:, index])
+        held += values[index]
+        if held >= energy * values.sum():
+            return torch.stack(kept, dim=1)
+
+
+def test_the_fewest_leading_directions_that_hold_the_energy():
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    moment = rotation @ torch.diag(torch.tensor([1.0, 60, 9, 30]).double()) @ rotation.T
+    for energy, axes in ((0.5, [1]), (0.9, [1, 3]), (0.91, [1, 3, 2]), (1.0, [1, 3, 2, 0])):
+        space = leading_space(moment, energy, "S").double()
+        kept = rotation[:, axes]
+        torch.testing.assert_close(space @ space.T, kept @ kept.T, rtol=0, atol=1e-6)
+
+
+def test_the_inputs_are_those_of_a_model_that_unlearned_the_old_tasks(tiny_clip):
+    strategy, adapter = make_strategy("lora_sub"), adapted(tiny_clip())
+    assert strategy.measuring(new_task(adapter)) is None
+    learn(strategy, adapter, 0, lr=0.05)
+    task, name = new_task(adapter, 1), "vision_model.encoder.layers.1.mlp.fc1"
+    begin(strategy, task)
+    space = task.notes[name].double()
+    assert 1 < space.shape[1] < 32
+    for sign in (-1, 1):
+        model, seen = tiny_clip(), []
+        for key, layer in adapter.dual_mode_layers().items():  # in all layers, or the last one's inputs would differ
+            model.get_submodule(key).weight.data += sign * update(layer).float()
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0].detach()))
+        with torch.no_grad():
+            unit_image_embeds(model, images(1)[0])
+        expected = literal_space(seen[0], 0.99)
+        apart = (space @ space.T - expected @ expected.T).norm()
+        assert apart < 1e-4 if sign < 0 else apart > 0.1
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_step_of_a_goes_into_the_space_and_b_is_free(tiny_clip, normalize):
+    strategy, adapter = make_strategy(f"lora_sub:energy=0.8,normalize={normalize}"), adapted(tiny_clip())
+    learn(strategy, adapter, 0, lr=0.2)
+    task = new_task(adapter, 1)
+    begin(strategy, task)
+    layers, rows = adapter.dual_mode_layers(), []
+
+    def watch():
+        rows.append({})
+        for name, layer in layers.items():
+            free = layer.dulbe_residual_B["default"]
+            pairs = ((layer.dulbe_P["default"], f"A {name}"), (free, f"B {name}"))
+            rows[-1].update({key: (p.detach().double().clone(), p.grad.double().clone()) for p, key in pairs})
+
+    train(strategy, task, steps=4, optimizer=torch.optim.SGD, lr=5.0, watch=watch)
+    moved, left_out = 0.0, 0.0
+    for before, after in pairwise(rows):
+        for name in layers:
+            space = task.notes[name].double()
+            step = -5.0 * before[f"A {name}"][1]  # what plain gradient descent adds
+            inside = space @ space.T @ step / (space.shape[1] ** 0.5 if normalize else 1.0)
+            moved, left_out = moved + inside.norm(), left_out + (step - space @ space.T @ step).norm()
+            torch.testing.assert_close(after[f"A {name}"][0] - before[f"A {name}"][0], inside, rtol=1e-3, atol=1e-6)
+            expected = before[f"B {name}"][0] - 5.0 * before[f"B {name}"][1]
+            torch.testing.assert_close(after[f"B {name}"][0], expected, rtol=1e-4, atol=1e-6)
+    assert moved > 1e-2 and left_out > 1e-2
+
+
+def test_adam_s_steps_stay_in_the_space_too(tiny_clip):
+    strategy, adapter = make_strategy("lora_sub:energy=0.8"), adapted(tiny_clip())
+    learn(strategy, adapter, 0)
+    task = new_task(adapter, 1)
+    begin(strategy, task)
+    train(strategy, task)
+    for name, start in kaiming_bases(task).items():
+        space = task.notes[name].double()
+        moved = (adapter.dual_mode_layers()[name].dulbe_P["default"] - start).double()
+        assert moved.norm() > 0.01
+        assert (moved - space @ space.T @ moved).norm() < 1e-5 * moved.norm() + 1e-6
+
+
+def test_the_first_task_is_plain_lora(tiny_clip):
+    ours, plain = adapted(tiny_clip()), adapted(tiny_clip())
+    learn(make_strategy("lora_sub"), ours, 0)
+    learn(make_strategy("merged_lora"), plain, 0)
+    assert torch.equal(features(ours), features(plain))
+
+
+def test_a_projected_start_confines_the_whole_update(tiny_clip):
+    strategy, adapter = make_strategy("lora_sub:energy=0.8,project_start=true"), adapted(tiny_clip())
+    learn(strategy, adapter, 0)
+    old = {name: update(layer) for name, layer in adapter.dual_mode_layers().items()}
+    task = new_task(adapter, 1)
+    begin(strategy, task)
+    train(strategy, task)
+    spaces = {name: task.notes[name].double() for name in old}
+    end(strategy, task)
+    for name, layer in adapter.dual_mode_layers().items():
+        new = update(layer) - old[name]
+        assert new.norm() > 1e-3
+        assert (new - new @ spaces[name] @ spaces[name].T).norm() < 1e-5 * new.norm()
+
+
+def test_energy_has_a_range():
+    for wrong in (0, 1.1, -1):
+        with pytest.raises(ValueError, match="energy must lie in"):
+            make_strategy(f"lora_sub:energy={wrong}")
