@@ -20,11 +20,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoint import CheckpointError, library_versions
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +270,7 @@ def _run(arguments: argparse.Namespace) -> int:
             config.target_modules = sorted(strategy.target_modules)
         model = get_peft_model(model, config, revision=stream.revision)
     if tasks is None:
-        print(_describe(model) if strategy.adapts else "nothing is trained, no layer is adapted")
+        print(_describe(model, strategy) if strategy.adapts else "nothing is trained, no layer is adapted")
         return 0
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
     results = learner.run(tasks, stream.output, resume=stream.resume)
@@ -303,7 +306,7 @@ def _tasks(stream: StreamArguments) -> Any:
     )
 
 
-def _describe(model: Any) -> str:
+def _describe(model: Any, strategy: Strategy) -> str:
     """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
     import torch
 
@@ -323,11 +326,14 @@ def _describe(model: Any) -> str:
             f"{name}  {layer.in_features} -> {layer.out_features}  shared {config.shared_rank}  "
             f"residual {config.residual_rank}  support <= {support}"
         )
+    bases = sum(layer.dulbe_P["default"].numel() for layer in model.dual_mode_layers().values())
     visual = sum(p.numel() for p in (*model.shared_parameters(), *model.residual_parameters()))
-    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    visual += bases * strategy.trains_bases
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad) + bases * strategy.trains_bases
     lines.append(f"adapted visual layers: {len(model.dual_mode_layers())}")
     lines.append(f"trainable parameters: {total:,} ({visual:,} visual, {total - visual:,} other)")
-    lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
+    if strategy.remembers_inputs:
+        lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
     return "\n".join(lines)
 
 

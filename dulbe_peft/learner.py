@@ -208,7 +208,7 @@ class ClassIncrementalLearner:
             TypeError: a class name is not a string.
         """
         state = self.state
-        if not state.goes_on:
+        if state.incomplete:
             raise ValueError(
                 f"this learner holds no statistics of its finished tasks, or nothing else that the strategy "
                 f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
@@ -478,7 +478,11 @@ class ClassIncrementalLearner:
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
         with saving.opened(folder, base_model, args) as state:
-            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy)
+            empty = [
+                type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
+                for c in state.classifiers.values()
+            ]
+            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=empty)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         return learner
@@ -495,6 +499,13 @@ def _check_model(model: Any, strategy: Strategy) -> Any:
     """The model under the adapter, after a check that the strategy can work with it."""
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
         check_adapter_name(model)
+        targets = strategy.target_modules
+        other = [n for n in model.base_model.dual_mode_layers() if targets and n.rpartition(".")[2] not in targets]
+        if other:
+            raise ValueError(
+                f"the strategy {strategy.name!r} adapts {list(targets or ())} alone, the model has an adapter in "
+                f"{other[0]!r}: pass DualModeLoraConfig(target_modules={list(targets or ())})"
+            )
         model = model.get_base_model()
     elif strategy.adapts or isinstance(model, PeftModel) or not isinstance(model, nn.Module):
         raise ValueError(
@@ -511,6 +522,8 @@ def _check_model(model: Any, strategy: Strategy) -> Any:
 def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:
     """What to make: a given head in place of "bridge"; with `usual`, only classifiers that need no text."""
     chosen = [head if head is not None and row == "bridge" else row for row in rows]
+    if head is not None and head not in chosen:
+        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {list(rows)}")
     if not usual:
         return chosen
     return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -21,12 +22,12 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
-from dulbe_peft.classifiers import Classifier
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.files import write_json
 from dulbe_peft.profiling import Profile
 from dulbe_peft.state import LearnerState
+from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
@@ -162,12 +163,28 @@ def _with_defaults(identity: dict[str, Any]) -> dict[str, Any]:
     """A saved identity in today's form: a setting that was not there yet has its default."""
     old = dict(identity)
     if "classifiers" not in old and "head" in old:  # version 0.1 had one method and one classifier
-        old["classifiers"] = {"bridge": _plain(_classifier_settings(BridgeEnsembleHead(**old.pop("head"))))}
-        old["strategy"] = {"name": Dulbe.name, **Dulbe().settings()}
+        old["classifiers"], old["strategy"] = {"bridge": old.pop("head")}, {"name": Dulbe.name}
+    old["classifiers"] = {name: _completed(name, saved) for name, saved in old.get("classifiers", {}).items()}
+    name = old.get("strategy", {}).get("name")
+    if name in STRATEGIES:
+        usual = {f.name: f.default for f in dataclasses.fields(STRATEGIES[name])}
+        old["strategy"] = _plain(usual) | old["strategy"]
     if old.get("adapter"):
         old["adapter"] = _plain(_adapter_settings(DualModeLoraConfig())) | old["adapter"]
     old["arguments"] = _plain(LearnerArguments().portable()) | old.get("arguments", {})
     return old
+
+
+def _completed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A classifier's saved settings with those that were not there yet at their defaults."""
+    if name not in CLASSIFIERS:
+        return settings
+    known = {
+        key: settings[key]
+        for key in settings
+        if key in ("embed_dim", "logit_scale", *CLASSIFIERS[name].setting_names())
+    }
+    return settings if len(known) < len(settings) else _plain(_classifier_settings(CLASSIFIERS[name](**known)))
 
 
 def _base_model_sha256(base: nn.Module) -> str:
@@ -293,7 +310,7 @@ def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str
     row = progress["rows"][index]
     text = f"task {index + 1}/{total}: {classes} classes"
     if "accuracy" in row:
-        if "text_accuracy" in row:
+        if "text_accuracy" in row and "text" not in row["classifiers"]:
             text += f", text {100 * row['text_accuracy']:.1f} %"
         text += "".join(f", {name} {100 * part['accuracy']:.1f} %" for name, part in row["classifiers"].items())
         text += f", by task [{' '.join(f'{100 * value:.1f}' for value in row['accuracy_by_task'])}]"

@@ -29,6 +29,7 @@ from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
+from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
 from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
@@ -52,7 +53,14 @@ _STATE_FIELDS: dict[str, Any] = {
     "tasks": list,
 }
 # What version 0.1, which had one method and one classifier, left out.
-_STATE_DEFAULTS: dict[str, Any] = {"base_model": None, "classifiers": ["bridge"], "strategy": {"name": "dulbe"}}
+_STATE_DEFAULTS: dict[str, Any] = {
+    "base_model": None,
+    "classifiers": ["bridge"],
+    "memory": True,
+    "source": None,
+    "strategy": {"name": "dulbe"},
+}
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
 
 # ---------------------------------------------------------------------- writing
@@ -86,6 +94,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "attn_implementation": state.base.config._attn_implementation,
         "base_model": {"name": name, "revision": revision},
         "classifiers": list(state.classifiers),
+        "memory": bool(state.memory),
         "source": state.source,
         "step": state.step,
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
@@ -209,6 +218,8 @@ def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> Learner
             name: _classifier_type(name).from_pretrained(folder).to(state.device) for name in saved["classifiers"]
         }
         memory = _read_memory(state, folder)
+    # A run that goes on has its own order; a folder that is loaded has the saved one.
+    classifiers = {name: classifiers[name] for name in state.classifiers or classifiers if name in classifiers}
     names = [name for task in saved["tasks"] for name in task]
     width = embed_dim(state.base)
     for name, classifier in classifiers.items():
@@ -224,7 +235,8 @@ def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> Learner
         memory=memory,
         tasks=[tuple(task) for task in saved["tasks"]],
         step=saved["step"],
-        source=saved.get("source"),
+        source=saved["source"],
+        incomplete=bool(saved["tasks"] and saved["memory"] and not memory),
     )
 
 
@@ -395,6 +407,28 @@ def _read_state(folder: Path) -> dict[str, Any]:
             seen += check_class_names(task, seen)
         portable(state["arguments"])
         make_strategy(state["strategy"])
-        if not isinstance(state["classifiers"], list) or not state["classifiers"]:
-            raise ValueError(f"{LEARNER_FILE} must list classifiers, got {state['classifiers']!r:.100}")
+        _check_state(state)
     return state
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    """Raise unless a learner file's entries are what `write` makes them."""
+
+    def texts(value: Any) -> bool:
+        return value is None or (
+            isinstance(value, dict) and all(isinstance(v, (str, type(None))) for v in (*value, *value.values()))
+        )
+
+    classifiers = state["classifiers"]
+    right = {
+        "attn_implementation": state["attn_implementation"] in _ATTENTION,
+        "base_model": texts(state["base_model"]),
+        "classifiers": isinstance(classifiers, list) and classifiers and all(isinstance(n, str) for n in classifiers),
+        "memory": isinstance(state["memory"], bool),
+        "source": texts(state["source"]),
+        "step": is_int(state["step"]) and state["step"] >= 0,
+        "tasks": all(isinstance(task, list) for task in state["tasks"]),
+    }
+    wrong = [name for name, fits in right.items() if not fits]
+    if wrong:
+        raise ValueError(f"{LEARNER_FILE} has {wrong[0]} = {state[wrong[0]]!r:.100}, which no learner writes")

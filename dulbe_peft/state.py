@@ -31,6 +31,7 @@ class LearnerState:
         tasks: the class names of every finished task, in order.
         step: how many training steps were made.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
+        incomplete: the learner was saved without what its strategy needs to learn a further task.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class LearnerState:
     tasks: list[tuple[str, ...]] = field(default_factory=list)
     step: int = 0
     source: dict[str, str] | None = None
+    incomplete: bool = False
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -71,7 +73,8 @@ class LearnerState:
         """Name or folder of the base model, and its revision on the Hub."""
         if self.config is not None:
             return self.config.base_model_name_or_path, self.config.revision
-        return getattr(self.model, "name_or_path", "") or None, None
+        config = getattr(self.model, "config", None)
+        return getattr(config, "_name_or_path", "") or None, getattr(config, "_commit_hash", None)
 
     @property
     def layers(self) -> dict[str, DualModeLinear]:
@@ -82,9 +85,3 @@ class LearnerState:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the learner holds what its strategy needs to learn a further task."""
-        keeps = type(self.strategy).remember is not Strategy.remember
-        return not (self.tasks and keeps and not self.memory)

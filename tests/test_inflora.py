@@ -34,7 +34,7 @@ def collected(adapter, task, decay=0.95):
 
 def test_three_tasks_are_those_of_the_formulas(tiny_clip):
     adapter = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=1, residual_rank=RANK - 1)).base_model
-    strategy = make_strategy("inflora:lamb=0.9,lame=0.99,tasks=2")
+    strategy = make_strategy("inflora:energy=0.9,final_energy=0.99,tasks=2")
     literal: dict = {}
     memory, sides = None, set()
     for index, threshold in enumerate([0.9, 0.945, 0.99]):
@@ -67,17 +67,17 @@ def test_three_tasks_are_those_of_the_formulas(tiny_clip):
 
 
 def test_the_threshold_moves_to_lame_and_stays():
-    strategy = make_strategy("inflora:lamb=0.9,lame=1,tasks=4")
+    strategy = make_strategy("inflora:energy=0.9,final_energy=1,tasks=4")
     assert [strategy.threshold(i) for i in (0, 1, 3, 4, 9)] == pytest.approx([0.9, 0.925, 0.975, 1, 1])
-    with pytest.raises(ValueError, match="lamb and lame"):
-        make_strategy("inflora:lamb=0.9,lame=0.8")
+    with pytest.raises(ValueError, match="energy and final_energy"):
+        make_strategy("inflora:energy=0.9,final_energy=0.8")
     with pytest.raises(ValueError, match="tasks must be at least 1, got 0"):
         make_strategy("inflora:tasks=0")
 
 
 def test_a_full_memory_trains_nothing(tiny_clip):
     adapter = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model
-    strategy = make_strategy("inflora:lamb=1")
+    strategy = make_strategy("inflora:energy=1")
     statistics, _ = collected(adapter, 0)
     memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), statistics)
     modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, inputs=collected(adapter, 1)[0]))

@@ -106,7 +106,12 @@ class LdaClassifier(Classifier):
         return images @ weights - offsets
 
     def _solve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = torch.cholesky_solve(self.means.T, torch.linalg.cholesky(self.covariance()))
+        factor, failed = torch.linalg.cholesky_ex(self.covariance())
+        if failed:
+            raise ValueError(
+                f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: raise it, or use 'oas'"
+            )
+        weights = torch.cholesky_solve(self.means.T, factor)
         offsets = (self.means * weights.T).sum(dim=1) / 2
         return weights.float().to(self.device), offsets.float().to(self.device)
 

@@ -114,6 +114,8 @@ class RidgeSums(Classifier):
         factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
         while failed:  # a G that was rounded to float32 can have eigenvalues a little below zero
             ridge *= 10
+            if not ridge < 1e3 * float(gram.diagonal().abs().max()):
+                raise ValueError(f"the Gram matrix of the {self.name!r} classifier is not a sum of h'h: it is damaged")
             factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
         return torch.cholesky_solve(self.sums.T, factor).float().to(self.device)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import typing
 from typing import Any, TypeVar
 
 from dulbe_peft.specs import closest, convert, parse_spec
@@ -87,8 +89,19 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
         unknown = sorted(set(spec) - known - {"name"})
         if unknown:
             raise ValueError(f"strategy {spec['name']!r} has no setting {unknown[0]!r}; its settings: {sorted(known)}")
-        return kind(**{key: value for key, value in spec.items() if key != "name"})
+        values = {key: value for key, value in spec.items() if key != "name"}
+        for key, hint in typing.get_type_hints(kind).items():
+            if key in values and not _is_of(values[key], hint):
+                raise ValueError(f"strategy {spec['name']!r} has {key}={values[key]!r:.100}, expected {hint}")
+        return kind(**values)
     raise TypeError(f"strategy must be a name such as 'dulbe' or a Strategy, got {spec!r:.100}")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a saved value has the type of a setting; settings of other types check themselves."""
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return hint not in (int, bool, str) or type(value) is hint
 
 
 def _kind(name: str) -> type[Strategy]:

@@ -6,9 +6,13 @@ Before a task, with C = X'X of the new task's images at a layer and Z a basis of
     W_t = W_0 + sum over i <= t of B_i A_i    B_t trained from 0, all else frozen
 
 After it, with C anew by the trained model, DualGPM occupies the directions of most energy until their share of the sum
-of squared singular values of C reaches eps_t = lamb + (lame - lamb) t / T; t counts from 0. The left singular vectors
-of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. The paper takes the mean of x x'
-where C is the sum; the vectors and the shares are the same. 1 / sqrt(3) gives A the size that LoRA's random A has.
+of squared singular values of C reaches eps_t; t counts from 0, and T is the number of tasks:
+
+    eps_t = energy + (final_energy - energy) t / T
+
+The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. The paper
+takes the mean of x x' where C is the sum; the vectors and the shares are the same. 1 / sqrt(3) gives A the size that
+LoRA's random A has.
 Layers that read one tensor share C, A and memory.
 
 What differs from the published code:
@@ -17,7 +21,8 @@ What differs from the published code:
   The code stores the first task's occupied directions as if they were free where they are d/2 or more.
 - The direction that crosses the threshold is occupied after every task; the code leaves it out after the first one.
 - The code adapts k and v. Here the adapter's configuration names the layers.
-- After T tasks eps stays at lame. With lame = 1 nothing is free then, so `tasks` should be the stream's length.
+- After T tasks eps stays at final_energy. With final_energy = 1 nothing is free then, so `tasks` should be the
+  stream's length.
 
 Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", arXiv 2404.00228.
 """
@@ -42,9 +47,9 @@ class InfLora(Strategy):
     """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks.
 
     Attributes:
-        lamb: share of the energy that is occupied after the first task, in (0, 1]. The code has 0.95 for CIFAR-100 and
-            DomainNet, 0.98 for ImageNet-R.
-        lame: share that the threshold moves to over the stream, from lamb to 1.
+        energy: share of the energy that is occupied after the first task, in (0, 1]. The code has 0.95 for CIFAR-100
+            and DomainNet, 0.98 for ImageNet-R; it calls the two shares lamb and lame.
+        final_energy: share that the threshold moves to over the stream, from energy to 1.
         tasks: T, how many tasks the stream has.
     """
 
@@ -52,26 +57,29 @@ class InfLora(Strategy):
     needs = frozenset({INPUTS})
     remembers_inputs = True
     orthonormal = False
-    lamb: float = 0.95
-    lame: float = 1.0
+    energy: float = 0.95
+    final_energy: float = 1.0
     tasks: int = 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.lamb <= self.lame <= 1:
-            raise ValueError(f"lamb and lame must satisfy 0 < lamb <= lame <= 1, got {self.lamb} and {self.lame}")
+        if not 0 < self.energy <= self.final_energy <= 1:
+            raise ValueError(
+                "energy and final_energy must satisfy 0 < energy <= final_energy <= 1, got "
+                f"{self.energy} and {self.final_energy}"
+            )
         if self.tasks < 1:
             raise ValueError(f"tasks must be at least 1, got {self.tasks}")
 
     def threshold(self, index: int) -> float:
         """eps_t of the task with this index, which counts from 0."""
-        return self.lamb + (self.lame - self.lamb) * min(1.0, index / self.tasks)
+        return self.energy + (self.final_energy - self.energy) * min(1.0, index / self.tasks)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         kept, bases = unpack(task.memory), {}
         for names in task.inputs.groups:
-            energy, label = _energy(task.inputs, names[0])
-            old = kept.get(names[0]) or nothing(len(energy))
-            directions = top_directions(old, energy, sum(task.ranks), label)
+            moment, label = _energy(task.inputs, names[0])
+            old = kept.get(names[0]) or nothing(len(moment))
+            directions = top_directions(old, moment, sum(task.ranks), label)
             bases.update(dict.fromkeys(names, directions / math.sqrt(3)))
         return task.modes(bases)
 
@@ -79,9 +87,9 @@ class InfLora(Strategy):
         kept = unpack(task.memory)
         after = {}
         for names in inputs.groups:
-            energy, label = _energy(inputs, names[0])
-            old = kept.get(names[0]) or nothing(len(energy))
-            after[names] = dual_gpm(old, energy, self.threshold(task.index), label)
+            moment, label = _energy(inputs, names[0])
+            old = kept.get(names[0]) or nothing(len(moment))
+            after[names] = dual_gpm(old, moment, self.threshold(task.index), label)
         return pack(after)
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:

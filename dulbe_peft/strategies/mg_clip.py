@@ -122,5 +122,5 @@ class MgClip(Strategy):
         epochs = memory.get("epochs")
         if not isinstance(memory, dict) or set(memory) != {"epochs"} or epochs is None:
             raise ValueError(f"the strategy {self.name!r} keeps 'epochs' alone, the file holds {sorted(memory)[:3]}")
-        if epochs.dtype != torch.int64 or epochs.shape != () or epochs < 1:
-            raise ValueError(f"epochs must be one int64 of at least 1, got {epochs!r:.100}")
+        if epochs.dtype != torch.int64 or epochs.shape != () or not 1 <= epochs <= 10_000:
+            raise ValueError(f"epochs must be one int64 from 1 to 10000, got {epochs!r:.100}")
