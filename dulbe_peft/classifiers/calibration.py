@@ -135,6 +135,8 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
         Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, "Probabilistic Outputs for
         Support Vector Machines", 1999, section 2.2.
     """
+    if logits.device.type == "mps":  # which has no float64
+        logits, labels = logits.cpu(), labels.cpu()
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
     rival = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1, keepdim=True)
