@@ -169,9 +169,8 @@ def test_a_tensor_sharded_by_fsdp2_is_refused():
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_a_launch_that_shards_is_refused(monkeypatch, kind):
-    from dulbe_peft import LearnerArguments
-    from dulbe_peft.learner import _device
+    from dulbe_peft.devices import choose_device
 
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(ValueError, match=kind):
-        _device(LearnerArguments(device="cpu"))
+        choose_device("cpu")

@@ -59,7 +59,7 @@ def test_the_penalty_joins_the_loss(tiny_clip):
     with adapter.trained_bases() as bases:
         loss = sum(basis.square().sum() for basis in bases)
         nothing = torch.zeros(0)
-        strategy.backward(task, Step(loss, nothing, nothing, nothing, None, lambda: nothing, 1.0))
+        strategy.backward(task, Step(loss, nothing, nothing, nothing, None, lambda: nothing, lambda: nothing, 1.0))
         pull = torch.autograd.grad(strategy.penalty(task), bases)
         for basis, away in zip(bases, pull, strict=True):
             assert away.any()
