@@ -11,6 +11,7 @@ import yaml
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.cli import StreamArguments, _fields, _parser
+from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +33,15 @@ def test_python_blocks_run(tmp_path, monkeypatch, capsys):
         exec(compile(code, f"README block {number}", "exec"), namespace)
     assert "trainable params" in capsys.readouterr().out
     assert (tmp_path / "my-learner" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("page", ["docs/classifiers.md", "docs/strategies.md"])
+def test_python_blocks_of_pages_run(page, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert blocks("python", text)
+    for number, code in enumerate(blocks("python", text), 1):
+        exec(compile(code, f"{page} block {number}", "exec"), {"__name__": "__main__"})
 
 
 def test_commands_parse():
