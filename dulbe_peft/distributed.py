@@ -11,7 +11,7 @@ parameters bypass the hooks of a data-parallel wrapper, so the model is never wr
 | gradients of a step, probe gradients | `sum_over_processes` |
 | statistics of a task, features of a pass | `sum_over_processes`; each image in one process |
 | bases, decisions, anything on disk | `on_main_process`: made once, copied to all |
-| what goes wrong in one process | `together`: raised in all, before any of them waits for the one that stopped |
+| what goes wrong in one process | `raise_in_all`: raised in all, before any of them waits for the one that stopped |
 
 With one process every function here returns what it was given.
 """
@@ -36,14 +36,14 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def own_rows(rows: Sequence[T]) -> list[T]:
+def padded_shard(rows: Sequence[T]) -> list[T]:
     """This process's rows of a batch that all know; each has as many, the last ones filled up with first rows."""
     rank, size = world()
     share = -(-len(rows) // size)
     return [rows[i % len(rows)] for i in range(rank * share, (rank + 1) * share)]
 
 
-def own_part(rows: Sequence[T]) -> Sequence[T]:
+def shard(rows: Sequence[T]) -> Sequence[T]:
     """This process's part of `rows`, each row in exactly one process; may be empty."""
     rank, size = world()
     share = -(-len(rows) // size)
@@ -51,7 +51,7 @@ def own_part(rows: Sequence[T]) -> Sequence[T]:
 
 
 def gather_rows(own: torch.Tensor, total: int) -> torch.Tensor:
-    """The rows of all processes, (total, ...), from what each made of its `own_rows`; gradients reach one's own."""
+    """The rows of all processes, (total, ...), from each one's `padded_shard`; gradients reach its own."""
     rank, size = world()
     if size == 1:
         return own
@@ -107,7 +107,7 @@ def on_main_process(make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def raise_in_all() -> Iterator[None]:
     """Raise in all processes where the block raised in one; every process runs it, with the same collectives inside.
 
     Without it a process that stopped would leave the others waiting, and, where its error is caught, take part in
@@ -135,7 +135,7 @@ def together() -> Iterator[None]:
             raise RuntimeError(f"process {other} stopped: {message}")
 
 
-def agree(value: object, what: str) -> None:
+def check_same_in_all(value: object, what: str) -> None:
     """Raise a `ValueError` in all processes where they were not given the same."""
     size = world()[1]
     if size > 1:

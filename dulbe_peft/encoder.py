@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
-from dulbe_peft.distributed import gather_rows, own_part, own_rows, sum_over_processes, together, world
+from dulbe_peft.distributed import gather_rows, padded_shard, raise_in_all, shard, sum_over_processes, world
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.profiling import Profile
 from dulbe_peft.streams.names import format_prompts
@@ -57,7 +57,7 @@ class Encoder:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
 
-    def keep_graphs(self) -> AbstractContextManager[None]:
+    def retain_graphs(self) -> AbstractContextManager[None]:
         """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
         # Else the first backward pass may write over it; torch has no public name for this.
         return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
@@ -78,9 +78,9 @@ class Encoder:
         # All at once: of a step's own copies only the pixels' come from pinned memory.
         indices = torch.tensor(order, device=self.device)
         labels = torch.as_tensor(images.labels).to(self.device)[indices]
-        loaded = iter(self._load(images, title, [own_rows(order[start : start + size]) for start in starts]))
+        loaded = iter(self._load(images, title, [padded_shard(order[start : start + size]) for start in starts]))
         for start in starts:
-            with together():
+            with raise_in_all():
                 pixels, _, _ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
@@ -89,7 +89,7 @@ class Encoder:
 
     def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
         """Batches of this process's part of the images."""
-        size, part = self.args.eval_batch_size, own_part(range(len(images)))
+        size, part = self.args.eval_batch_size, shard(range(len(images)))
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
@@ -123,7 +123,7 @@ class Encoder:
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
-        with together():
+        with raise_in_all():
             for pixels, _, index in self.batches(images, title):
                 features[index] = self.image_embeds(pixels)
         sum_over_processes([features])
@@ -140,7 +140,7 @@ class Encoder:
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
         total = len(tokens["input_ids"])
-        rows = own_rows(range(total))
+        rows = padded_shard(range(total))
         if len(rows) < total:
             tokens = {name: tensor[rows] for name, tensor in tokens.items()}
         with self.autocast():

@@ -29,7 +29,7 @@ from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.devices import choose_device
-from dulbe_peft.distributed import agree, copy_from_main, on_main_process, refuse_sharded, together
+from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.profiling import Profile
 from dulbe_peft.run import run_stream
@@ -214,7 +214,7 @@ class ClassIncrementalLearner:
                 f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
                 "learn a further task"
             )
-        with together():
+        with raise_in_all():
             if isinstance(state.model, PeftModel):
                 check_adapter_name(state.model)
             names, labels = named_labels(dataset, class_names)
@@ -225,7 +225,7 @@ class ClassIncrementalLearner:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
             if has_text(self.clip):
                 self.encoder.tokens((*self.class_names, *names))
-        agree((names, labels.tolist()), "class names or labels")
+        check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
         before = _adapter_state(state.model)

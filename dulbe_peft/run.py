@@ -69,11 +69,11 @@ def run_stream(
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
-        on_main_process(partial(_occupy, output, held))
+        on_main_process(partial(_lock_folder, output, held))
         return _run(learner, stream, output, resume)
 
 
-def _occupy(output: Path, held: ExitStack) -> None:
+def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
@@ -101,7 +101,7 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
         _refuse_old_folders(output, resume)
         progress = {"rows": [], "zero_shot": _zero_shot(learner, stream)}
         if progress["zero_shot"]:
-            _say(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
+            _print_once(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
     timings = _read_timings(output, len(learner.state.tasks))
     for index in range(len(learner.state.tasks), len(stream)):
         started = time.perf_counter()
@@ -114,9 +114,9 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
         done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
         timings.append(done)
         on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
-        _say(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
+        _print_once(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
         if learner.state.args.profile:
-            _say(learner.profile.table())
+            _print_once(learner.profile.table())
     results = _results(learner.state, progress, identity)
     on_main_process(partial(write_json, output / RESULTS_FILE, results))
     return results
@@ -216,7 +216,7 @@ def _resume(learner: StreamLearner, output: Path, identity: dict[str, Any]) -> d
     if folder is None:
         return None
     learner.state = saving.restore(learner.state, folder)
-    _say(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
+    _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
     progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     for row in progress["rows"]:
         if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
@@ -230,7 +230,7 @@ def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
         try:
             manifest = checkpoint.read_manifest(folder)
         except CheckpointError as error:
-            _say(f"stepping over {folder}: {error}")
+            _print_once(f"stepping over {folder}: {error}")
             continue
         different = _differences(_with_defaults(manifest.get("identity", {})), _plain(identity))
         if different:
@@ -239,12 +239,12 @@ def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
         changed = _differences({"of": manifest["versions"]}, {"of": library_versions()})
         if changed:
             names = ", ".join(name.removeprefix("of.") for name in changed)
-            _say(f"{folder.name} was written with other versions of {names}: the last bits may differ")
+            _print_once(f"{folder.name} was written with other versions of {names}: the last bits may differ")
         return folder
     return None
 
 
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     if world()[0] == 0:
         tqdm.write(text)
 

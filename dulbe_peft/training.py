@@ -20,7 +20,7 @@ from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.distributed import on_main_process, own_part, sum_over_processes, together
+from dulbe_peft.distributed import on_main_process, raise_in_all, shard, sum_over_processes
 from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import cross_modal_loss
 from dulbe_peft.images import PixelDataset
@@ -70,7 +70,7 @@ class TaskTrainer:
             with self.encoder.profile.phase("close"):
                 return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
         task, teacher = self.begin(self.adapter, images, names)
-        with self.encoder.profile.phase("train"), self.encoder.keep_graphs():
+        with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train(task, images, names, teacher)
         with torch.no_grad():
             self.strategy.finish(task)
@@ -140,7 +140,7 @@ class TaskTrainer:
 
         assert self.adapter is not None
         batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-        with self._resting(), together():
+        with self._resting(), raise_in_all():
             gradients = probe_gradients(self.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
         return gradients, features
@@ -158,8 +158,8 @@ class TaskTrainer:
             features[index] = self.encoder.image_embeds(pixels)
 
         assert self.adapter is not None
-        with self._resting(), together():
-            if own_part(range(len(images))):
+        with self._resting(), raise_in_all():
+            if shard(range(len(images))):
                 batches = self.encoder.batches(images, self._title(phase))
                 collect_statistics(self.adapter, batches, forward_fn, into=inputs, tokens=self.args.statistics_tokens)
         inputs.sum_over_processes(features.device)

@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dulbe_peft.distributed import gather_rows, on_main_process, own_part, own_rows, refuse_sharded, sum_over_processes
+from dulbe_peft.distributed import (
+    gather_rows,
+    on_main_process,
+    padded_shard,
+    refuse_sharded,
+    shard,
+    sum_over_processes,
+)
 
 STREAM = Path(__file__).with_name("distributed_stream.py")
 NUMBERS = ("one", "two")
@@ -69,12 +76,12 @@ SKETCHES = """
 import torch
 from torch import distributed
 from dulbe_peft import OccupationStatistics
-from dulbe_peft.distributed import leave, own_part
+from dulbe_peft.distributed import leave, shard
 distributed.init_process_group("gloo")
 tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
 tokens[:, :3] *= 10
 for parts in (tokens, tokens[:1]):  # of one row the second process has none
-    stats, total, mine = OccupationStatistics(sketch_rows=12), OccupationStatistics(), own_part(parts)
+    stats, total, mine = OccupationStatistics(sketch_rows=12), OccupationStatistics(), shard(parts)
     for _ in range(2):
         if len(mine):
             total.update(["k", "v"], mine)
@@ -112,7 +119,7 @@ def test_two_processes_sum_exactly_and_keep_the_same_sketch(tmp_path):
 def test_one_process_gets_back_what_it_gives():
     rows = torch.randn(3, 2, requires_grad=True)
     assert gather_rows(rows, 3) is rows
-    assert own_rows(range(3)) == [0, 1, 2] and list(own_part(range(3))) == [0, 1, 2]
+    assert padded_shard(range(3)) == [0, 1, 2] and list(shard(range(3))) == [0, 1, 2]
     total = torch.ones(2)
     sum_over_processes([total])
     assert total.tolist() == [1.0, 1.0]
@@ -124,8 +131,8 @@ def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     shares, parts = [], []
     for rank in range(3):
         monkeypatch.setattr("dulbe_peft.distributed.world", lambda rank=rank: (rank, 3))
-        shares.append(own_rows(range(count)))
-        parts += own_part(range(count))
+        shares.append(padded_shard(range(count)))
+        parts += shard(range(count))
     assert len({len(share) for share in shares}) == 1
     assert [row for share in shares for row in share][:count] == list(range(count))
     assert parts == list(range(count))

@@ -107,7 +107,7 @@ def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
     return names
 
 
-def _take(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[str, ...]) -> ClassSubset:
+def _subset(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[str, ...]) -> ClassSubset:
     """The images of `classes`, in the dataset's order, labelled by their class's position in `classes`."""
     positions = np.full(int(max(labels.max(), classes.max())) + 1, -1, dtype=np.int64)
     positions[classes] = np.arange(len(classes))
@@ -128,7 +128,7 @@ def select_classes(dataset: Any, class_names: Sequence[str]) -> ClassSubset:
     if absent:
         raise ValueError(f"the dataset has no class {absent[0]!r}")
     labels = checked_labels(dataset, carried)
-    return _take(dataset, labels, np.array([carried.index(name) for name in wanted], dtype=np.int64), wanted)
+    return _subset(dataset, labels, np.array([carried.index(name) for name in wanted], dtype=np.int64), wanted)
 
 
 def class_incremental_tasks(
@@ -171,8 +171,8 @@ def class_incremental_tasks(
     tasks: list[Task] = []
     for classes in np.split(order, range(first, len(names), increment)):
         task_names = tuple(names[label] for label in classes)
-        held_out = None if test_labels is None else _take(test, test_labels, classes, task_names)
+        held_out = None if test_labels is None else _subset(test, test_labels, classes, task_names)
         if held_out is not None and not len(held_out):
             raise ValueError(f"task {len(tasks)} has no test image for any of its classes {list(task_names)}")
-        tasks.append(Task(_take(train, train_labels, classes, task_names), held_out, task_names))
+        tasks.append(Task(_subset(train, train_labels, classes, task_names), held_out, task_names))
     return tasks
