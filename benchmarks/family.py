@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,29 +35,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = common.parse(options, argv)
     if values.quick:
         values.num_images, values.classes, values.batch = 8, 2, 4
-    rows = [row for name in values.strategies for row in strategy_rows(name, values)]
-    rows += classifier_rows(values)
+    rows = strategy_rows(values) + classifier_rows(values)
     common.write("family", values, argv, rows)
 
 
 # ---------------------------------------------------------------------- strategies
 
 
-def strategy_rows(name: str, values: Any) -> list[dict[str, Any]]:
-    """Task and step of one strategy beside stock LoRA's, and the bytes it keeps."""
-    ours, other = Learner(name, values), Stock(values)
-    times = common.compare({"ours": ours.task, "stock": other.task}, values.repeats)
+def strategy_rows(values: Any) -> list[dict[str, Any]]:
+    """Task and steps of every strategy beside stock LoRA's, all in turn, and the bytes that each keeps."""
+    learners = {name: Learner(name, values) for name in values.strategies}
+    sides = {name: learner.task for name, learner in learners.items()}
+    times = common.compare(sides | {"stock": Stock(values).task}, values.repeats)
     where = f"{common.model_name(values.model)}, {values.num_images} images, batch {values.batch}"
-    rows = [common.row(f"{name}: task / stock LoRA task, {where}", times, "ours", "stock")]
-    if ours.steps:
-        pairs = [a / b for a, b in zip(ours.steps[1:], times["stock"]["wall"], strict=True)]
-        ratio = {
-            "wall": common.spread(pairs),
-            "seconds": {"ours": common.rounded(sorted(ours.steps)[len(pairs) // 2])},
-        }
-        rows.append({"what": f"{name}: its training steps / stock LoRA task, {where}", "goal": None, "ratio": ratio})
-    kept = ours.kept() / 2**20
-    rows.append(common.value_row(f"{name}: kept after {values.repeats + 1} tasks", common.rounded(kept), "MiB"))
+    rows = []
+    for name, learner in learners.items():
+        rows.append(common.row(f"{name}: task / stock LoRA task, {where}", times, name, "stock"))
+        if learner.steps:
+            pairs = [a / b for a, b in zip(learner.steps[1:], times["stock"]["wall"], strict=True)]
+            seconds = {name: common.rounded(statistics.median(learner.steps[1:]))}
+            ratio = {"wall": common.spread(pairs), "seconds": seconds}
+            rows.append(
+                {"what": f"{name}: its training steps / stock LoRA task, {where}", "goal": None, "ratio": ratio}
+            )
+        kept = common.rounded(learner.kept() / 2**20)
+        rows.append(common.value_row(f"{name}: kept after {values.repeats + 1} tasks", kept, "MiB"))
     return rows
 
 
