@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -116,6 +117,8 @@ class ClassIncrementalLearner:
             raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self._accelerator: Accelerator | None = None
+        # One thread at a time runs the model: a pass of another one would be counted among a task's inputs.
+        self._turn = threading.RLock()
 
     @property
     def model(self) -> Any:
@@ -229,14 +232,15 @@ class ClassIncrementalLearner:
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
         before = _adapter_state(state.model)
-        try:
-            self.state = self._learned(state, images, names)
-        except BaseException:
-            self.state = state
-            if before is not None:
-                saving.set_adapter_state(state.model, before)
-                state.model.zero_grad(set_to_none=True)
-            raise
+        with self._turn:
+            try:
+                self.state = self._learned(state, images, names)
+            except BaseException:
+                self.state = state
+                if before is not None:
+                    saving.set_adapter_state(state.model, before)
+                    state.model.zero_grad(set_to_none=True)
+                raise
 
     def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
         """The state after one more task; the adapter alone is changed in place."""
@@ -288,7 +292,7 @@ class ClassIncrementalLearner:
 
     def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of a dataset's images, or of a sequence of (image, label) pairs, (n, d)."""
-        with self._resting():
+        with self._turn, self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
     def predict(self, images: Any) -> list[str]:

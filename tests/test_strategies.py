@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -242,3 +243,28 @@ def test_names_that_contradict_the_dataset(tasks):
     assert learner.class_names == ("zero", "one")
     with pytest.raises(ValueError, match="label 0 is 'one'"):
         learner.evaluate(tasks[0].test, ["one", "zero"])
+
+
+def test_a_thread_that_predicts_changes_nothing_of_what_is_learned(tasks):
+    """Predictions of another thread wait while a task is learned, and are not counted among its inputs."""
+    busy, calm = make_learner("dulbe"), make_learner("dulbe")
+    for learner in (busy, calm):
+        learner.learn_task(tasks[0].train)
+    image, stop, answers = tasks[0].test[0]["image"], threading.Event(), []
+
+    def predict():
+        while not stop.is_set():
+            answers.append(busy.predict(image))
+
+    thread = threading.Thread(target=predict)
+    thread.start()
+    try:
+        busy.learn_task(tasks[1].train)
+    finally:
+        stop.set()
+        thread.join()
+    calm.learn_task(tasks[1].train)
+    assert answers
+    for name, matrix in calm.statistics.items():
+        assert torch.equal(busy.statistics[name], matrix), name
+    assert torch.equal(busy.image_embeds(images_of(tasks[0])), calm.image_embeds(images_of(tasks[0])))
