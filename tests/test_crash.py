@@ -101,11 +101,12 @@ def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start,
         child.join(generator.uniform(0, seconds))
         if child.exitcode is None:
             child.kill()
-            assert ended(child) == -signal.SIGKILL
-            kills += 1
-            if kills % 2:
-                continue  # it is killed again on its way
-            child = start(output)
+            # A child that ended in the moment before the signal was not killed: it ended well.
+            if ended(child) == -signal.SIGKILL:
+                kills += 1
+                if kills % 2:
+                    continue  # it is killed again on its way
+                child = start(output)
         assert ended(child) == 0, (tmp_path / "log").read_text()
         assert content(output) == expected
         output = tmp_path / f"run-{kills}"
