@@ -17,7 +17,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": _Formatter, "allow_abbrev": False} | settings)
+        fixed: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
+        super().__init__(**fixed | settings)
         self._rare: set[argparse.Action] = set()
         self._given: list[str] = []
 
