@@ -27,6 +27,7 @@ ORDER = [
     "allocation",
     "encoders",
     "adapter.registration",
+    "adapter.expressions",
     "adapter.config",
     "adapter.linear",
     "adapter.layer",
