@@ -172,8 +172,8 @@ def fenced(language: str, text: str) -> str:
 
 _ELSEWHERE = (
     "`import dulbe_peft` registers the method with PEFT. Without it, PEFT ends in `KeyError: 'DULBE'`, and "
-    "transformers in an error that names `dulbe_peft`. For use without this package, `dulbe-peft export` writes stock LoRA, a plain "
-    "model for transformers, or an ONNX graph."
+    "transformers in an error that names `dulbe_peft`. For use without this package, `dulbe-peft export` writes stock "
+    "LoRA, a plain model for transformers, or an ONNX graph."
 )
 _DECISIONS = (
     "What each setting decides where the paper leaves a choice open: `docs/decisions.md` in the repository of "

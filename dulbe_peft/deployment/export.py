@@ -64,8 +64,8 @@ def export_learner(
     chosen = choose_classifier(state, classifier)
     if format == "lora" and state.adapter is None:
         raise ValueError(
-            f"the learner has no adapter, because its strategy {state.strategy.name!r} trains nothing: export it as "
-            "'transformers' or 'onnx'"
+            f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+            "format 'transformers' or 'onnx'"
         )
     writers: dict[str, Callable[[Path], str]] = {
         "lora": partial(_write_lora, state, chosen, compress_to),

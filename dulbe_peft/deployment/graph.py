@@ -67,16 +67,18 @@ def _check_installed() -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hold back what torch's exporter says about packages and versions of its own."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Hold back what the exporter says about packages and versions of its own; its errors come through."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 @torch.no_grad()
