@@ -46,7 +46,7 @@ CASES = {
     "clip": [("lora", name.partition(":")[0]) for name in WITH_TEXT]
     + [("transformers", "bridge"), ("onnx", "ranpac")],
     "siglip": [("lora", "bridge"), ("transformers", "lda"), ("onnx", "bridge")],
-    "dinov2": [("transformers", "lda"), ("onnx", "ranpac")],
+    "dinov2": [("transformers", "lda"), ("onnx", "lda")],
     "vit": [("transformers", "prototype")],
 }
 TORCH_READER = """
