@@ -208,6 +208,22 @@ def test_the_pipeline_that_the_card_names_gives_the_text_classifier_s_answer(cli
         assert max(scores, key=scores.__getitem__) == names[int(row.argmax())]
 
 
+@pytest.mark.slow
+def test_the_page_shows_the_lines_of_the_cards_and_they_run(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs/deploying.md").read_text(encoding="utf-8")
+    learn, plain, onnx = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for code in (learn, plain, onnx):
+        exec(code, {"__name__": "page"})
+        said.append(capsys.readouterr().out)
+    for folder, code in (("exported", plain), ("exported-onnx", onnx)):
+        card = (tmp_path / folder / "README.md").read_text(encoding="utf-8").replace("path/to/this/folder", folder)
+        assert f"```python\n{code}```" in card
+    assert said[1].split()[0] == said[2].split()[0] == said[0].strip("[']\n")
+    assert float(said[1].split()[1]) == pytest.approx(float(said[2].split()[1]), abs=1e-4)
+
+
 # ---------------------------------------------------------------------- the classifier as a line
 
 
