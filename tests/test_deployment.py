@@ -181,6 +181,7 @@ def test_what_stands_beside_the_model(clip, tmp_path):
     found = facts(tmp_path, "lora")
     assert found["class_names"] == list(clip.class_names) and found["classifier"] == "bridge"
     assert found["prompts"][0] == f"the digit {clip.class_names[0]}."
+    assert found["reject_below"]["0.05"] == clip.head.rejection_threshold(0.05)
     assert found["formula"] == 'z @ t["weight"].T + t["bias"]'
     assert (tmp_path / "lora/processor/tokenizer.json").is_file()
     card = (tmp_path / "lora/README.md").read_text(encoding="utf-8")

@@ -110,13 +110,7 @@ class Classifier(SavedState):
         Raises:
             ValueError: the logits are no such map.
         """
-        tensors = affine(self.logits, self.embed_dim, self.device)
-        if tensors is None:
-            raise ValueError(
-                f"the {self.name!r} classifier is not linear in the features, and {type(self).__name__} has no "
-                "formula() of its own: write one, or export as onnx, which needs none"
-            )
-        return AFFINE, tensors
+        return AFFINE, affine(self)
 
     # ------------------------------------------------------------------ learning
 

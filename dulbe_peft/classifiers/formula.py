@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -27,22 +27,21 @@ def same_scores(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def affine(
-    logits: Callable[[torch.Tensor], torch.Tensor], width: int, device: torch.device
-) -> dict[str, torch.Tensor] | None:
-    """`weight` W, (C, d), and `bias` b, (C,), with logits(z) = z W' + b; None where the scores are no such map.
+def affine(classifier: Any) -> dict[str, torch.Tensor]:
+    """`weight` W, (C, d), and `bias` b, (C,), with which the classifier's logits of z are z W' + b.
 
-    b is the score of 0, and W' that of the identity, less b. Random unit features decide whether W and b give the
-    scores.
+    b is the score of 0, and W' that of the identity, less b. Random unit features decide whether they give the scores.
 
-    Args:
-        logits: unit features (n, d) to scores (n, C).
-        width: d.
-        device: where `logits` takes its features.
+    Raises:
+        ValueError: they do not.
     """
-    bias = logits(torch.zeros(1, width, device=device))[0]
-    weight = (logits(torch.eye(width, device=device)) - bias).T
+    width, device = classifier.embed_dim, classifier.device
+    bias = classifier.logits(torch.zeros(1, width, device=device))[0]
+    weight = (classifier.logits(torch.eye(width, device=device)) - bias).T
     features = random_features(width, device)
-    if not same_scores(features @ weight.T + bias, logits(features)):
-        return None
+    if not same_scores(features @ weight.T + bias, classifier.logits(features)):
+        raise ValueError(
+            f"the {classifier.name!r} classifier is not linear in the features, and {type(classifier).__name__} has "
+            "no formula() of its own: write one, or export as onnx, which needs none"
+        )
     return {"weight": weight, "bias": bias}

@@ -8,25 +8,29 @@ from typing import Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
 
-FORMATS = {
-    "lora": "stock LoRA beside the base model (the default)",
-    "transformers": "a plain model, the adapter in its weights",
-    "onnx": "one graph from pixels to probabilities",
-}
+EXAMPLE = """example:
+  dulbe-peft export out exported --format onnx
+
+lora:          stock LoRA, for a base model that is served anyway
+transformers:  a plain model, the adapter folded into its weights
+onnx:          one graph from pixels to probabilities; first: pip install 'dulbe_peft[onnx]'
+
+Each format holds the learner's classifier, and a README.md with the lines of code that use it.
+"""
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("export", help="write a saved learner for use without this package")
+    parser = commands.add_parser(
+        "export", help="write a learner in a form that works without this package", epilog=EXAMPLE
+    )
     add_learner(parser)
-    parser.add_argument("output", help="folder for the export; its README.md has the lines that use it")
-    listed = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
-    parser.add_argument("--format", choices=list(FORMATS), default="lora", help=listed)
+    parser.add_argument("output", help="folder for the export; only an earlier export is replaced")
+    parser.add_argument(
+        "--format", choices=("lora", "transformers", "onnx"), default="lora", help="what to write (%(default)s)"
+    )
     parser.add_argument("--classifier", metavar="NAME", help="which of the learner's classifiers; none: the first")
     parser.add_argument(
-        "--compress-to",
-        type=int,
-        metavar="RANK",
-        help="with lora: best approximation of this rank; prints its relative error",
+        "--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error"
     )
     parser.set_defaults(call=export)
 

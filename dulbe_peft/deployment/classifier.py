@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dulbe_peft.streams.names import format_prompts
 
 TENSORS_FILE = "classifier.safetensors"
 FACTS_FILE = "classifier.json"
+SHARES = (0.01, 0.05, 0.1)  # of false alarms
 
 
 def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
@@ -32,11 +34,19 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
 
 
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
-    """What the class numbers mean: `class_names`, their `prompts` where the model reads texts, `classifier`."""
+    """What goes with the probabilities, as plain data.
+
+    Returns:
+        `class_names`; their `prompts` where the model reads texts; `classifier`, its name and settings;
+        `reject_below`: share of false alarms -> the largest probability below which an image is of none of the
+        classes, where images could be held back to choose it.
+    """
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args
         facts["prompts"] = format_prompts(classifier.class_names, args.prompt_template, args.class_name_style)
+    with suppress(ValueError):  # no image could be held back
+        facts["reject_below"] = {str(share): classifier.rejection_threshold(share) for share in SHARES}
     return facts
 
 
