@@ -28,6 +28,7 @@ ORDER = [
     "allocation",
     "encoders",
     "adapter.registration",
+    "adapter.expressions",
     "adapter.config",
     "adapter.linear",
     "adapter.layer",
