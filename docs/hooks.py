@@ -1,4 +1,4 @@
-"""What the pages take from elsewhere while they are built: tables of settings, parts of the README, formulas, links."""
+"""What the pages get while they are built: tables of settings, parts of the README, formulas, links."""
 
 from __future__ import annotations
 

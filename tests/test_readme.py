@@ -1,4 +1,4 @@
-"""The README and the pages: their Python runs, their commands parse, and their names, options and links exist."""
+"""The README and the pages: their Python runs, their commands parse, and their options, messages and links exist."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 NOT_RUN = ("needs the Hub",)
 # Pages whose commands run, too, block after block together with their Python.
 WALKED = ("docs/photographs.md",)
+WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
 SETTINGS = {
     field.name: field for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in fields_of(cls)
 }
@@ -99,7 +100,9 @@ def test_commands_parse(page):
 
 def test_ci_runs_what_contributors_are_told_to_run():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    told = next(line for _, _, code in blocks("CONTRIBUTING.md", "bash") for line in code.splitlines() if "ruff" in line)
+    told = next(
+        line for _, _, code in blocks("CONTRIBUTING.md", "bash") for line in code.splitlines() if "ruff" in line
+    )
     assert all(command.strip() in script for command in told.split("&&"))
 
 
@@ -139,3 +142,9 @@ def test_messages_that_troubleshooting_explains_are_the_code_s():
     foreign = {"KeyError: 'DULBE'"}
     unknown = [text for text in messages if not any(f in text or text in f for f in fragments) and text not in foreign]
     assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_narrow_enough_not_to_scroll(page):
+    lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
+    assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
