@@ -186,7 +186,8 @@ def _others(folder: Path) -> list[Path]:
         ) from error
     ours = {Path(name) for name in manifest["files"]} | {Path(MANIFEST)}
     card = folder / MODEL_CARD
-    if card.is_file() and manifest.get("card_sha256") in (None, _sha256(card)):  # version 0.1 did not note its digest
+    unnoted = "card_sha256" not in manifest and "export" not in manifest  # version 0.1 did not note the digest
+    if card.is_file() and (unnoted or manifest.get("card_sha256") == _sha256(card)):
         ours.add(Path(MODEL_CARD))
     folders = {parent for name in ours for parent in name.parents}
     found = []
