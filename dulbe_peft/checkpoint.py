@@ -170,10 +170,10 @@ def _check_only_an_export(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         card = {MODEL_CARD: manifest["export"].get("card_sha256")}
         written = {name: entry["sha256"] for name, entry in manifest["files"].items()} | card
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*") if written else folder.glob("*")):
         name = path.relative_to(folder).as_posix()
-        ours = path.is_file() and (name == MANIFEST or written.get(name) == _sha256(path))
-        if path.is_symlink() or not (path.is_dir() or (written and ours)):
+        ours = path.is_dir() or (path.is_file() and (name == MANIFEST or written.get(name) == _sha256(path)))
+        if path.is_symlink() or not (written and ours):
             raise FileExistsError(
                 f"{folder} holds {name!r}, which no export wrote or which was changed since: choose another folder, "
                 "nothing is replaced"
