@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
@@ -42,6 +43,7 @@ from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskTrainer
+from dulbe_peft.updating import check_update, with_more_images, without_class
 
 
 class ClassIncrementalLearner:
@@ -241,6 +243,47 @@ class ClassIncrementalLearner:
                     saving.set_adapter_state(state.model, before)
                     state.model.zero_grad(set_to_none=True)
                 raise
+
+    def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+        """Take in further images of known classes, without training; on any error the learner is as it was before.
+
+        The model encodes the images as it is. Every classifier takes them in, as its own documentation says, and so
+        does the strategy's memory where it is a sum over images.
+
+        Args:
+            dataset: as in `learn_task`.
+            class_names: what the labels index; None: the names that the dataset carries, or else all seen classes.
+
+        Raises:
+            ValueError: a class has not been learned, a classifier cannot take further images of a known class (the
+                message names it), an image is unreadable, or a feature is not finite.
+
+        >>> learner.update_classes(photos_of_known_classes)
+        """
+        state = self.state
+        with raise_in_all():
+            self._check_learned()
+            names, labels = named_labels(dataset, class_names, default=self.class_names)
+            check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
+            place = {name: index for index, name in enumerate(self.class_names)}
+            labels = np.array([place[names[label]] for label in labels.tolist()], dtype=np.int64)
+        check_same_in_all(labels.tolist(), "labels")
+        self.profile.clear()
+        with self._turn, self.profile.phase("update"):
+            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels))
+
+    def forget_class(self, name: str) -> None:
+        """Take a class out of every classifier, so that no image is called so any more.
+
+        The model stays as it is, and so does what the class's images added to sums over all classes: LDA's scatter,
+        the Gram matrix of ridge and RanPAC, and what the strategy remembers. A task that loses its last class stays,
+        without classes.
+
+        Raises:
+            ValueError: the class has not been learned, or it is the only one that is left.
+        """
+        with self._turn:
+            self.state = without_class(self.state, name)
 
     def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
         """The state after one more task; the adapter alone is changed in place."""

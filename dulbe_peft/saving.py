@@ -94,7 +94,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "attn_implementation": state.base.config._attn_implementation,
         "base_model": {"name": name, "revision": revision},
         "classifiers": list(state.classifiers),
-        "memory": bool(state.memory),
+        "memory": bool(state.memory) or state.incomplete,
         "source": state.source,
         "step": state.step,
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
@@ -404,7 +404,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{LEARNER_FILE} misses {missing}, and {wrong} are of a wrong type")
         seen: list[str] = []
         for task in state["tasks"]:
-            seen += check_class_names(task, seen)
+            seen += check_class_names(task, seen) if task else ()  # `forget_class` may leave a task without classes
         portable(state["arguments"])
         make_strategy(state["strategy"])
         _check_state(state)

@@ -82,6 +82,7 @@ ORDER = [
     "profiling",
     "encoder",
     "training",
+    "updating",
     "card",
     "saving",
     "run",
