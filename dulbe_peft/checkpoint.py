@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
 RESULTS_FILE = "results.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
+TASK_FOLDER = r"task-\d{3,}"
 LOCK_SUFFIX = ".dulbe_peft.lock"
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
@@ -312,6 +313,27 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")
     return manifest
+
+
+def task_folders(output: Path) -> list[Path]:
+    """The folders `task-001`, `task-002`, ... of a run, the newest first."""
+    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
+
+
+def newest_task(output: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest task folder of a run that is whole, with its manifest; None where there is none.
+
+    Args:
+        output: the run's folder.
+        say: called with a line for every damaged folder that is stepped over, with the reason.
+    """
+    for folder in task_folders(output):
+        try:
+            return folder, read_manifest(folder)
+        except CheckpointError as error:
+            say(f"stepping over {folder}: {error}")
+    return None
 
 
 def json_sha256(content: Any) -> str:
