@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.streams.metrics import result_rows
+from dulbe_peft.streams.metrics import percent, result_rows
 
 
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
@@ -29,7 +29,8 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for (label, block), style in zip(result_rows(results), cycle(("^:", "s--", "o-", "d-", "v-", "P-", "X-"))):
-        axes.plot(classes, [100 * value for value in block["overall"]], style, label=label)
+        accuracies = [float("nan") if value is None else 100 * value for value in block["overall"]]
+        axes.plot(classes, accuracies, style, label=label)
     axes.set_xlabel("classes seen")
     axes.set_ylabel("top-1 accuracy over all seen classes (%)")
     axes.set_xticks(classes)
@@ -42,8 +43,8 @@ def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
     rows = ["                       A_bar  A_last  forgetting  backward transfer"]
     for label, block in result_rows(results):
-        row = f"{label:<22}{100 * block['average_accuracy']:6.1f}  {100 * block['last_accuracy']:6.1f}"
+        row = f"{label:<22}{percent(block['average_accuracy']):>6}  {percent(block['last_accuracy']):>6}"
         if "forgetting" in block:
-            row += f"  {100 * block['forgetting']:10.1f}  {100 * block['backward_transfer']:17.1f}"
+            row += f"  {percent(block['forgetting']):>10}  {percent(block['backward_transfer']):>17}"
         rows.append(row)
     return "\n".join(rows)
