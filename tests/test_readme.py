@@ -12,7 +12,6 @@ import yaml
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.settings import StreamArguments, fields_of
 from dulbe_peft.strategies import STRATEGIES
@@ -21,6 +20,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 # A block of Python with one of these titles is not run. It must compile.
 NOT_RUN = ("needs the Hub",)
+# Pages whose Python another test runs, and looks at what comes out.
+ELSEWHERE = {
+    "docs/classifiers.md": "test_classifiers.py",
+    "docs/data.md": "test_data_command.py",
+    "docs/deploying.md": "test_deployment.py",
+    "docs/next-month.md": "test_next_month.py",
+}
 # Pages whose commands run, too, block after block together with their Python.
 WALKED = ("docs/photographs.md",)
 WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
@@ -51,11 +57,10 @@ def elsewhere(tmp_path, monkeypatch):
     """A folder to work in; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
-    monkeypatch.setattr("dulbe_peft.classifiers.CLASSIFIERS", dict(CLASSIFIERS))
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in WALKED])
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in (*WALKED, *ELSEWHERE)])
 def test_python_of_pages_runs(page, elsewhere, capsys):
     namespace: dict = {"__name__": "__main__"}
     for number, (_, title, code) in enumerate(blocks(page, "python"), 1):
@@ -72,6 +77,11 @@ def test_few_blocks_are_not_run():
     assert len(titles) >= 12
     assert sum(title in NOT_RUN for title in titles) <= 2
     assert {title for title in titles if title} <= set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", [page for page in ELSEWHERE if page in PAGES])
+def test_pages_that_are_run_elsewhere_are(page):
+    assert Path(page).name in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
