@@ -25,8 +25,10 @@ from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, wri
 
 MANIFEST = "manifest.json"
 RESULTS_FILE = "results.json"
+TIMINGS_FILE = "timings.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
 LOCK_SUFFIX = ".dulbe_peft.lock"
+TASK_FOLDER = r"task-\d{3,}"  # regular expression of the name that a run gives to a finished task's folder
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
@@ -182,6 +184,12 @@ def clear_leftovers(parent: Path, names: str) -> None:
             os.replace(path, parent / match[1])
         elif match:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def task_folders(output: Path) -> list[Path]:
+    """A run's folders of finished tasks, the newest first; whether they are whole, `read_manifest` says."""
+    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -21,23 +21,23 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import has_text
-from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
+from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, library_versions
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
+from dulbe_peft.evaluation import PREDICTIONS_FILE, Predictions, write_predictions
 from dulbe_peft.files import write_json
-from dulbe_peft.profiling import Profile
+from dulbe_peft.profiling import Profile, forget_peak_memory, peak_memory
+from dulbe_peft.results import PROGRESS_FILE, add_task, new_progress, read_progress, stream_results, tested_row
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.streams.fingerprint import fingerprint
-from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import TaskRecord
+from dulbe_peft.views import VIEWS, write_views
 
-TIMINGS_FILE = "timings.json"
-PROGRESS_FILE = "progress.json"
 LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
-_TASK_FOLDER = r"task-\d{3,}"
 
 
 class StreamLearner(Protocol):
@@ -47,8 +47,10 @@ class StreamLearner(Protocol):
 
     @property
     def profile(self) -> Profile: ...
+    @property
+    def record(self) -> TaskRecord | None: ...
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
-    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]: ...
+    def predictions(self, dataset: Any, class_names: Sequence[str] | None = None) -> Predictions: ...
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]: ...
 
 
@@ -76,7 +78,8 @@ def run_stream(
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
+    files = (RESULTS_FILE, TIMINGS_FILE, *VIEWS)
+    checkpoint.clear_leftovers(output, "|".join([checkpoint.TASK_FOLDER, *(re.escape(name) for name in files)]))
 
 
 @contextmanager
@@ -99,27 +102,40 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
             count = len(learner.state.tasks)
             raise ValueError(f"the learner has already learned {count} tasks: a stream starts with none")
         _refuse_old_folders(output, resume)
-        progress = {"rows": [], "zero_shot": _zero_shot(learner, stream)}
+        progress = new_progress(_zero_shot(learner, stream))
         if progress["zero_shot"]:
             _print_once(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
     timings = _read_timings(output, len(learner.state.tasks))
     for index in range(len(learner.state.tasks), len(stream)):
         started = time.perf_counter()
+        forget_peak_memory(learner.state.device)
         learner.learn_task(stream[index].train, stream[index].class_names)
         with learner.profile.phase("test"):
-            progress["rows"].append(_test(learner, stream[: index + 1]))
+            tests = _test(learner, stream[: index + 1])
+            add_task(progress, tested_row(list(tests.values())), learner.record)
         with learner.profile.phase("save"):
-            _commit(learner.state, output / f"task-{index + 1:03d}", progress, identity)
+            _commit(learner.state, _task_folder(output, index), progress, identity, tests)
         seconds = time.perf_counter() - started
-        done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
+        done = {
+            "seconds": seconds,
+            "phases": dict(learner.profile.seconds),
+            "peak_memory": peak_memory(learner.state.device),
+            "finished": time.strftime(_TIME_FORMAT),
+        }
         timings.append(done)
         on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
         _print_once(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
         if learner.state.args.profile:
             _print_once(learner.profile.table())
-    results = _results(learner.state, progress, identity)
+    results = stream_results(progress, identity, list(learner.state.classifiers), library_versions())
     on_main_process(partial(write_json, output / RESULTS_FILE, results))
+    newest = _task_folder(output, len(stream) - 1)
+    on_main_process(partial(write_views, output, newest, [task.test for task in stream], results))
     return results
+
+
+def _task_folder(output: Path, index: int) -> Path:
+    return output / f"task-{index + 1:03d}"
 
 
 def _read_timings(output: Path, finished: int) -> list[Any]:
@@ -197,14 +213,8 @@ def _base_model_sha256(base: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _task_folders(output: Path) -> list[Path]:
-    """The newest first."""
-    folders = [path for path in output.iterdir() if re.fullmatch(_TASK_FOLDER, path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
-
-
 def _refuse_old_folders(output: Path, resume: bool) -> None:
-    old = _task_folders(output)
+    old = checkpoint.task_folders(output)
     if old:
         why = "none of them is valid" if resume else "resume is off"
         first = old[-1].name
@@ -217,16 +227,12 @@ def _resume(learner: StreamLearner, output: Path, identity: dict[str, Any]) -> d
         return None
     learner.state = saving.restore(learner.state, folder)
     _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
-    progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    for row in progress["rows"]:
-        if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
-            row["classifiers"] = {"bridge": {k: row[k] for k in ("accuracy", "accuracy_by_task")}}
-    return progress
+    return read_progress(folder)
 
 
 def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
     """The newest valid task folder, which must be of this run."""
-    for folder in _task_folders(output):
+    for folder in checkpoint.task_folders(output):
         try:
             manifest = checkpoint.read_manifest(folder)
         except CheckpointError as error:
@@ -265,10 +271,18 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+def _commit(
+    state: LearnerState,
+    folder: Path,
+    progress: dict[str, Any],
+    identity: dict[str, Any],
+    tests: dict[int, Predictions],
+) -> None:
     def write(temporary: Path) -> None:
         saving.write(state, temporary)
         write_json(temporary / PROGRESS_FILE, progress)
+        if tests:
+            write_predictions(temporary / PREDICTIONS_FILE, tests)
 
     fields = {
         "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
@@ -278,24 +292,13 @@ def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identit
     on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
 
 
-def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
-    """Accuracy over all seen test images and on each seen task's, for every classifier and for the text alone."""
-    rows = [learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None]
-    if not rows:
-        return {}
-    images = [row["num_images"] for row in rows]
-
-    def pooled(name: str, values: list[float]) -> dict[str, Any]:
-        whole = sum(value * count for value, count in zip(values, images, strict=True)) / sum(images)
-        return {name: whole, f"{name}_by_task": values}
-
-    figures = pooled("accuracy", [row["accuracy"] for row in rows])
-    if "text_accuracy" in rows[0]:
-        figures |= pooled("text_accuracy", [row["text_accuracy"] for row in rows])
-    figures["classifiers"] = {
-        name: pooled("accuracy", [row["classifiers"][name] for row in rows]) for name in rows[0]["classifiers"]
+def _test(learner: StreamLearner, seen: list[Task]) -> dict[int, Predictions]:
+    """Number of a task -> what is predicted for its test images."""
+    return {
+        number: learner.predictions(task.test, task.class_names)
+        for number, task in enumerate(seen, 1)
+        if task.test is not None
     }
-    return figures
 
 
 def _zero_shot(learner: StreamLearner, stream: list[Task]) -> list[float]:
@@ -315,34 +318,3 @@ def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str
         text += "".join(f", {name} {100 * part['accuracy']:.1f} %" for name, part in row["classifiers"].items())
         text += f", by task [{' '.join(f'{100 * value:.1f}' for value in row['accuracy_by_task'])}]"
     return text
-
-
-def _results(state: LearnerState, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
-        "class_names": identity["classes"],
-        "seed": state.args.seed,
-        "strategy": identity["strategy"],
-        "versions": library_versions(),
-    }
-    rows = progress["rows"]
-    if all("accuracy" in row for row in rows):
-        results["classifiers"] = {
-            name: _summary([row["classifiers"][name] for row in rows], "accuracy") for name in state.classifiers
-        }
-        if "bridge" in results["classifiers"]:
-            results["head"] = results["classifiers"]["bridge"]
-        if all("text_accuracy" in row for row in rows):
-            results["text"] = _summary(rows, "text_accuracy")
-        zero_shot = progress["zero_shot"]
-        if zero_shot:
-            results["zero_shot"] = {
-                "overall": zero_shot,
-                "average_accuracy": sum(zero_shot) / len(zero_shot),
-                "last_accuracy": zero_shot[-1],
-            }
-    return results
-
-
-def _summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    return summarize(accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows])

@@ -45,7 +45,7 @@ MEMORY_FILE = "memory.safetensors"
 MEMORY_FORMAT = "dulbe-memory-1"
 LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
-READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model"}
+READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
     "attn_implementation": (str, type(None)),

@@ -15,6 +15,7 @@ import numpy as np
 LABELS = {
     "zero_shot": "zero-shot",
     "text": "text classifier",
+    "class_means": "class means",
     "bridge": "bridge-prototype head",
     "prototype": "class means",
     "lda": "LDA",
@@ -30,7 +31,7 @@ def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
     """
     classifiers = results.get("classifiers", {})
-    whole = {key: results[key] for key in ("zero_shot", "text") if key in results}
+    whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
     return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
 
 
