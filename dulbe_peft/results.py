@@ -16,7 +16,7 @@ PROGRESS_FILE = "progress.json"
 Row = dict[str, Any]
 
 
-def tested_row(tests: Sequence[Predictions]) -> Row:
+def progress_row(tests: Sequence[Predictions]) -> Row:
     """The row of `progress.json` after a task: accuracy over all seen test images, on each task's, and by class.
 
     Args:

@@ -27,7 +27,7 @@ from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.evaluation import PREDICTIONS_FILE, Predictions, write_predictions
 from dulbe_peft.files import write_json
 from dulbe_peft.profiling import Profile, forget_peak_memory, peak_memory
-from dulbe_peft.results import PROGRESS_FILE, add_task, new_progress, read_progress, stream_results, tested_row
+from dulbe_peft.results import PROGRESS_FILE, add_task, new_progress, progress_row, read_progress, stream_results
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -112,7 +112,7 @@ def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool)
         learner.learn_task(stream[index].train, stream[index].class_names)
         with learner.profile.phase("test"):
             tests = _test(learner, stream[: index + 1])
-            add_task(progress, tested_row(list(tests.values())), learner.record)
+            add_task(progress, progress_row(list(tests.values())), learner.record)
         with learner.profile.phase("save"):
             _commit(learner.state, _task_folder(output, index), progress, identity, tests)
         seconds = time.perf_counter() - started

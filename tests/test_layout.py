@@ -95,6 +95,15 @@ ORDER = [
     "run",
     "learner",
     "demo",
+    "commands.parser",
+    "commands.settings",
+    "commands.loading",
+    "commands.demo",
+    "commands.run",
+    "commands.evaluate",
+    "commands.report",
+    "commands.export",
+    "commands.env",
     "cli",
 ]
 ONLY = {
