@@ -20,7 +20,7 @@ _OTHER = "predicted_"
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Evaluation:
     """What was predicted for each image of a data set.
 
     Attributes:
@@ -68,13 +68,13 @@ class Predictions:
 
 
 @torch.no_grad()
-def predict_all(
+def evaluate_features(
     classifiers: Mapping[str, Classifier],
     features: torch.Tensor,
     truth: torch.Tensor,
     class_names: Sequence[str],
     images: Sequence[str],
-) -> Predictions:
+) -> Evaluation:
     """Ask every classifier, and the two baselines, about the same features.
 
     Args:
@@ -93,7 +93,7 @@ def predict_all(
         kept: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
         if kept is not None:
             found[name] = (features @ kept.to(features).T).argmax(dim=1).cpu()
-    return Predictions(
+    return Evaluation(
         class_names=tuple(class_names),
         images=tuple(images),
         truth=truth.cpu(),
@@ -112,7 +112,7 @@ def image_names(dataset: Any) -> list[str]:
 # ---------------------------------------------------------------------- files
 
 
-def write_predictions(path: Path, tasks: Mapping[int, Predictions]) -> None:
+def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     """Write `predictions.csv`: a row for each test image, those of the first task first.
 
     Args:
@@ -133,7 +133,7 @@ def write_predictions(path: Path, tasks: Mapping[int, Predictions]) -> None:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ImageResult:
     """A row of `predictions.csv`.
 
     Attributes:
@@ -160,7 +160,7 @@ class Prediction:
         return self.predicted == self.true
 
 
-def read_predictions(path: Path) -> list[Prediction]:
+def read_predictions(path: Path) -> list[ImageResult]:
     """What `write_predictions` wrote.
 
     Raises:
@@ -171,14 +171,14 @@ def read_predictions(path: Path) -> list[Prediction]:
     if tuple(header[: len(_COLUMNS)]) != _COLUMNS:
         raise ValueError(f"{path} begins with the columns {header[:5]}, expected {list(_COLUMNS)}")
     names = [column.removeprefix(_OTHER) for column in header[len(_COLUMNS) :]]
-    found: list[Prediction] = []
+    found: list[ImageResult] = []
     positions: dict[int, int] = {}
     for line, row in enumerate(rows, 2):
         try:
             image, true, predicted, probability, task, *others = row
             number, said = int(task), dict(zip(names, others, strict=True))
             position = positions[number] = positions.get(number, -1) + 1
-            found.append(Prediction(image, true, predicted, float(probability), number, position, said))
+            found.append(ImageResult(image, true, predicted, float(probability), number, position, said))
         except ValueError as error:
             raise ValueError(f"line {line} of {path} is not as a run writes it: {error}") from error
     return found

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.evaluation import BASELINES, Predictions
+from dulbe_peft.evaluation import BASELINES, Evaluation
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
 from dulbe_peft.training import TaskRecord
 
@@ -16,7 +16,7 @@ PROGRESS_FILE = "progress.json"
 Row = dict[str, Any]
 
 
-def progress_row(tests: Sequence[Predictions]) -> Row:
+def progress_row(tests: Sequence[Evaluation]) -> Row:
     """The row of `progress.json` after a task: accuracy over all seen test images, on each task's, and by class.
 
     Args:

@@ -24,7 +24,7 @@ from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, library_versions
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.evaluation import PREDICTIONS_FILE, Predictions, write_predictions
+from dulbe_peft.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.files import write_json
 from dulbe_peft.profiling import Profile, forget_peak_memory, peak_memory
 from dulbe_peft.results import PROGRESS_FILE, add_task, new_progress, progress_row, read_progress, stream_results
@@ -50,7 +50,7 @@ class StreamLearner(Protocol):
     @property
     def record(self) -> TaskRecord | None: ...
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
-    def predictions(self, dataset: Any, class_names: Sequence[str] | None = None) -> Predictions: ...
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]: ...
 
 
@@ -276,7 +276,7 @@ def _commit(
     folder: Path,
     progress: dict[str, Any],
     identity: dict[str, Any],
-    tests: dict[int, Predictions],
+    tests: dict[int, Evaluation],
 ) -> None:
     def write(temporary: Path) -> None:
         saving.write(state, temporary)
@@ -292,10 +292,10 @@ def _commit(
     on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
 
 
-def _test(learner: StreamLearner, seen: list[Task]) -> dict[int, Predictions]:
+def _test(learner: StreamLearner, seen: list[Task]) -> dict[int, Evaluation]:
     """Number of a task -> what is predicted for its test images."""
     return {
-        number: learner.predictions(task.test, task.class_names)
+        number: learner.evaluate_images(task.test, task.class_names)
         for number, task in enumerate(seen, 1)
         if task.test is not None
     }

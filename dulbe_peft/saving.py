@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -277,19 +277,32 @@ def _check_widths(shapes: dict[str, tuple[int, ...]], widths: dict[str, int]) ->
 
 
 @contextmanager
-def opened(folder: Path, base_model: nn.Module | None, args: LearnerArguments | None) -> Iterator[LearnerState]:
+def opened(
+    folder: Path,
+    base_model: nn.Module | None,
+    args: LearnerArguments | None,
+    machine: Mapping[str, Any] | None = None,
+) -> Iterator[LearnerState]:
     """The state in a folder, on a base model; where the block raises, a given base model is as it was.
 
     Args:
         folder: what `save` wrote.
         base_model: the pristine model; None loads the one that the folder names.
         args: settings; None takes the saved ones without the machine's.
+        machine: settings of the machine, in place of the defaults.
+
+    Raises:
+        ValueError: `machine` holds a setting that is not of the machine.
     """
+    other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
+    if other:
+        known = ", ".join(MACHINE_SETTINGS)
+        raise ValueError(f"{other[0]!r} belongs to the learner, not to the machine; settings of the machine: {known}")
     checkpoint.read_manifest(folder)
     saved = _read_state(folder)
     with _strictly(folder):
         strategy = make_strategy(saved["strategy"])
-        settings = args or portable(saved["arguments"])
+        settings = replace(args or portable(saved["arguments"]), **machine or {})
         config = _read_config(folder) if ADAPTER_CONFIG_FILE in _listed(folder) else None
         if config is None and strategy.adapts:
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")

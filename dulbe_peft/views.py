@@ -11,7 +11,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoint import commit_folder
-from dulbe_peft.evaluation import PREDICTIONS_FILE, Prediction, read_predictions
+from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.files import replacing, write_json
 from dulbe_peft.report.collect import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.report.figures import plot_matrix, plot_results
@@ -45,14 +45,14 @@ def write_views(output: Path, newest: Path, tests: Sequence[Any], results: dict[
         _write_pictures(output / PICTURES_FOLDER, choose_examples(read_predictions(newest / PREDICTIONS_FILE)), tests)
 
 
-def choose_examples(rows: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
     """The most confident mistakes and the least confident hits of the first classifier, each in that order."""
     mistakes = sorted((row for row in rows if not row.right), key=lambda row: -row.probability)
     hits = sorted((row for row in rows if row.right), key=lambda row: row.probability)
     return {"mistakes": mistakes[:EXAMPLES], "hits": hits[:EXAMPLES]}
 
 
-def _write_pictures(folder: Path, examples: dict[str, list[Prediction]], tests: Sequence[Any]) -> None:
+def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests: Sequence[Any]) -> None:
     """Small JPEG files and an index of what they show; nothing where the data set's items are no images."""
     index: dict[str, list[dict[str, Any]]] = {}
     pictures: dict[str, Image.Image] = {}

@@ -1,4 +1,4 @@
-"""Predictions for each image against a loop over the images, and the file that keeps them."""
+"""Evaluation for each image against a loop over the images, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.evaluation import BASELINES, predict_all, read_predictions, write_predictions
+from dulbe_peft.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
 from dulbe_peft.files import read_csv, write_csv
 
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
@@ -30,12 +30,12 @@ def learned(*specs):
 def predicted(*specs, rows=slice(None)):
     classifiers, features, labels = learned(*specs)
     features, labels = features[rows], labels[rows]
-    return predict_all(classifiers, features, labels, NAMES, [f"{i}.png" for i in range(len(labels))])
+    return evaluate_features(classifiers, features, labels, NAMES, [f"{i}.png" for i in range(len(labels))])
 
 
 def test_predictions_equal_a_loop_over_images():
     classifiers, features, labels = learned("lda", "bridge")
-    found = predict_all(classifiers, features, labels, NAMES, [""] * 20)
+    found = evaluate_features(classifiers, features, labels, NAMES, [""] * 20)
     assert list(found.classifiers) == ["lda", "bridge"] and set(found.baselines) == set(BASELINES)
     right = dict.fromkeys(("lda", "bridge", "text", "class_means"), 0)
     for i in range(20):

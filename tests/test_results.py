@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dulbe_peft.evaluation import Predictions
+from dulbe_peft.evaluation import Evaluation
 from dulbe_peft.results import add_task, class_figures, new_progress, progress_row, read_progress, stream_results
 from dulbe_peft.training import TaskRecord
 
@@ -32,7 +32,7 @@ def guesses(seen, task, seed, sure=0.6):
 
     rows = {"bridge": guess(), "lda": guess()}
     images = tuple(f"{task}/{i}" for i in range(10))
-    return Predictions(tuple(names[:seen]), images, truth, rows, {"text": guess()}, torch.full((10,), 0.5))
+    return Evaluation(tuple(names[:seen]), images, truth, rows, {"text": guess()}, torch.full((10,), 0.5))
 
 
 def stream():

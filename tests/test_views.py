@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.checkpoint import read_manifest
-from dulbe_peft.evaluation import Prediction
+from dulbe_peft.evaluation import ImageResult
 from dulbe_peft.views import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
 
 
 def rows(count):
     return [
-        Prediction(f"{i}.png", "cat", "cat" if i % 2 else "dog", ((7 * i) % count) / count, 1, i, {})
+        ImageResult(f"{i}.png", "cat", "cat" if i % 2 else "dog", ((7 * i) % count) / count, 1, i, {})
         for i in range(count)
     ]
 
@@ -41,7 +41,7 @@ def test_thumbnails_are_small_and_keep_their_shape(mode, size):
 def test_pictures_show_the_right_images(tmp_path):
     """Image i is all of one grey, so a picture tells which image it shows."""
     tests = [None, [{"image": Image.new("L", (96, 96), 4 * i), "label": 0} for i in range(60)]]
-    chosen = choose_examples([Prediction(str(i), "cat", "dog", i / 60, 2, i, {}) for i in range(60)])
+    chosen = choose_examples([ImageResult(str(i), "cat", "dog", i / 60, 2, i, {}) for i in range(60)])
     _write_pictures(tmp_path / "pictures", chosen, tests)
     index = json.loads((tmp_path / "pictures" / "index.json").read_text())
     assert [entry["image"] for entry in index["mistakes"]] == [str(i) for i in range(59, 47, -1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, read_manifest, task_folders
-from dulbe_peft.evaluation import PREDICTIONS_FILE, Prediction, read_predictions
+from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.results import read_progress, stream_results
 
 PICTURES_FOLDER = "pictures"
@@ -45,7 +45,7 @@ class Run:
     settings: dict[str, Any]
     fingerprints: dict[str, Any] | None
     base_model: str | None
-    predictions: list[Prediction]
+    predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
     examples: dict[str, list[dict[str, Any]]]
 
@@ -161,10 +161,10 @@ def _examples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 # ---------------------------------------------------------------------- what the predictions amount to
 
 
-def data_name(predictions: list[Prediction]) -> str | None:
+def data_name(predictions: list[ImageResult]) -> str | None:
     """What the test images are called in common, at most two parts of a path; None where they have nothing in common.
 
-    >>> rows = [Prediction(f"photos/test/{name}/1.jpg", name, name, 1.0, 1, 0, {}) for name in ("cat", "dog")]
+    >>> rows = [ImageResult(f"photos/test/{name}/1.jpg", name, name, 1.0, 1, 0, {}) for name in ("cat", "dog")]
     >>> data_name(rows)
     'photos/test'
     """
@@ -176,7 +176,7 @@ def data_name(predictions: list[Prediction]) -> str | None:
     return "/".join(Path(common).parts[-2:]) or None if len(predictions) > 1 else None
 
 
-def class_table(predictions: list[Prediction], forgetting: dict[str, float]) -> list[dict[str, Any]]:
+def class_table(predictions: list[ImageResult], forgetting: dict[str, float]) -> list[dict[str, Any]]:
     """A row for each class, the worst known first: how many of its images are named right, and what others become.
 
     Args:
@@ -187,7 +187,7 @@ def class_table(predictions: list[Prediction], forgetting: dict[str, float]) -> 
         Rows with "name", "images", "accuracy" in [0, 1], "forgetting" or None, and "taken_for", a list of class and
         count, the most frequent first.
     """
-    groups: dict[str, list[Prediction]] = {}
+    groups: dict[str, list[ImageResult]] = {}
     for row in predictions:
         groups.setdefault(row.true, []).append(row)
     table = [
@@ -203,7 +203,7 @@ def class_table(predictions: list[Prediction], forgetting: dict[str, float]) -> 
     return sorted(table, key=lambda entry: entry["accuracy"])
 
 
-def confusion(predictions: list[Prediction], classes: list[str]) -> tuple[list[str], list[list[int]]]:
+def confusion(predictions: list[ImageResult], classes: list[str]) -> tuple[list[str], list[list[int]]]:
     """Of which class how many images are taken for which, among some classes.
 
     Args:
