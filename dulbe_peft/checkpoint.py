@@ -186,12 +186,6 @@ def clear_leftovers(parent: Path, names: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def task_folders(output: Path) -> list[Path]:
-    """A run's folders of finished tasks, the newest first; whether they are whole, `read_manifest` says."""
-    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`, after it and every file it lists have been checked.
 
@@ -218,6 +212,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if file.stat().st_size != size or _sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
+
+
+def task_folders(output: Path) -> list[Path]:
+    """The folders `task-001`, `task-002`, ... of a run, the newest first."""
+    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
+
+
+def newest_task(output: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest task folder of a run that is whole, with its manifest; None where there is none.
+
+    Args:
+        output: the run's folder.
+        say: called with a line for every damaged folder that is stepped over, with the reason.
+    """
+    for folder in task_folders(output):
+        try:
+            return folder, read_manifest(folder)
+        except CheckpointError as error:
+            say(f"stepping over {folder}: {error}")
+    return None
 
 
 def json_sha256(content: Any) -> str:

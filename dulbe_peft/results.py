@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dulbe_peft.evaluation import BASELINES, Evaluation
+from dulbe_peft.progress import Row
 from dulbe_peft.streams.metrics import accuracy_matrix, summarize
-from dulbe_peft.training import TaskRecord
-
-PROGRESS_FILE = "progress.json"
-Row = dict[str, Any]
 
 
 def progress_row(tests: Sequence[Evaluation]) -> Row:
@@ -44,65 +38,57 @@ def progress_row(tests: Sequence[Evaluation]) -> Row:
     return row
 
 
-def new_progress(zero_shot: list[float]) -> dict[str, Any]:
-    """What `progress.json` holds before the first task."""
-    return {"rows": [], "tasks": [], "zero_shot": zero_shot}
-
-
-def add_task(progress: dict[str, Any], row: Row, record: TaskRecord | None) -> None:
-    """Put a finished task's tests and record into what `progress.json` holds."""
-    progress["rows"].append(row)
-    progress["tasks"].append(None if record is None else asdict(record))
-
-
-def read_progress(folder: Path) -> dict[str, Any]:
-    """A task folder's `progress.json`, in today's form."""
-    progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    for row in progress["rows"]:
-        if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
-            row["classifiers"] = {"bridge": {k: row[k] for k in ("accuracy", "accuracy_by_task")}}
-    progress.setdefault("tasks", [None] * len(progress["rows"]))
-    return progress
-
-
 def stream_results(
-    progress: Mapping[str, Any], identity: Mapping[str, Any], classifiers: Sequence[str], versions: Mapping[str, str]
+    progress: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    tasks: Sequence[Sequence[str]],
+    classifiers: Sequence[str],
+    versions: Mapping[str, str],
+    known: int = 0,
 ) -> dict[str, Any]:
     """What `results.json` holds, of all tasks or of those that are finished.
 
     Args:
-        progress: what `progress.json` holds.
-        identity: what must be the same for a run to be the same run.
+        progress: `rows`, `records` and `zero_shot`, one entry for each of the tasks.
+        settings: of the run: adapter, arguments, strategy.
+        tasks: class names of every task.
         classifiers: their names, in the learner's order.
         versions: of the libraries.
+        known: how many tasks the learner had learned before the run.
     """
-    rows = progress["rows"]
     results: dict[str, Any] = {
-        "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
-        "class_names": identity["classes"],
-        "seed": identity["arguments"]["seed"],
-        "strategy": identity["strategy"],
-        "tasks": progress["tasks"],
+        "configuration": {"adapter": settings["adapter"], "arguments": settings["arguments"]},
+        "class_names": [list(task) for task in tasks],
+        "seed": settings["arguments"]["seed"],
+        "strategy": settings["strategy"],
+        "tasks": progress["records"],
         "versions": dict(versions),
     }
-    if not all("accuracy" in row for row in rows):
+    if known:
+        results["known_tasks"] = known
+    rows = progress["rows"]
+    tested = [row for row in rows if "accuracy" in row]
+    if not tested:
         return results
-    results["classifiers"] = {
-        name: _summary([row["classifiers"][name] for row in rows], "accuracy") for name in classifiers
-    }
+    results["classifiers"] = {}
+    for name in classifiers:
+        parts = [row.get("classifiers", {}).get(name, {}) for row in rows]
+        if any(parts):
+            results["classifiers"][name] = _summary(parts, "accuracy")
     if "bridge" in results["classifiers"]:
         results["head"] = results["classifiers"]["bridge"]
     for name in BASELINES:
-        if all(f"{name}_accuracy" in row for row in rows):
+        if all(f"{name}_accuracy" in row for row in tested):
             results[name] = _summary(rows, f"{name}_accuracy")
-    zero_shot = progress["zero_shot"][: len(rows)]  # it is known beforehand for tasks that are not learned yet
-    if zero_shot:
+    zero_shot = progress["zero_shot"]
+    measured = [value for value in zero_shot if value is not None]
+    if measured:
         results["zero_shot"] = {
             "overall": zero_shot,
-            "average_accuracy": sum(zero_shot) / len(zero_shot),
+            "average_accuracy": sum(measured) / len(measured),
             "last_accuracy": zero_shot[-1],
         }
-    by_class = {name: class_figures(rows, name) for name in classifiers}
+    by_class = {name: class_figures(rows, name) for name in results["classifiers"]}
     if all(by_class.values()):
         results["classes"] = by_class
     return results
@@ -116,21 +102,22 @@ def class_figures(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, f
         after it, for classes that were tested before; empty where the rows are of a version that did not count
         classes, and without "forgetting" where some are.
     """
-    counted = [_class_accuracy(row, classifier) for row in rows]
-    *earlier, last = counted
+    *earlier, last = [_class_accuracy(row, classifier) for row in rows]
     if not last:
         return {}
     figures = {"accuracy": last}
-    if all(counted):
+    if all(found or "accuracy" not in row for found, row in zip(earlier, rows, strict=False)):
         best = {name: max(row[name] for row in earlier if name in row) for row in earlier for name in row}
         figures["forgetting"] = {name: best[name] - last[name] for name in last if name in best}
     return figures
 
 
 def _class_accuracy(row: Row, classifier: str) -> dict[str, float]:
-    right = row["classifiers"][classifier].get("right_by_class", {})
+    right = row.get("classifiers", {}).get(classifier, {}).get("right_by_class", {})
     return {name: count / row["images_by_class"][name] for name, count in right.items()}
 
 
 def _summary(rows: list[Row], name: str) -> dict[str, Any]:
-    return summarize(accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows])
+    """The measures of one classifier, from its part of every row; `{}` where it was not tested."""
+    matrix = [row.get(f"{name}_by_task", [None] * (step + 1)) for step, row in enumerate(rows)]
+    return summarize(accuracy_matrix(matrix), [row.get(name) for row in rows])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -140,9 +140,6 @@ class TaskTrainer:
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
 
-    def _resting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.adapter is None else self.adapter.without_idle_modes()
-
     # ------------------------------------------------------------------ passes without a step
 
     def _measure(self, task: NewTask, images: PixelDataset, names: Sequence[str], drifts: bool) -> torch.Tensor | None:
@@ -173,31 +170,14 @@ class TaskTrainer:
 
         assert self.adapter is not None
         batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-        with self._resting(), raise_in_all():
+        with self.adapter.without_idle_modes(), raise_in_all():
             gradients = probe_gradients(self.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
         return gradients, features
 
     def _pass(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
-        features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
-        inputs = OccupationStatistics()
-        if not collect:
-            with self._resting():
-                return self.encoder.dataset_embeds(images, self._title(phase)), inputs
-
-        def forward_fn(_: nn.Module, batch: Batch) -> None:
-            pixels, _labels, index = batch
-            features[index] = self.encoder.image_embeds(pixels)
-
-        assert self.adapter is not None
-        with self._resting(), raise_in_all():
-            if shard(range(len(images))):
-                batches = self.encoder.batches(images, self._title(phase))
-                collect_statistics(self.adapter, batches, forward_fn, into=inputs, tokens=self.args.statistics_tokens)
-        inputs.sum_over_processes(features.device)
-        sum_over_processes([features])
-        return features, inputs
+        return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
 
     # ------------------------------------------------------------------ training
 
@@ -283,6 +263,42 @@ class TaskTrainer:
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
         self.record.loss.append(losses.mean().item())
         self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+
+
+def features_and_inputs(
+    adapter: DualModeLoraModel | None, encoder: Encoder, images: PixelDataset, title: str, collect: bool
+) -> tuple[torch.Tensor, OccupationStatistics]:
+    """Features of all images by the model as it is, and on the way, where asked for, what its layers read.
+
+    Args:
+        adapter: the tuner, where the model has one.
+        encoder: the model's towers.
+        images: the images.
+        title: of the progress bar.
+        collect: sum X'X of every adapted layer's inputs; needs an adapter.
+
+    Returns:
+        (n, d), and the sums, which are empty without `collect`.
+    """
+    features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
+    inputs = OccupationStatistics()
+    resting = nullcontext() if adapter is None else adapter.without_idle_modes()
+    if not collect:
+        with resting:
+            return encoder.dataset_embeds(images, title), inputs
+
+    def forward_fn(_: nn.Module, batch: Batch) -> None:
+        pixels, _labels, index = batch
+        features[index] = encoder.image_embeds(pixels)
+
+    assert adapter is not None
+    with resting, raise_in_all():
+        if shard(range(len(images))):
+            batches = encoder.batches(images, title)
+            collect_statistics(adapter, batches, forward_fn, into=inputs, tokens=encoder.args.statistics_tokens)
+    inputs.sum_over_processes(features.device)
+    sum_over_processes([features])
+    return features, inputs
 
 
 def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:

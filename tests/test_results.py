@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from dulbe_peft.evaluation import Evaluation
-from dulbe_peft.results import add_task, class_figures, new_progress, progress_row, read_progress, stream_results
-from dulbe_peft.training import TaskRecord
+from dulbe_peft.progress import read_progress
+from dulbe_peft.results import class_figures, progress_row, stream_results
 
 CLASSES = [["a", "b"], ["c", "d"], ["e"]]
-IDENTITY = {
-    "adapter": {},
-    "arguments": {"seed": 3},
-    "classes": CLASSES,
-    "strategy": {"name": "frozen"},
-}
+SETTINGS = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}
 
 
 def guesses(seen, task, seed, sure=0.6):
@@ -41,10 +36,16 @@ def stream():
 
 
 def finished(steps):
-    progress = new_progress([0.5, 0.4, 0.3])
-    for number, tests in enumerate(steps):
-        add_task(progress, progress_row(tests), TaskRecord({"a": number}, [0.25]))
+    progress = {
+        "rows": [progress_row(tests) for tests in steps],
+        "records": [{"images": {"a": step}} for step in range(len(steps))],
+        "zero_shot": [0.5, 0.4, 0.3][: len(steps)],
+    }
     return json.loads(json.dumps(progress))
+
+
+def results_of(progress, classifiers=("bridge", "lda")):
+    return stream_results(progress, SETTINGS, CLASSES[: len(progress["rows"])], classifiers, {})
 
 
 def literal_accuracy(tests, name, classifier):
@@ -60,7 +61,7 @@ def literal_accuracy(tests, name, classifier):
 @pytest.mark.parametrize("classifier", ["bridge", "lda"])
 def test_figures_by_class_equal_loops_over_the_images(classifier):
     steps = stream()
-    results = stream_results(finished(steps), IDENTITY, ["bridge", "lda"], {})
+    results = results_of(finished(steps))
     figures = results["classes"][classifier]
     assert set(figures["accuracy"]) == {"a", "b", "c", "d", "e"}
     assert set(figures["forgetting"]) == {"a", "b", "c", "d"}, "the last task has lost nothing yet"
@@ -75,7 +76,7 @@ def test_figures_by_class_equal_loops_over_the_images(classifier):
 
 def test_accuracies_over_tasks_equal_loops_over_the_images():
     steps = stream()
-    results = stream_results(finished(steps), IDENTITY, ["bridge", "lda"], {})
+    results = results_of(finished(steps))
     for step, tests in enumerate(steps):
         right = [int((test.classifiers["lda"] == test.truth).sum()) for test in tests]
         assert results["classifiers"]["lda"]["matrix"][step] == pytest.approx([count / 10 for count in right])
@@ -85,16 +86,21 @@ def test_accuracies_over_tasks_equal_loops_over_the_images():
     assert results["seed"] == 3 and results["tasks"][2]["images"] == {"a": 2}
 
 
-def test_an_unfinished_stream_s_zero_shot_is_of_its_finished_tasks():
-    results = stream_results(finished(stream()[:2]), IDENTITY, ["bridge", "lda"], {})
-    assert results["zero_shot"] == {"overall": [0.5, 0.4], "average_accuracy": 0.45, "last_accuracy": 0.4}
-
-
 def test_a_stream_without_tests_has_no_accuracies():
-    progress = new_progress([])
-    add_task(progress, progress_row([]), None)
-    results = stream_results(progress, IDENTITY, ["bridge"], {})
+    results = results_of({"rows": [progress_row([])], "records": [None], "zero_shot": [None]})
     assert not {"classifiers", "classes", "zero_shot", "text"} & results.keys() and results["tasks"] == [None]
+
+
+def test_tasks_that_were_not_tested_are_no_figures():
+    """A learner that had learned before: its first task has no tests."""
+    steps = stream()
+    progress = finished(steps) | {"zero_shot": [None, 0.4, 0.3]}
+    progress["rows"][0] = {}
+    figures = results_of(progress)
+    assert figures["classifiers"]["lda"]["overall"][0] is None and figures["zero_shot"]["average_accuracy"] == 0.35
+    lost = figures["classes"]["lda"]["forgetting"]
+    now = figures["classes"]["lda"]["accuracy"]
+    assert lost["a"] == pytest.approx(literal_accuracy(steps[1], "a", "lda") - now["a"])
 
 
 def test_rows_of_an_earlier_version_are_left_out_and_not_invented(tmp_path):
@@ -104,11 +110,11 @@ def test_rows_of_an_earlier_version_are_left_out_and_not_invented(tmp_path):
         del row["images_by_class"]
         for part in row["classifiers"].values():
             del part["right_by_class"]
-    del progress["tasks"]
+    del progress["records"]
     (tmp_path / "progress.json").write_text(json.dumps(progress))
-    old = read_progress(tmp_path)
-    assert old["tasks"] == [None] * 3
+    old = read_progress(tmp_path, 3)
+    assert old["records"] == [None] * 3
     figures = class_figures(old["rows"], "lda")
     assert set(figures) == {"accuracy"} and len(figures["accuracy"]) == 5
     assert class_figures(old["rows"][:2], "lda") == {}
-    assert "classes" not in stream_results(old | {"rows": old["rows"][:2]}, IDENTITY, ["lda"], {})
+    assert "classes" not in results_of(old | {"rows": old["rows"][:2]})

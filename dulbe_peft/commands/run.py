@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
+from dulbe_peft.commands.sources import open_source, source_of
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.strategies import Strategy
@@ -18,7 +20,7 @@ EXAMPLE = """example:
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --increment 10 --output out
 
 photos holds train/CLASS/*.jpg and test/CLASS/*.jpg.
-The same command goes on where a run was stopped.
+The same command goes on where a run was stopped, and where classes were added.
 """
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = {
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(_describe(model, strategy) if strategy.adapts else "nothing is trained, no layer is adapted")
         return 0
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
-    results = learner.run(tasks, stream.output, resume=stream.resume)
+    results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream))
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))
@@ -99,11 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
-    from dulbe_peft.streams.readers import load_data
     from dulbe_peft.streams.samples import dataset_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
-    train, test = (load_data(stream.data, split=split) for split in (stream.train_split, stream.test_split))
+    train, test = open_source(source_of(stream))
     order: Any = stream.class_order
     if order is not None and order != "icarl":
         if not Path(order).is_file():
@@ -119,7 +120,24 @@ def stream_tasks(stream: StreamArguments) -> Any:
         initial_increment=stream.initial_increment,
         class_order=order,
         seed=stream.order_seed,
+        first_tasks=_first_tasks(stream, dataset_class_names(train) or ()),
     )
+
+
+def _first_tasks(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The tasks that a run has finished, which stay the first ones where classes were added to its data.
+
+    An order that the user gave says itself which classes come first. Tasks of other sizes are those of another run.
+    """
+    from dulbe_peft.resuming import finished_tasks
+
+    if not stream.output or not stream.resume or stream.class_order is not None or stream.order_seed is not None:
+        return []
+    tasks = finished_tasks(Path(stream.output))
+    sizes = [stream.initial_increment or stream.increment, *[stream.increment] * len(tasks)]
+    fits = all(len(task) == size for task, size in zip(tasks[:-1], sizes, strict=False))
+    fits = fits and (not tasks or len(tasks[-1]) <= sizes[len(tasks) - 1])
+    return tasks if fits and {name for task in tasks for name in task} <= set(names) else []
 
 
 def _describe(model: Any, strategy: Strategy) -> str:

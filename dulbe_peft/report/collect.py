@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, read_manifest, task_folders
+from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
 from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.results import read_progress, stream_results
+from dulbe_peft.progress import read_progress
+from dulbe_peft.results import stream_results
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
@@ -28,7 +29,7 @@ class Run:
         name: what the report calls it; the folder's name.
         results: what `results.json` holds, of the finished tasks alone.
         learned: the classes of every finished task.
-        total: how many tasks the stream has.
+        finished: whether the run has written its results.
         settings: strategy, adapter, arguments and classifiers, nested.
         fingerprints: what tells the base model and the data from others; None where the task folders are gone.
         base_model: name or folder of the model that learned; None where it is not known.
@@ -41,7 +42,7 @@ class Run:
     name: str
     results: dict[str, Any]
     learned: list[list[str]]
-    total: int
+    finished: bool
     settings: dict[str, Any]
     fingerprints: dict[str, Any] | None
     base_model: str | None
@@ -78,28 +79,31 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
     try:
         return _read(path)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise ValueError(f"{path} holds a file that is not as a run writes it: {error!r}") from error
 
 
 def _read(path: Path) -> Run:
-    newest, manifest = _newest(path)
+    newest, manifest = newest_task(path, lambda _: None) or (None, {})
     results = _read_json(path / RESULTS_FILE)
     state = {} if newest is None else _read_json(newest / _LEARNER_FILE)
     settings: dict[str, Any] = {}
+    finished = True
     if newest is None and results is None:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor the folder of a finished task: nothing to report")
     if newest is None:
-        learned = total = results["class_names"]
+        learned = results["class_names"]
         settings = {"strategy": results.get("strategy"), **results["configuration"]}
     else:
         identity = {"strategy": {"name": "dulbe"}, **manifest["identity"]}
         identity.setdefault("classifiers", {"bridge": identity.get("head", {})})  # version 0.1 had no other
-        learned, total = manifest["tasks"], identity["classes"]
+        learned = manifest["tasks"]
         settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
         if results is None or results["class_names"] != learned:
             names = state.get("classifiers", ["bridge"])
-            results = stream_results(read_progress(newest), identity, names, manifest["versions"])
+            progress = read_progress(newest, len(learned))
+            results = stream_results(progress, identity, learned, names, manifest["versions"])
+            finished = False
     results = {**results, "class_names": learned}
     if results.get("classifiers"):  # JSON sorts them; the learner's own order is the one that counts
         names = [name for name in state.get("classifiers", ["bridge"]) if name in results["classifiers"]]
@@ -112,7 +116,7 @@ def _read(path: Path) -> Run:
         name=path.resolve().name,
         results=results,
         learned=learned,
-        total=len(total),
+        finished=finished,
         settings=settings,
         fingerprints=None if newest is None else {name: identity.get(name) for name in ("base_model", "data")},
         base_model=None if newest is None else _base_model(newest, state),
@@ -120,16 +124,6 @@ def _read(path: Path) -> Run:
         timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
         examples=_examples(path / PICTURES_FOLDER),
     )
-
-
-def _newest(path: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole task folder and its manifest."""
-    for folder in task_folders(path):
-        try:
-            return folder, read_manifest(folder)
-        except CheckpointError:
-            continue
-    return None, {}
 
 
 def _read_json(path: Path) -> Any:

@@ -22,6 +22,7 @@ from dulbe_peft.report.tables import (
     write_comparison_csv,
     write_comparison_latex,
 )
+from dulbe_peft.streams import metrics
 from dulbe_peft.streams.metrics import LABELS, result_rows
 
 # What the rows of the tables are, for somebody who has not read the paper.
@@ -98,11 +99,12 @@ def render_report(runs: Sequence[Run]) -> str:
     environment.filters |= {"percent": percent, "points": points, "mib": _mib, "count": "{:,}".format}
     groups = group_runs(runs)
     comparison = compare(groups) if len(runs) > 1 else []
+    measured = [row for row in comparison if "last_accuracy" in row.figures]
     return environment.get_template("page.html").render(
         style=(assets / "page.css").read_text(encoding="utf-8"),
         runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
         comparison=comparison,
-        best=max(comparison, key=lambda row: row.figures["last_accuracy"].mean, default=None),
+        best=max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
         same_classes=len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
         repeated=len(groups) < len(runs),
         differences=differences(runs) if len(runs) > 1 else [],
@@ -112,7 +114,7 @@ def render_report(runs: Sequence[Run]) -> str:
 
 def percent(fraction: float | None, digits: int = 2) -> str:
     """A fraction as people read it, in percent; empty where there is none."""
-    return "" if fraction is None else f"{round(100 * fraction, digits) + 0.0:.{digits}f}"  # + 0.0: never "-0.00"
+    return "" if fraction is None else metrics.percent(fraction, digits)
 
 
 def points(fraction: float | None) -> str:
@@ -160,6 +162,7 @@ def _tested(run: Run, key: str) -> dict[str, Any]:
     """What the template shows of a run with test data."""
     results = run.results
     blocks = results["classifiers"]
+    accuracy = blocks[run.first]["last_accuracy"]
     means = results.get("class_means") or blocks.get("prototype")
     lost = results.get("classes", {}).get(run.first, {}).get("forgetting", {})
     classes = class_table(run.predictions, lost)
@@ -168,14 +171,14 @@ def _tested(run: Run, key: str) -> dict[str, Any]:
     columns, counts = confusion(run.predictions, worst)
     return {
         "first": LABELS.get(run.first, run.first),
-        "accuracy": blocks[run.first]["last_accuracy"],
+        "accuracy": accuracy,
         "baselines": [
-            (words, block["last_accuracy"], blocks[run.first]["last_accuracy"] - block["last_accuracy"])
+            (words, block["last_accuracy"], accuracy - block["last_accuracy"])
             for words, block, own in (
                 ("zero-shot, the same model before it learned anything", results.get("zero_shot"), False),
                 ("the class means alone", means, run.first == "prototype"),
             )
-            if block is not None and not own
+            if block is not None and not own and None not in (accuracy, block["last_accuracy"])
         ],
         "rows": result_rows(results),
         "methods": [(label, _METHODS[label]) for label, _ in result_rows(results) if label in _METHODS],

@@ -10,7 +10,7 @@ from typing import Any
 
 from dulbe_peft.files import replacing, write_csv
 from dulbe_peft.report.collect import Run
-from dulbe_peft.streams.metrics import result_rows
+from dulbe_peft.streams.metrics import percent, result_rows
 
 # What `results.json` calls a measure, and what people call it.
 MEASURES = {
@@ -33,9 +33,9 @@ def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
     rows = ["                        A_bar   A_last  forgetting  backward transfer"]
     for label, block in result_rows(results):
-        row = f"{label:<22}{100 * block['average_accuracy']:7.2f}  {100 * block['last_accuracy']:7.2f}"
+        row = f"{label:<22}{percent(block['average_accuracy'], 2):>7}  {percent(block['last_accuracy'], 2):>7}"
         if "forgetting" in block:
-            row += f"  {100 * block['forgetting']:10.2f}  {100 * block['backward_transfer']:17.2f}"
+            row += f"  {percent(block['forgetting'], 2):>10}  {percent(block['backward_transfer'], 2):>17}"
         rows.append(row)
     return "\n".join(rows)
 
