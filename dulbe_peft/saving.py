@@ -29,7 +29,7 @@ from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
-from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
+from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
@@ -44,8 +44,14 @@ ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
 MEMORY_FORMAT = "dulbe-memory-1"
-LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
+# Read by transformers alone. Without it, `pipeline` would take a learner's folder for one of PEFT's and build a new,
+# random classifier on the base model. With it, `pipeline` and `AutoModel` end in an error that names this package.
+TRANSFORMERS_FILE = "config.json"
+TRANSFORMERS_CONFIG = {
+    "model_type": "dulbe_peft",
+    "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
+}
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
@@ -102,6 +108,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "tasks": [list(task) for task in state.tasks],
     }
     write_json(folder / LEARNER_FILE, content)
+    write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
 
 
 def _write_memory(state: LearnerState, folder: Path) -> None:
