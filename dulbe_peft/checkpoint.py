@@ -26,9 +26,10 @@ from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, wri
 MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
 RESULTS_FILE = "results.json"
+TIMINGS_FILE = "timings.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
-TASK_FOLDER = r"task-\d{3,}"
 LOCK_SUFFIX = ".dulbe_peft.lock"
+TASK_FOLDER = r"task-\d{3,}"  # regular expression of the name that a run gives to a finished task's folder
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
