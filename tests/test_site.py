@@ -24,9 +24,9 @@ TOO_WIDE = """() => [
 
 
 def build(site, theme=None):
-    """Build the pages in strict mode, where a warning is an error."""
+    """Build the pages in strict mode, where a warning is an error. With -q there would be no warnings to count."""
     config = ROOT / "mkdocs.yml"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(config), "-d", str(site)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
     command += ["--theme", theme] if theme else []
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
