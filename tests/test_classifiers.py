@@ -22,7 +22,15 @@ from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, BridgeEnsembleHead, Classifier, register_classifier
 from dulbe_peft.classifiers import make_classifier, make_classifiers, spec
-from dulbe_peft.classifiers.calibration import LIMIT, TaskTemperature, fit_temperature, hold_back, temperature
+from dulbe_peft.classifiers.calibration import (
+    LIMIT,
+    TaskTemperature,
+    fit_temperature,
+    hold_back,
+    read_temperatures,
+    rejection_threshold,
+    temperature,
+)
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.ridge import RIDGES
 
@@ -323,6 +331,38 @@ def test_the_temperature_is_fitted_without_the_held_back_images(digits):
     held = hold_back(F.normalize(images, dim=1), labels)
     twin.add_classes(["a", "b"], images[~held], labels[~held])
     assert classifier.temperature == pytest.approx(math.exp(fit_temperature(twin(images[held]), labels[held])))
+
+
+def test_held_back_images_choose_the_rejection_threshold(digits):
+    """The share of held-back images that was asked for is below it, with the task's own temperature."""
+    images, labels = task(digits, [0, 1, 2])
+    classifier, twin = (make_classifier("lda", DIM, SCALE) for _ in range(2))
+    classifier.add_classes(["a", "b", "c"], images, labels)
+    held = hold_back(F.normalize(images, dim=1), labels)
+    twin.add_classes(["a", "b", "c"], images[~held], labels[~held])
+    sure = (twin(images[held]).double() / classifier.temperature).softmax(dim=1).amax(dim=1)
+    for share in (0.05, 0.2, 0.5):
+        threshold = classifier.rejection_threshold(share)
+        assert threshold == pytest.approx(sure.quantile(share).item(), abs=0.02)
+    with pytest.raises(ValueError, match="share of known images between 0 and 1"):
+        classifier.rejection_threshold(1.0)
+    with pytest.raises(ValueError, match="held back no image"):
+        make_classifier("lda", DIM, SCALE).rejection_threshold(0.1)
+
+
+def test_thresholds_of_tasks_are_a_line_of_log_odds_over_the_classes():
+    def constant(odds, classes):
+        return TaskTemperature(0.0, 20, classes, (1 / (1 + math.exp(-odds)),) * 21)
+
+    tasks = [constant(-0.5 * math.log(classes), classes) for classes in (10, 20, 40)]
+    assert rejection_threshold(tasks, 0.05, 80) == pytest.approx(1 / (1 + math.sqrt(80)))
+
+
+@pytest.mark.parametrize("confidences", [[0.1] * 20, [0.9] + [0.1] * 20, [2.0] * 21, ["a"] * 21, 3])
+def test_damaged_confidences_are_refused(confidences):
+    saved = [{"log_temperature": 0.0, "images": 3, "classes": 2, "confidences": confidences}]
+    with pytest.raises(ValueError, match="calibration"):
+        read_temperatures(saved)
 
 
 # ---------------------------------------------------------------------- drift

@@ -13,10 +13,14 @@ import pytest
 import yaml
 from PIL import Image
 
-import dulbe_peft.cli
-from dulbe_peft import cli
+import dulbe_peft
+import dulbe_peft.commands.env
+import dulbe_peft.commands.run
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.cli import StreamArguments, _parser, _pick, _settings, _tasks, main
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.cli import main, make_parser
+from dulbe_peft.commands.run import stream_tasks
+from dulbe_peft.commands.settings import StreamArguments, fields_of, pick, settings_of
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
@@ -91,7 +95,7 @@ def test_class_order_from_a_file(folders, tmp_path, order):
     """Names, or numbers of the classes in sorted order: one, three, two, zero."""
     (tmp_path / "order.txt").write_text(order)
     arguments = ["run", "--data", str(folders), "--increment", "1", "--class-order", str(tmp_path / "order.txt")]
-    tasks = _tasks(_pick(StreamArguments, _settings(_parser().parse_args(arguments))))
+    tasks = stream_tasks(pick(StreamArguments, settings_of(make_parser().parse_args(arguments))))
     assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
@@ -109,12 +113,12 @@ def test_every_field_is_a_flag():
     assert {"shared_rank", "residual_rank", "support_rank", "text_rank", "init_weights"} <= names
     assert "history_rank" not in names and "peft_type" not in names
     flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
-    arguments = _parser().parse_args([*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2"])
-    settings = _settings(arguments)
+    arguments = make_parser().parse_args([*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2"])
+    settings = settings_of(arguments)
     assert settings["target_modules"] == r".*\.fc1" and settings["init_weights"] is False
     assert settings["layers_to_transform"] == [1, 2] and settings["text_target_modules"] == ["fc1", "fc2"]
-    listed = _settings(_parser().parse_args(["run", "--target-modules", "k_proj"]))
-    assert _pick(DualModeLoraConfig, listed).target_modules == ["k_proj"]
+    listed = settings_of(make_parser().parse_args(["run", "--target-modules", "k_proj"]))
+    assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj"]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +176,8 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "off.yaml").write_text("resume: false")
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
-    for name in ("_run", "_demo"):
-        monkeypatch.setattr(cli, name, lambda _: signal.raise_signal(number))
+    for name in ("run", "demo"):
+        monkeypatch.setattr(f"dulbe_peft.commands.{name}.{name}", lambda _: signal.raise_signal(number))
     try:
         assert main(argv) == status
         assert signal.getsignal(signal.SIGTERM) is before[1]
@@ -185,7 +189,7 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
 
 
 def test_other_commands_stop_without_advice(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_env", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("dulbe_peft.commands.env.env", lambda _: signal.raise_signal(signal.SIGTERM))
     assert main(["env"]) == 143
     assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 
@@ -199,7 +203,7 @@ def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
         except SystemExit:
             raise ChildProcessError("a process that reads images died") from None
 
-    monkeypatch.setattr(cli, "_env", call)
+    monkeypatch.setattr("dulbe_peft.commands.env.env", call)
     assert main(["env"]) == 143
     assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 
@@ -224,10 +228,70 @@ def test_yaml_s_own_readings_of_numbers_and_of_no(tmp_path, monkeypatch):
         "learning_rate: 1e-3\nmixed_precision: no\nmodel: x\ndata: y\noutput: z\nseed: 3\n"
     )
     seen = []
-    monkeypatch.setattr(dulbe_peft.cli, "_tasks", lambda stream: seen.append(stream) or 1 / 0)
-    real = dulbe_peft.cli._pick
-    monkeypatch.setattr(dulbe_peft.cli, "_pick", lambda cls, settings: seen.append(real(cls, settings)) or seen[-1])
+    monkeypatch.setattr(dulbe_peft.commands.run, "stream_tasks", lambda stream: seen.append(stream) or 1 / 0)
+    real = pick
+    monkeypatch.setattr(
+        dulbe_peft.commands.run, "pick", lambda cls, settings: seen.append(real(cls, settings)) or seen[-1]
+    )
     with pytest.raises(ZeroDivisionError):
         main(["run", "--config", str(tmp_path / "run.yaml")])
     args = seen[2]
     assert (args.learning_rate, args.mixed_precision, args.seed) == (1e-3, "no", 3)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"dulbe_peft {dulbe_peft.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "evaluate", "export", "env"])
+def test_help_fits_a_screen(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 48 and max(map(len, said.splitlines())) <= 100
+
+
+def test_the_rest_of_the_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help-all"])
+    everything = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    short = capsys.readouterr().out
+    assert stop.value.code == 0 and "example:" in short and "--help-all" in short
+    for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments):
+        for field in fields_of(cls):
+            assert "--" + field.name.replace("_", "-") in everything
+    assert "--structure-weight" not in short
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["run", "--lerning-rate", "1"], "dulbe-peft run: unknown flag --lerning-rate; did you mean --learning-rate?"),
+        (["run", "--epoch", "1"], "unknown flag --epoch; did you mean --epochs?"),
+        (["evaluate", "x", "--dta", "y"], "unknown flag --dta; did you mean --data?"),
+        (["evaluate", "x"], "dulbe-peft evaluate: the following arguments are required: --data"),
+        (["run", "photos"], "unknown argument 'photos'"),
+        (["run", "--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["learnt"], "learnt"),
+    ],
+)
+def test_mistyped_flags_get_a_hint(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and words in said and said.count("\n") == 1
+
+
+def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys):
+    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
+    assert main([*base, "--strategy", "frozen", "--output", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)
+    assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
+    assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err

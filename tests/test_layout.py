@@ -94,6 +94,14 @@ ORDER = [
     "learner",
     "report",
     "demo",
+    "commands.parser",
+    "commands.settings",
+    "commands.loading",
+    "commands.demo",
+    "commands.run",
+    "commands.evaluate",
+    "commands.export",
+    "commands.env",
     "cli",
 ]
 ONLY = {

@@ -10,14 +10,15 @@ import yaml
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.cli import StreamArguments, _fields, _parser
+from dulbe_peft.cli import make_parser
+from dulbe_peft.commands.settings import StreamArguments, fields_of
 from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 SETTINGS = {
-    field.name: field for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in _fields(cls)
+    field.name: field for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in fields_of(cls)
 }
 
 
@@ -53,7 +54,7 @@ def test_commands_parse():
     ]
     assert len(commands) >= 5
     for command in commands:
-        _parser().parse_args(command.split())
+        make_parser().parse_args(command.split())
 
 
 def test_ci_runs_the_readme_s_test_command():

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int, check_number
-from dulbe_peft.classifiers.calibration import TaskTemperature, fit_temperature, hold_back, temperature
+from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
 from dulbe_peft.classifiers.files import SavedState
 from dulbe_peft.functional import without_autocast
 from dulbe_peft.streams.names import check_class_names
@@ -219,8 +219,7 @@ class Classifier(SavedState):
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, ()
         twin._install(choices)
-        task = TaskTemperature(fit_temperature(twin.logits(images), labels), len(images), classes)
-        return choices, (task,)
+        return choices, (fit_task(twin.logits(images), labels),)
 
     def fork(self) -> Self:
         """A classifier with the same classes that can learn on without changing this one; tensors are shared."""
@@ -270,6 +269,22 @@ class Classifier(SavedState):
     def temperature(self) -> float:
         """T of `probabilities`; 1 where no image could be held back to fit it."""
         return temperature(self._calibration, len(self._class_names))
+
+    def rejection_threshold(self, share: float) -> float:
+        """The probability below which an image is taken for none of the classes.
+
+        Args:
+            share: false alarms that are accepted, in (0, 1): so many of the held-back training images of the known
+                classes had a smaller largest probability when their task was learned.
+
+        Raises:
+            ValueError: no image could be held back, or the share is out of range.
+
+        Reference:
+            Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
+            Networks", 2017: the largest softmax probability as the score.
+        """
+        return rejection_threshold(self._calibration, share, len(self._class_names))
 
     @property
     def class_names(self) -> list[str]:

@@ -21,6 +21,7 @@ FOLDS = 5
 DOUBT = (
     1 / 3
 )  # images that count as wrong; fewer made the probabilities of ten or fewer images too sure, more too unsure
+QUANTILES = 21
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
 
@@ -32,11 +33,14 @@ class TaskTemperature:
         log_temperature: log T.
         images: number of held-back images.
         classes: number of classes that the scores were over.
+        confidences: 21 quantiles, from the least to the largest, of the held-back images' largest probabilities;
+            empty where an earlier version fitted the temperature.
     """
 
     log_temperature: float
     images: int
     classes: int
+    confidences: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, kinds, least, most in (
@@ -46,6 +50,13 @@ class TaskTemperature:
         ):
             if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
                 raise ValueError(f"{name} of a calibration must be a number from {least} to {most}, got {value!r}")
+        shares = self.confidences
+        if shares and not (
+            len(shares) == QUANTILES
+            and all(isinstance(share, float) and 0 <= share <= 1 for share in shares)
+            and list(shares) == sorted(shares)
+        ):
+            raise ValueError(f"confidences of a calibration must be {QUANTILES} rising fractions, got {shares!r:.100}")
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
@@ -61,13 +72,55 @@ def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
     """
     if not tasks or not classes:
         return 1.0
+    line = _line(tasks, [task.log_temperature for task in tasks], classes)
+    return math.exp(min(LIMIT, max(-LIMIT, line)))
+
+
+def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes: int) -> float:
+    """The probability that the given share of held-back images stays below.
+
+    With more classes, largest probabilities are smaller. So the log-odds of every task's own threshold are taken to
+    be a line over the logarithm of the number of classes, as in `temperature`.
+
+    Args:
+        tasks: what was fitted; each task weighs as many as it has held-back images.
+        share: in (0, 1).
+        classes: number of seen classes.
+
+    Raises:
+        ValueError: no image was held back, or the share is no such number.
+
+    >>> task = TaskTemperature(0.0, 40, 10, tuple(step / 20 for step in range(21)))
+    >>> round(rejection_threshold([task], 0.1, 10), 3)
+    0.1
+    """
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
+    told = [task for task in tasks if task.confidences]
+    if not told:
+        raise ValueError(
+            "the classifier has held back no image, so there is no score below which an image is unknown: classes "
+            "need two images or more, and files of version 0.1 have no such scores"
+        )
+    odds = []
+    for task in told:
+        place = share * (QUANTILES - 1)
+        left = min(int(place), QUANTILES - 2)
+        low, high = task.confidences[left : left + 2]
+        value = min(1 - 1e-6, max(1e-6, low + (place - left) * (high - low)))
+        odds.append(math.log(value / (1 - value)))
+    return 1 / (1 + math.exp(-_line(told, odds, classes)))
+
+
+def _line(tasks: Sequence[TaskTemperature], values: Sequence[float], classes: int) -> float:
+    """The weighted least-squares line of the tasks' values over the logarithm of their classes, at `classes`."""
     total = sum(task.images for task in tasks)
     centre = sum(task.images * math.log(task.classes) for task in tasks) / total
-    mean = sum(task.images * task.log_temperature for task in tasks) / total
-    across = sum(task.images * (math.log(task.classes) - centre) * (task.log_temperature - mean) for task in tasks)
+    mean = sum(task.images * value for task, value in zip(tasks, values, strict=True)) / total
+    across = sum(t.images * (math.log(t.classes) - centre) * (v - mean) for t, v in zip(tasks, values, strict=True))
     spread = sum(task.images * (math.log(task.classes) - centre) ** 2 for task in tasks)
     slope = across / spread if spread > 1e-6 * total else 0.0
-    return math.exp(min(LIMIT, max(-LIMIT, mean + slope * (math.log(classes) - centre))))
+    return mean + slope * (math.log(classes) - centre)
 
 
 def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]:
@@ -83,12 +136,31 @@ def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
     """
     if saved is None:
         return ()
-    fields = {"log_temperature", "images", "classes"}
-    if not isinstance(saved, list) or not all(isinstance(task, dict) and set(task) == fields for task in saved):
+    needed = {"log_temperature", "images", "classes"}  # version 0.1 had no confidences
+    if not isinstance(saved, list) or not all(
+        isinstance(task, dict)
+        and needed <= set(task) <= needed | {"confidences"}
+        and isinstance(task.get("confidences", []), (list, tuple))
+        for task in saved
+    ):
         raise ValueError(
-            f"calibration must be a list with {', '.join(sorted(fields))} for each task, got {saved!r:.100}"
+            f"calibration must be a list with {', '.join(sorted(needed))} for each task, got {saved!r:.100}"
         )
-    return tuple(TaskTemperature(**task) for task in saved)
+    return tuple(TaskTemperature(**task | {"confidences": tuple(task.get("confidences", ()))}) for task in saved)
+
+
+def fit_task(logits: torch.Tensor, labels: torch.Tensor) -> TaskTemperature:
+    """The temperature of a task's held-back images, and how sure the classifier is of them with it.
+
+    Args:
+        logits: (n, C), of held-back images, n at least 1, C at least 2.
+        labels: (n,), integers, columns of `logits`.
+    """
+    fitted = fit_temperature(logits, labels)
+    largest = (logits.double().cpu() * math.exp(-fitted)).softmax(dim=1).amax(dim=1)
+    steps = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
+    confidences = tuple(round(value, 6) for value in largest.quantile(steps).clamp(0, 1).tolist())
+    return TaskTemperature(fitted, len(logits), logits.shape[1], confidences)
 
 
 def ranking(images: torch.Tensor) -> torch.Tensor:

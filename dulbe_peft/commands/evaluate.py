@@ -1,0 +1,52 @@
+"""`dulbe-peft evaluate`: test a saved learner on images."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dulbe_peft.commands.loading import add_learner, load_learner
+
+EXAMPLE = """example:
+  dulbe-peft evaluate out --data photos
+
+The figures go to standard output as JSON, in full. The lines for people go to standard error.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("evaluate", help="test a saved learner on images", epilog=EXAMPLE)
+    add_learner(parser)
+    parser.add_argument("--data", required=True, help="images, as for run")
+    parser.add_argument("--split", default="test", help="split of the data (%(default)s)")
+    parser.set_defaults(call=evaluate)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    from dulbe_peft.streams.readers import load_data
+    from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
+    from dulbe_peft.streams.tasks import select_classes
+
+    learner = load_learner(arguments)
+    data = load_data(arguments.data, split=arguments.split)
+    carried = dataset_class_names(data) or ()
+    known = [name for name in carried if name in set(learner.class_names)]
+    if not known:
+        raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.learner!r}")
+    unknown = [name for name in carried if name not in set(known)]
+    chosen = select_classes(data, known)
+    figures = learner.evaluate(chosen)
+    figures |= {
+        "num_classes": len(known),
+        "not_learned": {"classes": unknown, "num_images": len(dataset_labels(data)) - len(chosen)},
+    }
+    print(f"{len(chosen)} images of {len(known)} classes:", file=sys.stderr)
+    for name, accuracy in figures["classifiers"].items():
+        print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
+    if unknown:
+        left_out = figures["not_learned"]["num_images"]
+        print(f"left out, because they were not learned: {', '.join(unknown)} ({left_out} images)", file=sys.stderr)
+    print(json.dumps(figures, indent=2, ensure_ascii=False))
+    return 0

@@ -1,0 +1,146 @@
+"""What a command can be told: the fields of dataclasses as flags and as keys of a YAML file.
+
+Flags win over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.specs import closest
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamArguments:
+    """Where a stream comes from and where it goes."""
+
+    model: str = dataclasses.field(
+        default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
+    )
+    data: str = dataclasses.field(
+        default="",
+        metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
+    )
+    output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
+    strategy: str = dataclasses.field(
+        default="dulbe",
+        metadata={"help": "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing."},
+    )
+    classifiers: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
+    )
+    increment: int = dataclasses.field(default=10, metadata={"help": "Classes per task."})
+    initial_increment: int | None = dataclasses.field(
+        default=None, metadata={"help": "Classes of the first task, where it differs."}
+    )
+    train_split: str = dataclasses.field(default="train", metadata={"help": "Name of the split to learn from."})
+    test_split: str = dataclasses.field(default="test", metadata={"help": "Name of the split to test on."})
+    class_order: str | None = dataclasses.field(
+        default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
+    )
+    order_seed: int | None = dataclasses.field(
+        default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
+    )
+    revision: str | None = dataclasses.field(default=None, metadata={"help": "Revision of a model on the Hub."})
+    attn_implementation: str | None = dataclasses.field(
+        default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."}
+    )
+    resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
+    dry_run: bool = dataclasses.field(
+        default=False, metadata={"help": "Print adapted layers, ranks, trainable parameters and memory, and exit."}
+    )
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(StreamArguments).items():
+            value = getattr(self, name)
+            if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+                raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
+
+
+def fields_of(cls: Any) -> list[Any]:
+    """The fields of a dataclass that are settings."""
+    return cls.own_fields() if hasattr(cls, "own_fields") else list(dataclasses.fields(cls))
+
+
+def add_flag(group: Any, field: Any, hint: Any) -> argparse.Action:
+    """Make a field of a dataclass a flag of the group; its default is left to the dataclass."""
+    flag = "--" + field.name.replace("_", "-")
+    default = "" if field.default in (None, "") else f" (default: {field.default})"
+    text = (field.metadata["help"] + default).replace("%", "%%")
+    if hint is bool:
+        return group.add_argument(
+            flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
+        )
+    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+    metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
+    return group.add_argument(
+        flag,
+        dest=field.name,
+        help=text,
+        type=_converter(kinds),
+        choices=field.metadata.get("choices"),
+        default=argparse.SUPPRESS,
+        metavar=None if "choices" in field.metadata else metavar,
+    )
+
+
+def _converter(kinds: tuple[Any, ...]) -> Any:
+    """How a flag's text becomes one of the field's types; commas separate the entries of a list."""
+    if list[int] in kinds:
+        return lambda text: [int(part) for part in text.split(",")]
+    if list[str] in kinds and str in kinds:
+        return lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text
+    return (lambda text: text.split(",")) if list[str] in kinds else kinds[0]
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The YAML file's settings, with the flags' on top."""
+    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
+    hints = {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
+    known = set(hints)
+    settings: dict[str, Any] = {}
+    if arguments.config:
+        import yaml
+
+        path = Path(arguments.config)
+        if not path.is_file():
+            raise FileNotFoundError(f"configuration file {str(path)!r} does not exist")
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
+        if not isinstance(loaded, dict):
+            kind = type(loaded).__name__
+            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got a {kind}")
+        for name in loaded:
+            if name not in known:
+                hint = closest(str(name), sorted(known)).partition(" (known")[0]
+                raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
+        settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
+    settings.update({name: value for name, value in vars(arguments).items() if name in known})
+    return settings
+
+
+def _from_yaml(value: Any, hint: Any) -> Any:
+    """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
+    if hint is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if hint is str and isinstance(value, bool):
+        return "yes" if value else "no"
+    return value
+
+
+def pick(cls: Any, settings: dict[str, Any]) -> Any:
+    """An object of the dataclass, with those settings that are its own."""
+    return cls(**{field.name: settings[field.name] for field in fields_of(cls) if field.name in settings})
