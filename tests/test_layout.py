@@ -97,6 +97,8 @@ ORDER = [
     "commands.parser",
     "commands.settings",
     "commands.loading",
+    "commands.data",
+    "commands.dry_run",
     "commands.demo",
     "commands.run",
     "commands.evaluate",
