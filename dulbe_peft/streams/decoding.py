@@ -6,6 +6,7 @@ Pillow gets a fixed list of formats. Without it, a PostScript file that is named
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import IO, Any
 
@@ -37,8 +38,11 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 # Pillow refuses images of more than twice `Image.MAX_IMAGE_PIXELS`, and warns from half of that on. The refusal is
-# our limit: cameras of 100 million pixels exist. A filter of the user's own stands before this one.
+# our limit: cameras of 100 million pixels exist. Damaged EXIF is no news either, where the pixels are whole. These
+# filters stand behind the user's own.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
+warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
+_one_at_a_time = threading.Lock()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -79,8 +83,13 @@ def open_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
             has been changed.
     """
     try:
-        return Image.open(source, formats=IMAGE_FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        try:
+            return Image.open(source, formats=IMAGE_FORMATS)
+        except Warning:  # where a program makes errors of warnings, it must read the same images
+            with _one_at_a_time, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return Image.open(source, formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         raise ValueError(f"it is {_size(source) or error} large; at most {most} pixels are read") from error
 
