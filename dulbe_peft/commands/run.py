@@ -27,7 +27,6 @@ ESSENTIAL = {
     "classifiers",
     "increment",
     "test_fraction",
-    "skip_unreadable",
     "class_order",
     "dry_run",
     "epochs",
