@@ -21,6 +21,7 @@ from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
 from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.deployment.export import export_learner, export_onnx, export_transformers
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.state import LearnerState
@@ -59,7 +60,10 @@ __all__ = [
     "class_incremental_tasks",
     "collect_statistics",
     "cross_modal_loss",
+    "export_learner",
     "export_lora",
+    "export_onnx",
+    "export_transformers",
     "load_clip",
     "load_data",
     "load_dual_encoder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def model_card(
     count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base = state.base_name[0]
-    elsewhere = "" if _is_repo_id(base) else " (a folder where it was made; anywhere else, pass `base_model=`)"
+    elsewhere = "" if is_repo_id(base) else " (a folder where it was made; anywhere else, pass `base_model=`)"
     parts = [] if state.adapter is None else ["a dual-mode low-rank adapter for PEFT"]
     parts.append(f"the classifiers {', '.join(f'`{name}`' for name in state.classifiers)}")
     if statistics and state.memory:
@@ -48,19 +49,21 @@ def model_card(
     sections = [
         f"# {title}",
         f"This {encoder_of(state.base).title} model learned {count}, one task after the other, without keeping images "
-        f"of old ones, with the strategy `{state.strategy.name}`: {', '.join(parts)}. Made with `dulbe_peft`. Base "
+        f"of old ones, with the strategy `{state.strategy.name}`: {', '.join(parts)}. Made with {project()}. Base "
         f"model: `{base}`{elsewhere}.",
         "## Use",
+        fenced("bash", "pip install dulbe_peft"),
         _snippets(source, state),
+        _ELSEWHERE,
         "## Classes",
         "One line a task, in the order they were learned.",
-        _fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in state.tasks)),
+        fenced("json", "\n".join(json.dumps(list(task), ensure_ascii=False) for task in state.tasks)),
     ]
     if results and results.get("classifiers"):
         about = f" on {dataset_name}" if dataset_name else ""
         sections += ["## Results", f"Top-1 accuracy in percent over all seen classes{about}.", _results(results)]
     sections += ["## Settings", _settings(state), _DECISIONS]
-    sections += ["## Citation", _fenced("bibtex", _CITATION)]
+    sections += ["## Citation", fenced("bibtex", _CITATION)]
     return f"---\n{_header(state, title, count, results, dataset_name)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
@@ -83,8 +86,8 @@ def _header(
                 )
             )
     data = ModelCardData(
-        base_model=base if _is_repo_id(base) else None,
-        library_name="peft",
+        base_model=base if is_repo_id(base) else None,
+        library_name="dulbe_peft",
         pipeline_tag="image-classification",
         tags=[
             "class-incremental-learning",
@@ -99,7 +102,19 @@ def _header(
     return data.to_yaml().strip()
 
 
-def _is_repo_id(name: str | None) -> bool:
+def project() -> str:
+    """The package's name, linked to the address that its metadata has for the project, where there is one."""
+    try:
+        fields = metadata.metadata("dulbe_peft")
+    except metadata.PackageNotFoundError:
+        return "`dulbe_peft`"
+    labelled = [entry.partition(", ")[2] for entry in fields.get_all("Project-URL") or ()]
+    addresses = [address for address in (*(fields.get_all("Home-page") or ()), *labelled) if address]
+    return f"[`dulbe_peft`]({addresses[0]})" if addresses else "`dulbe_peft`"
+
+
+def is_repo_id(name: str | None) -> bool:
+    """Whether `name` can be a repository on the Hub, and is no folder here."""
     if not name or Path(name).exists():
         return False
     try:
@@ -110,12 +125,12 @@ def _is_repo_id(name: str | None) -> bool:
 
 
 def _snippets(source: str, state: LearnerState) -> str:
-    whole = f"""import dulbe_peft  # registers the method with PEFT; without it loading ends in KeyError: 'DULBE'
+    whole = f"""import dulbe_peft
 from PIL import Image
 
 learner = dulbe_peft.ClassIncrementalLearner.from_pretrained({source!r})
 print(learner.predict(Image.open("photo.jpg")))"""
-    parts = [_fenced("python", whole)]
+    parts = [fenced("python", whole)]
     if state.adapter is not None:
         kind = type(state.base).__name__
         adapter = f"""import dulbe_peft
@@ -124,13 +139,13 @@ from transformers import {kind}
 
 clip = {kind}.from_pretrained({state.base_name[0]!r})
 model = PeftModel.from_pretrained(clip, {source!r})"""
-        parts += ["The adapter alone, for PEFT:", _fenced("python", adapter)]
+        parts += ["The adapter alone, for PEFT:", fenced("python", adapter)]
     classifier = type(next(iter(state.classifiers.values()))).__name__
     head = f"""from dulbe_peft import {classifier}
 
 classifier = {classifier}.from_pretrained({source!r})
 print(classifier.class_names)"""
-    return "\n\n".join([*parts, "A classifier alone, for the model's image features:", _fenced("python", head)])
+    return "\n\n".join([*parts, "A classifier alone, for the model's image features:", fenced("python", head)])
 
 
 def _results(results: dict[str, Any]) -> str:
@@ -147,13 +162,19 @@ def _settings(state: LearnerState) -> str:
         values["adapter"] = {field.name: plain[field.name] for field in state.config.own_fields()}
     values["arguments"] = state.args.portable()
     values["classifiers"] = {name: classifier.settings() for name, classifier in state.classifiers.items()}
-    return _fenced("json", json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False))
+    return fenced("json", json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False))
 
 
-def _fenced(language: str, text: str) -> str:
+def fenced(language: str, text: str) -> str:
+    """A block of code in Markdown."""
     return f"```{language}\n{text}\n```"
 
 
+_ELSEWHERE = (
+    "`import dulbe_peft` registers the method with PEFT. Without it, PEFT ends in `KeyError: 'DULBE'`, and "
+    "transformers in an error that names `dulbe_peft`. For use without this package, `dulbe-peft export` writes stock "
+    "LoRA, a plain model for transformers, or an ONNX graph."
+)
 _DECISIONS = (
     "What each setting decides where the paper leaves a choice open: `docs/decisions.md` in the repository of "
     "`dulbe_peft`."

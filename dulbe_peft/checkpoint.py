@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, write_json
 
 MANIFEST = "manifest.json"
+LEARNER_FILE = "learner.json"
 RESULTS_FILE = "results.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
 LOCK_SUFFIX = ".dulbe_peft.lock"
@@ -127,6 +128,56 @@ def commit_alone(folder: Path, write: Callable[[Path], None], fields: dict[str, 
     with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
         clear_leftovers(folder.parent, re.escape(folder.name))
         commit_folder(folder, write, fields)
+
+
+def commit_export(folder: str | Path, kind: str, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a folder that is used elsewhere, and put it in place whole; replace only an earlier export.
+
+    Args:
+        folder: the folder to make; a link is followed.
+        kind: the format of the export, for the manifest.
+        write: called with the temporary folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: `folder` lies in a saved learner, or holds a file that no export wrote or that was changed
+            since. Nothing is changed.
+        OSError: as `commit_folder`.
+    """
+    target = Path(folder).resolve()
+    _check_only_an_export(target)
+    about = {"format": kind}
+
+    def fill(temporary: Path) -> None:
+        write(temporary)
+        card = temporary / MODEL_CARD
+        if card.is_file():  # the manifest's list leaves it out
+            about["card_sha256"] = _sha256(card)
+
+    commit_alone(target, fill, {"export": about})
+    return Path(folder)
+
+
+def _check_only_an_export(folder: Path) -> None:
+    """Raise a `FileExistsError` unless all that is in `folder` is what an earlier export wrote."""
+    for place in (folder, *folder.parents):
+        if (place / LEARNER_FILE).is_file():
+            raise FileExistsError(f"{place} holds a saved learner: export to a folder outside of it")
+    written: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # then no export wrote the folder
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        card = {MODEL_CARD: manifest["export"].get("card_sha256")}
+        written = {name: entry["sha256"] for name, entry in manifest["files"].items()} | card
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        ours = path.is_file() and (name == MANIFEST or written.get(name) == _sha256(path))
+        if path.is_symlink() or not (path.is_dir() or (written and ours)):
+            raise FileExistsError(
+                f"{folder} holds {name!r}, which no export wrote or which was changed since: choose another folder, "
+                "nothing is replaced"
+            )
 
 
 def _seal(folder: Path, fields: dict[str, Any]) -> None:

@@ -158,11 +158,17 @@ def _cpu_group() -> distributed.ProcessGroup:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise where parameters are spread over processes: the method reads whole weights and whole gradients.
+    """Raise where a parameter is not whole in this process: the method reads whole weights and whole gradients.
 
     Raises:
-        ValueError: a parameter is a DTensor or one of FSDP's or DeepSpeed ZeRO-3's.
+        ValueError: a parameter is a DTensor or one of FSDP's or DeepSpeed ZeRO-3's, or has no values here.
     """
+    absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if absent is not None:
+        raise ValueError(
+            f"{absent} is on the meta device and has no values, as with weights that are offloaded to the disk: load "
+            "the model without device_map and without offloading"
+        )
     kinds = {type(module).__name__ for module in model.modules()}
     found = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
     for name, parameter in model.named_parameters():

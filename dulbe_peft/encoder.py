@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.distributed import gather_rows, padded_shard, raise_in_all, shard, sum_over_processes, world
-from dulbe_peft.images import PixelDataset
+from dulbe_peft.images import UNREADABLE, PixelDataset, ReadableImages
 from dulbe_peft.profiling import Profile
 from dulbe_peft.streams.names import format_prompts
 
@@ -87,14 +87,14 @@ class Encoder:
         # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
         next(loaded, None)
 
-    def batches(self, images: PixelDataset, title: str) -> Iterator[Batch]:
+    def batches(self, images: PixelDataset | ReadableImages, title: str) -> Iterator[Batch]:
         """Batches of this process's part of the images."""
         size, part = self.args.eval_batch_size, shard(range(len(images)))
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
-    def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterable[Batch]:
+    def _load(self, images: PixelDataset | ReadableImages, title: str, batches: list[list[int]]) -> Iterable[Batch]:
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(
             images,
@@ -128,6 +128,19 @@ class Encoder:
                 features[index] = self.image_embeds(pixels)
         sum_over_processes([features])
         return features
+
+    @torch.no_grad()
+    def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
+        """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
+        readable = ReadableImages(images)
+        features = torch.zeros(len(images), self.embed_dim, device=self.device)
+        with raise_in_all():
+            for pixels, flags, index in self.batches(readable, title):
+                embeds = self.image_embeds(pixels)
+                features[index] = embeds * (flags != UNREADABLE)[:, None]
+        sum_over_processes([features])
+        missing = (features == 0).all(dim=1).nonzero()[:, 0].tolist()
+        return features, {index: readable.reason(index) for index in missing}
 
     # ------------------------------------------------------------------ class names
 

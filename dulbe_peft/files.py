@@ -82,6 +82,10 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise OSError(f"{path} cannot be written: {error}") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"{path} cannot be written: {error}") from error  # what tokenizers raise over a full disk
 
 
 def sync(path: Path) -> None:

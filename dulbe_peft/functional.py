@@ -306,7 +306,8 @@ def reliability_weights(rho: torch.Tensor, temperature: float) -> torch.Tensor:
     Reference:
         "Reliability-Guided Bridge-Prototype Ensemble", pi_c(alpha_k).
     """
-    return (rho / temperature).softmax(dim=1)
+    # A smaller beta is 0 in the tensor's type, and 0 / 0 is no number. The limit is the same: the best depth alone.
+    return (rho / max(temperature, torch.finfo(rho.dtype).tiny)).softmax(dim=1)
 
 
 # ---------------------------------------------------------------------- losses

@@ -64,3 +64,37 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                 f"its own label is {label}, but the dataset's list of labels says {int(self.labels[index])}; "
                 "make both the same"
             )
+
+
+UNREADABLE = -2
+
+
+class ReadableImages(Dataset[tuple[torch.Tensor, int, int]]):
+    """A data set's images; one that cannot be read is black, and its label is `UNREADABLE`.
+
+    Args:
+        images: the images, which raise a ValueError for one that cannot be read.
+    """
+
+    def __init__(self, images: PixelDataset) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        try:
+            return self.images[index]
+        except ValueError:
+            return torch.zeros(3, self.images.image_size, self.images.image_size), UNREADABLE, index
+
+    def reason(self, index: int) -> str:
+        """Why an image cannot be read: the first error, without those that add where it happened."""
+        try:
+            self.images[index]
+        except ValueError as error:
+            first: BaseException = error
+            while first.__cause__ is not None:
+                first = first.__cause__
+            return str(first)
+        return "it could not be read the first time"

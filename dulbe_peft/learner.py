@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,14 @@ from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.devices import choose_device
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
+from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.run import run_stream
 from dulbe_peft.specs import parse_spec
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
+from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
@@ -290,24 +292,65 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ using
 
-    def image_embeds(self, dataset: Any, labels: Any = None) -> torch.Tensor:
-        """Unit features of a dataset's images, or of a sequence of (image, label) pairs, (n, d)."""
+    def image_embeds(self, images: Any, labels: Any = None) -> torch.Tensor:
+        """Unit features of images, (n, d), float32.
+
+        Args:
+            images: whatever [`predict`] takes.
+            labels: only for a data set: what its items' labels must be, (n,).
+        """
+        dataset = Gallery(images) if labels is None else images
         with self._turn, self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
-    def predict(self, images: Any) -> list[str]:
+    def predict(
+        self, images: Any, top_k: int | None = None, return_scores: bool = False, reject: float | None = None
+    ) -> list[Any]:
         """The most likely seen class of each image.
 
         Args:
-            images: one PIL image, or a sequence of PIL images or preprocessed float tensors (3, height, width).
+            images: a path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor
+                (3, height, width) or a batch of them; a data set; or a list of all of these.
+            top_k: how many classes to give for each image, the best first; None gives the best one alone.
+            return_scores: give each class as (name, calibrated probability).
+            reject: accepted share of false alarms, such as 0.05. An image whose best probability is smaller than that
+                of all but this share of the held-back training images is taken for none of the classes. Its answer
+                is None, or an empty list with `top_k`.
+
+        Returns:
+            One entry for each image: a name, or with `top_k` a list of names; (name, probability) in place of a name
+            with `return_scores`.
 
         Raises:
-            ValueError: no task has been learned yet.
+            ValueError: no task has been learned yet, an image cannot be read, or nothing was held back to choose the
+                threshold of `reject` by.
+
+        Example:
+            >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
+            [[('dog', 0.93), ('cat', 0.05)]]
+        """
+        answers: list[Any] = []
+        for row in self.predictions(images, 1 if top_k is None else top_k, reject):
+            if row.error is not None:
+                raise ValueError(f"image {len(answers)} ({row.image}) cannot be read: {row.error}")
+            names: list[Any] = list(row.classes)
+            if return_scores:
+                names = list(zip(row.classes, row.probabilities, strict=True))
+            names = names if row.known else []
+            answers.append(names if top_k is not None else next(iter(names), None))
+        return answers
+
+    def predictions(self, images: Any, top_k: int = 1, reject: float | None = None) -> list[Prediction]:
+        """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
+
+        Args:
+            images: as in `predict`.
+            top_k: how many classes to give for each image.
+            reject: as in `predict`.
         """
         self._check_learned()
-        rows = list(images) if isinstance(images, (list, tuple)) else [images]
-        chosen = self.classifier(self.image_embeds([(image, -1) for image in rows])).argmax(dim=1)
-        return [self.class_names[int(index)] for index in chosen]
+        with self._turn, self._resting():
+            return predict_images(self.encoder, self.classifier, Gallery(images), top_k, reject)
 
     @torch.no_grad()
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -465,6 +508,7 @@ class ClassIncrementalLearner:
         revision: str | None = None,
         token: str | None = None,
         cache_dir: str | Path | None = None,
+        machine: Mapping[str, Any] | None = None,
     ) -> ClassIncrementalLearner:
         """Load what `save_pretrained` wrote or `push_to_hub` uploaded, onto a pristine base model.
 
@@ -475,13 +519,14 @@ class ClassIncrementalLearner:
             revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
             token: of the Hub; None takes the one that is stored on the machine.
             cache_dir: where downloads are kept; None: the Hub client's cache.
+            machine: settings of this machine, such as {"device": "cpu", "num_workers": 4}, in place of the defaults.
 
         Raises:
             FileNotFoundError: there is no such folder, repository or revision.
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
-        with saving.opened(folder, base_model, args) as state:
+        with saving.opened(folder, base_model, args, machine) as state:
             empty = [
                 type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
                 for c in state.classifiers.values()

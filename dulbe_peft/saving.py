@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
 from dulbe_peft.card import model_card
-from dulbe_peft.checkpoint import MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
+from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process
@@ -43,8 +43,14 @@ ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
 MEMORY_FORMAT = "dulbe-memory-1"
-LEARNER_FILE = "learner.json"
 PROCESSOR_FOLDER = "processor"
+# Read by transformers alone. Without it, `pipeline` would take a learner's folder for one of PEFT's and build a new,
+# random classifier on the base model. With it, `pipeline` and `AutoModel` end in an error that names this package.
+TRANSFORMERS_FILE = "config.json"
+TRANSFORMERS_CONFIG = {
+    "model_type": "dulbe_peft",
+    "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
+}
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
@@ -101,6 +107,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "tasks": [list(task) for task in state.tasks],
     }
     write_json(folder / LEARNER_FILE, content)
+    write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
 
 
 def _write_memory(state: LearnerState, folder: Path) -> None:
@@ -277,19 +284,32 @@ def _check_widths(shapes: dict[str, tuple[int, ...]], widths: dict[str, int]) ->
 
 
 @contextmanager
-def opened(folder: Path, base_model: nn.Module | None, args: LearnerArguments | None) -> Iterator[LearnerState]:
+def opened(
+    folder: Path,
+    base_model: nn.Module | None,
+    args: LearnerArguments | None,
+    machine: Mapping[str, Any] | None = None,
+) -> Iterator[LearnerState]:
     """The state in a folder, on a base model; where the block raises, a given base model is as it was.
 
     Args:
         folder: what `save` wrote.
         base_model: the pristine model; None loads the one that the folder names.
         args: settings; None takes the saved ones without the machine's.
+        machine: settings of the machine, in place of the defaults.
+
+    Raises:
+        ValueError: `machine` holds a setting that is not of the machine.
     """
+    other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
+    if other:
+        known = ", ".join(MACHINE_SETTINGS)
+        raise ValueError(f"{other[0]!r} belongs to the learner, not to the machine; settings of the machine: {known}")
     checkpoint.read_manifest(folder)
     saved = _read_state(folder)
     with _strictly(folder):
         strategy = make_strategy(saved["strategy"])
-        settings = args or portable(saved["arguments"])
+        settings = replace(args or portable(saved["arguments"]), **machine or {})
         config = _read_config(folder) if ADAPTER_CONFIG_FILE in _listed(folder) else None
         if config is None and strategy.adapts:
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")

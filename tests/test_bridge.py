@@ -469,3 +469,12 @@ def test_a_failed_save_leaves_the_old_files(head, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         head.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("beta", [1e-30, 2e-39, 5e-324])
+def test_a_tiny_reliability_temperature_trusts_the_best_depth_alone(beta):
+    head = BridgeEnsembleHead(4, reliability_temperature=beta)
+    images, labels = torch.randn(6, 4), torch.tensor([0, 0, 0, 1, 1, 1])
+    head.add_classes(["a", "b"], images, labels, torch.randn(2, 4))
+    assert torch.isfinite(head(images)).all() and (head.reliability.amax(dim=1) > 0.09).all()
+    assert torch.equal(head.reliability.sum(dim=1), torch.ones(2))

@@ -223,6 +223,15 @@ def test_a_signal_leaves_the_old_folder_or_the_new_one_which_then_stays(tmp_path
     assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}
 
 
+def test_a_writer_s_bare_exception_is_an_os_error_with_the_folder(folder):
+    def full(temporary):
+        raise Exception("No space left on device (os error 28)")  # word for word what tokenizers raise
+
+    with pytest.raises(OSError, match=r"saved cannot be written: No space left on device"):
+        commit_folder(folder, full, {})
+    assert (folder / "inner" / "a.txt").read_text() == "old" and len(list(folder.parent.iterdir())) == 1
+
+
 def test_json_is_whole_or_as_it_was(tmp_path):
     path = tmp_path / "results.json"
     write_json(path, {"b": 1, "a": "ä"})

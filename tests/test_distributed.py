@@ -156,6 +156,15 @@ def test_sharded_modules_and_parameters_are_refused():
 
 
 @pytest.mark.slow
+def test_a_model_that_is_offloaded_to_the_disk_is_refused(tmp_path):
+    from accelerate import disk_offload
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    disk_offload(model, str(tmp_path))
+    with pytest.raises(ValueError, match=r"0\.weight is on the meta device and has no values.*without offloading"):
+        refuse_sharded(model)
+
+
 def test_a_tensor_sharded_by_fsdp2_is_refused():
     script = (
         "import torch\n"

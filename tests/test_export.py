@@ -108,7 +108,11 @@ def test_factors_are_ours_bit_for_bit(tiny_clip, tmp_path):
         up = torch.cat([layer.dulbe_history_B["default"], *current], dim=1)
         assert torch.equal(saved[f"base_model.model.{name}.lora_A.weight"], down.T)
         assert torch.equal(saved[f"base_model.model.{name}.lora_B.weight"], up)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
 
 
 def test_patterns_reach_only_their_own_layer(tmp_path):

@@ -226,7 +226,7 @@ def test_card_is_written_from_the_data(hub, learned):
     measured = {result.metric_name: result.metric_value for result in card.data.eval_results}
     assert measured == {"A_bar": figures["average_accuracy"], "A_last": figures["last_accuracy"]}
     assert {result.dataset_name for result in card.data.eval_results} == {"digits"}
-    assert card.data.model_name == "digits-learner" and card.data.library_name == "peft"
+    assert card.data.model_name == "digits-learner" and card.data.library_name == "dulbe_peft"
     assert card.data.base_model is None and "pass `base_model=`" in card.text  # a folder of this machine
     for words in (
         "import dulbe_peft",

@@ -517,3 +517,15 @@ def test_all_linear_is_refused_whole(tiny_clip):
     with pytest.raises(ValueError, match="40"):
         get_peft_model(clip, DualModeLoraConfig(target_modules="all-linear", residual_rank=39))
     assert not any("dulbe_" in name for name in clip.state_dict())
+
+
+def test_a_history_grows_no_further_than_files_can_hold(tiny_clip, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.adapter.model.MAX_HISTORY_RANK", 5)
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
+    randomise([*model.shared_parameters(), *model.residual_parameters()])
+    model.fold_task()
+    randomise([*model.shared_parameters(), *model.residual_parameters()])
+    before = image_features(model)
+    with pytest.raises(ValueError, match="would have rank 6, and files hold at most 5"):
+        model.fold_task()
+    assert model.history_rank == 3 and torch.equal(image_features(model), before)

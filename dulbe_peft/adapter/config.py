@@ -13,22 +13,20 @@ from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from dulbe_peft.adapter.expressions import check_expression
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.checks import check_int, check_number, is_int
 from dulbe_peft.files import tensor_shapes
 from dulbe_peft.hub import has_file
 
-MAX_HISTORY_RANK = 2**16  # beyond any stream; a file that claims more is refused before memory is taken for it
+MAX_HISTORY_RANK = 2**20  # 100,000 tasks; no model grows more, and a file that claims more is refused
 
 
 def _check_names(name: str, value: Any, or_expression: bool) -> None:
     if value is None:
         return
     if isinstance(value, str) and or_expression:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{name} is {value!r}, which is no regular expression: {error}") from error
+        check_expression(name, value)
     elif not isinstance(value, (list, set, tuple)) or not all(isinstance(entry, str) for entry in value):
         kinds = "a list of strings or a regular expression" if or_expression else "a list of strings"
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
@@ -139,6 +137,10 @@ class DualModeLoraConfig(PeftConfig):
             _check_names(name, getattr(self, name), or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
             _check_names(name, getattr(self, name), or_expression=False)
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or ()
+        for pattern in patterns:  # PEFT puts each into an expression of its own
+            if not isinstance(pattern, str) or not re.fullmatch(r"[\w.]+", pattern):
+                raise ValueError(f"layers_pattern has {pattern!r}: a name has letters, digits, _ and dots")
         for name in self.modules_to_save or ():
             if not re.fullmatch(r"[\w.]+", name):
                 raise ValueError(f"modules_to_save names {name!r}: a module's name has letters, digits, _ and dots")

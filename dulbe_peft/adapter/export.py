@@ -16,6 +16,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.adapter.layer import DualModeLinear, TextLoraLinear
 from dulbe_peft.adapter.registration import PREFIX
+from dulbe_peft.checkpoint import commit_export
 from dulbe_peft.checks import check_int
 from dulbe_peft.files import write_json, write_tensors
 
@@ -38,7 +39,8 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
-        folder: where `adapter_config.json` and `adapter_model.safetensors` go; made if it is not there.
+        folder: where `adapter_config.json`, `adapter_model.safetensors` and `manifest.json` go; made if it is not
+            there. What an earlier export wrote there is replaced as a whole.
         compress_to: replace every update of a higher rank by its best approximation of this rank, and write
             `compression.json` beside the adapter: `rank`, the `relative_error` over all layers, and per layer its
             `rank`, `rank_before` and `relative_error`; an error is |dW - dW_k|_F / |dW|_F.
@@ -50,29 +52,28 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
         TypeError: `compress_to` is not an int.
         ValueError: `compress_to` is below 1, an update to compress is not finite, or not exactly one adapter is
             active. Nothing is written then.
+        FileExistsError: the folder lies in a saved learner or holds something that no export wrote; it stays as it is.
     """
+    return commit_export(folder, "lora", lambda temporary: write_lora(model, temporary, compress_to))
+
+
+def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -> None:
+    """Write the files of `export_lora` into an existing folder."""
     if compress_to is not None:
         compress_to = check_int("compress_to", compress_to, 1)
     tuner: Any = model.base_model
     adapter = tuner._active()
     layers = _factors(model.get_base_model(), adapter)
-    report = None
     if compress_to is not None:
         layers, report = _compress(layers, compress_to)
+        write_json(folder / COMPRESSION_FILE, report)
     saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {key: value for key, value in saved.items() if f".{PREFIX}" not in key}
     for name, factors in layers.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = factors.down
         tensors[f"base_model.model.{name}.lora_B.weight"] = factors.up
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    _lora_config(model.peft_config[adapter], layers).save_pretrained(str(target))
-    write_tensors(target / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
-    if report is None:
-        (target / COMPRESSION_FILE).unlink(missing_ok=True)
-    else:
-        write_json(target / COMPRESSION_FILE, report)
-    return target
+    _lora_config(model.peft_config[adapter], layers).save_pretrained(str(folder))
+    write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
 def _factors(base: Any, adapter: str) -> dict[str, _Factors]:

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_mo
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.config import MAX_HISTORY_RANK, DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear, resting
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
@@ -272,6 +272,12 @@ class DualModeLoraModel(BaseTuner):
         layers = list(self.dual_mode_layers().values())
         if not any(layer.is_trained(adapter) for layer in layers):
             return
+        rank = self.history_rank + max(layer.dulbe_P[adapter].shape[1] for layer in layers)
+        if rank > MAX_HISTORY_RANK:
+            raise ValueError(
+                f"the history would have rank {rank:,}, and files hold at most {MAX_HISTORY_RANK:,}: "
+                "merge the adapter into the model with merge_and_unload() and begin a new one"
+            )
         for layer in layers:
             layer.fold(adapter)
         config: Any = self.peft_config[adapter]

@@ -4,6 +4,7 @@
         __init__                         register_rows (one row a class), register_buffer (shared)
         learn                            the buffers' new values for a task of new classes
         logits                           unit features to scores
+        formula                          the scores as a line of PyTorch, where they are not linear in the features
 
 Works on any model's image and text features, and needs neither peft nor transformers.
 """
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
 from dulbe_peft.classifiers.files import SavedState
+from dulbe_peft.classifiers.formula import AFFINE, affine
 from dulbe_peft.functional import without_autocast
 from dulbe_peft.streams.names import check_class_names
 
@@ -97,6 +99,18 @@ class Classifier(SavedState):
             matrix: M, (d, d), float64, on the CPU or on the classifier's device.
         """
         return {}
+
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        """The logits as a line of PyTorch, with the tensors that it needs: how an export keeps the classifier.
+
+        Returns:
+            An expression in `z`, unit features (n, d), `t`, the tensors by name, and `torch`; and the tensors. Here it
+            is `z @ t["weight"].T + t["bias"]`; a classifier whose logits are no such map gives its own.
+
+        Raises:
+            ValueError: the logits are no such map.
+        """
+        return AFFINE, affine(self)
 
     # ------------------------------------------------------------------ learning
 

@@ -61,6 +61,13 @@ class RanpacClassifier(RidgeSums):
         kept = self.derived(f"projection {images.dtype} {images.device}", lambda: projection.to(images))
         return (images @ kept).relu()
 
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        weight = self.logit_scale * self.derived("solution", self._solve)
+        return '(z @ t["projection"]).relu() @ t["weight"]', {
+            "projection": self._projection().to(weight),
+            "weight": weight,
+        }
+
     def _projection(self) -> torch.Tensor:
         # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
         entries = np.random.RandomState(self.seed).standard_normal((self.embed_dim, self.features))

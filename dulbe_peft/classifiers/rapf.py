@@ -166,6 +166,10 @@ class RapfClassifier(Classifier):
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
 
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        tensors = {"map": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
+        return 'torch.nn.functional.normalize(z @ t["map"].T, dim=1) @ t["weight"].T', tensors
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; A stays, for the task that follows trains it on moved draws."""
         matrix = matrix.cpu()

@@ -95,6 +95,15 @@ class VisualAgentClassifier(Classifier):
         by_agent = (images @ F.normalize(self.agents.float(), dim=1).T).softmax(dim=1)
         return ((by_text + self.weight * by_agent) / (1 + self.weight)).log()
 
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        tensors = {
+            "texts": self.logit_scale * self.text_embeds.float(),
+            "agents": F.normalize(self.agents.float(), dim=1),
+            "share": torch.tensor(self.weight),
+        }
+        by_agent = 't["share"] * (z @ t["agents"].T).softmax(1)'
+        return f'(((z @ t["texts"].T).softmax(1) + {by_agent}) / (1 + t["share"])).log()', tensors
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """V_c to V_c M; the texts stay."""
         return {"agents": self.agents.double().cpu() @ matrix.cpu()}

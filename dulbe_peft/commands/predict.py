@@ -1,0 +1,134 @@
+"""`dulbe-peft predict`: the best classes of images that nobody has labelled."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.parser import Parser
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.prediction import Prediction
+
+EXAMPLE = """examples:
+  dulbe-peft predict out photo.jpg
+  dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
+  find . -name '*.jpg' | dulbe-peft predict out -
+
+Folders are read at any depth. A file that cannot be read is reported on standard error and
+stepped over. With --reject 0.05, an image is "none of these" where its best probability is below
+that of all but 5 % of the training images that were held back. `dulbe-peft evaluate --reject`
+measures how many images of known classes that refuses.
+"""
+NONE = "none of these"
+
+
+def add(commands: Any) -> None:
+    parser: Parser = commands.add_parser("predict", help="name the classes of images", epilog=EXAMPLE)
+    add_learner(parser)
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="image file or folder; - reads an image, or paths, from standard input",
+    )
+    parser.add_argument("--top-k", type=int, default=1, help="how many classes for each image (%(default)s)")
+    parser.add_argument("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
+    parser.add_argument("--json", metavar="FILE", help="write the same as JSON; - is standard output")
+    parser.add_argument("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
+    parser.set_defaults(call=predict)
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Write the answers; returns 2 where no image could be read."""
+    images = list(_images(arguments.paths))
+    # One process less than there are cores: the model needs one.
+    workers = min(8, max(1, (os.cpu_count() or 1) - 1))
+    learner = load_learner(arguments, num_workers=workers if _many(images) else 0)
+    rows = learner.predictions(images, arguments.top_k, arguments.reject)
+    for row in rows:
+        if row.error is not None:
+            print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
+    read = [row for row in rows if row.error is None]
+    if arguments.csv:
+        with _opened(arguments.csv) as file:
+            _write_csv(file, read)
+    if arguments.json:
+        with _opened(arguments.json) as file:
+            json.dump([_as_json(row) for row in rows], file, indent=1, ensure_ascii=False)
+            file.write("\n")
+    if not arguments.csv and not arguments.json:
+        for row in read:
+            print(_line(row))
+    unread, refused = len(rows) - len(read), sum(not row.known for row in read)
+    if arguments.csv or arguments.json or unread or arguments.reject is not None:
+        parts = [f"{len(read)} images"]
+        parts += [f"{refused} of them {NONE}"] * (arguments.reject is not None)
+        parts += [f"{unread} could not be read"] * bool(unread)
+        print(", ".join(parts), file=sys.stderr)
+    return 0 if read else 2
+
+
+def _images(paths: Iterable[str]) -> Iterator[Any]:
+    """The paths, with what standard input holds in place of "-"."""
+    for path in paths:
+        if path != "-":
+            yield path
+            continue
+        data = sys.stdin.buffer.read()
+        try:
+            listed = [line for line in data.decode("utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            from dulbe_peft.streams.readers import decode_image
+
+            image: Any = decode_image(io.BytesIO(data), 0, "standard input")
+            image.filename = "standard input"
+            yield image
+        else:
+            yield from listed
+
+
+def _many(images: list[Any]) -> bool:
+    """Whether there are images enough for processes that read them."""
+    return len(images) > 64 or any(isinstance(image, str) and os.path.isdir(image) for image in images)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[str]]:
+    if path == "-":
+        yield sys.stdout
+        return
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        yield file
+
+
+def _line(row: Prediction) -> str:
+    names = [f"{name} {100 * p:.2f} %" for name, p in zip(row.classes, row.probabilities, strict=True)]
+    if not row.known:
+        names = [f"{NONE} (best: {names[0]})"]
+    return "\t".join([row.image, *names])
+
+
+def _write_csv(file: IO[str], rows: Iterable[Prediction]) -> None:
+    """One line for each class of each image; an unknown image has one line, without a class."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["path", "class", "probability"])
+    for row in rows:
+        answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
+        for name, probability in answers:
+            writer.writerow([row.image, name, f"{probability:.6f}"])
+
+
+def _as_json(row: Prediction) -> dict[str, Any]:
+    if row.error is not None:
+        return {"path": row.image, "error": row.error}
+    answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
+    return {"path": row.image, "known": row.known, "classes": answers}

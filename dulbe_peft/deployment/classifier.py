@@ -1,0 +1,75 @@
+"""A learner's classifier as two files that need no package: `classifier.safetensors` and `classifier.json`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dulbe_peft.backbone import has_text
+from dulbe_peft.classifiers import Classifier, spec
+from dulbe_peft.classifiers.formula import random_features, same_scores
+from dulbe_peft.files import write_json, write_tensors
+from dulbe_peft.state import LearnerState
+from dulbe_peft.streams.names import format_prompts
+
+TENSORS_FILE = "classifier.safetensors"
+FACTS_FILE = "classifier.json"
+SHARES = (0.01, 0.05, 0.1)  # of false alarms
+
+
+def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
+    """The classifier of this name; None: the first one, which `predict` uses.
+
+    Raises:
+        ValueError: the learner has no such classifier, or has learned no class.
+    """
+    if not state.tasks:
+        raise ValueError("the learner has learned no class yet: there is nothing to export")
+    if name is not None and name not in state.classifiers:
+        raise ValueError(f"the learner has no classifier {name!r}; its classifiers are {', '.join(state.classifiers)}")
+    return state.classifiers[name or next(iter(state.classifiers))]
+
+
+def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
+    """What goes with the probabilities, as plain data.
+
+    Returns:
+        `class_names`; their `prompts` where the model reads texts; `classifier`, its name and settings;
+        `reject_below`: share of false alarms -> the largest probability below which an image is of none of the
+        classes, where images could be held back to choose it.
+    """
+    facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
+    if has_text(state.base):
+        args = state.args
+        facts["prompts"] = format_prompts(classifier.class_names, args.prompt_template, args.class_name_style)
+    with suppress(ValueError):  # no image could be held back
+        facts["reject_below"] = {str(share): classifier.rejection_threshold(share) for share in SHARES}
+    return facts
+
+
+@torch.no_grad()
+def checked_formula(classifier: Classifier) -> tuple[str, dict[str, torch.Tensor]]:
+    """The classifier's `formula`, after a check that it gives the classifier's scores.
+
+    Raises:
+        ValueError: the classifier has no formula, or one that gives other scores.
+    """
+    formula, tensors = classifier.formula()
+    features = random_features(classifier.embed_dim, classifier.device)
+    # The line is the classifier's own code, like its `logits`; none is ever read from a file.
+    found = eval(formula, {"torch": torch, "z": features, "t": tensors})
+    if not same_scores(found, classifier.logits(features)):
+        raise ValueError(f"formula() of the {classifier.name!r} classifier gives other scores than its logits()")
+    return formula, tensors
+
+
+def write_classifier(folder: Path, state: LearnerState, classifier: Classifier) -> str:
+    """Write both files into an existing folder; returns the formula of the scores."""
+    formula, tensors = checked_formula(classifier)
+    tensors = tensors | {"temperature": torch.tensor(classifier.temperature)}
+    write_tensors(folder / TENSORS_FILE, tensors, {"format": "pt"})
+    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": formula})
+    return formula

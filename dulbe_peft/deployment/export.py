@@ -1,0 +1,110 @@
+"""A learner in forms that work without this package: stock LoRA, a plain model of transformers, an ONNX graph.
+
+lora           the adapter beside a base model      with the classifier, the class names and the processor
+transformers   the adapter folded into the weights  with the same
+onnx           pixels to probabilities in one file  with the same facts in it and beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.adapter.export import write_lora
+from dulbe_peft.checkpoint import MODEL_CARD, commit_export
+from dulbe_peft.checks import check_int
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.deployment.cards import PROCESSOR_FOLDER, export_card, onnx_code, torch_code
+from dulbe_peft.deployment.classifier import choose_classifier, write_classifier
+from dulbe_peft.deployment.graph import write_graph
+from dulbe_peft.deployment.merged import merged_model
+from dulbe_peft.state import LearnerState
+
+FORMATS = ("lora", "transformers", "onnx")
+
+
+def export_learner(
+    learner: Any,
+    folder: str | Path,
+    format: str = "lora",
+    classifier: str | None = None,
+    compress_to: int | None = None,
+) -> Path:
+    """Write a learner in a form that works without this package; the folder's README.md has the lines that use it.
+
+    The folder is put in place whole. What an earlier export wrote there is replaced; anything else is refused.
+
+    Args:
+        learner: a [`ClassIncrementalLearner`], or its state.
+        folder: where the files go; made if it is not there.
+        format: "lora", "transformers" or "onnx".
+        classifier: name of the classifier to export; None: the first one, which `predict` uses.
+        compress_to: with "lora" alone, see [`export_lora`].
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: the folder lies in a saved learner or holds something that no export wrote; it stays as it is.
+        ImportError: "onnx" needs packages that are not installed.
+        ValueError: there is no such format or classifier, the learner has learned nothing, or has no adapter for
+            "lora"; or the classifier cannot be exported in this format. Nothing is written then.
+    """
+    state = learner if isinstance(learner, LearnerState) else getattr(learner, "state", None)
+    if not isinstance(state, LearnerState):
+        raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if compress_to is not None:
+        check_int("compress_to", compress_to, 1)
+        if format != "lora":
+            raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
+    chosen = choose_classifier(state, classifier)
+    if format == "lora" and state.adapter is None:
+        raise ValueError(
+            f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+            "format 'transformers' or 'onnx'"
+        )
+    writers: dict[str, Callable[[Path], str]] = {
+        "lora": partial(_write_lora, state, chosen, compress_to),
+        "transformers": partial(_write_transformers, state, chosen),
+        "onnx": partial(_write_onnx, state, chosen),
+    }
+
+    def write(temporary: Path) -> None:
+        code = writers[format](temporary)
+        (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
+
+    return commit_export(folder, format, write)
+
+
+def export_transformers(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
+    """Write a learner as a plain model of transformers, the adapter in its weights; see [`export_learner`]."""
+    return export_learner(learner, folder, "transformers", classifier)
+
+
+def export_onnx(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
+    """Write a learner as an ONNX graph from pixel values to probabilities; see [`export_learner`]."""
+    return export_learner(learner, folder, "onnx", classifier)
+
+
+def _write_lora(state: LearnerState, classifier: Classifier, compress_to: int | None, folder: Path) -> str:
+    model: Any = state.model
+    write_lora(model, folder, compress_to)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    return torch_code(state, "lora", write_classifier(folder, state, classifier))
+
+
+def _write_transformers(state: LearnerState, classifier: Classifier, folder: Path) -> str:
+    formula = write_classifier(folder, state, classifier)
+    merged_model(state).save_pretrained(str(folder))
+    state.processor.save_pretrained(str(folder))
+    return torch_code(state, "transformers", formula)
+
+
+def _write_onnx(state: LearnerState, classifier: Classifier, folder: Path) -> str:
+    facts = write_graph(folder, state, classifier)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    return onnx_code(state, facts)

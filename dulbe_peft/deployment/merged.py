@@ -1,0 +1,43 @@
+"""A learner's model with the adapter folded into its weights, and its classifier behind it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.state import LearnerState
+
+
+def merged_model(state: LearnerState) -> Any:
+    """A copy of the model on the CPU with W_0 + dW in place of W_0, a plain model of transformers."""
+    model: Any = copy.deepcopy(state.model)
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload()
+    return model.cpu().eval().requires_grad_(False)
+
+
+class PixelsToProbabilities(nn.Module):
+    """Pixel values (batch, 3, height, width) to calibrated probabilities (batch, C).
+
+    Args:
+        model: a served encoder without adapters, on the CPU.
+        classifier: a classifier of its features; copied.
+    """
+
+    def __init__(self, model: Any, classifier: Classifier) -> None:
+        super().__init__()
+        self.model = model
+        self.classifier = copy.deepcopy(classifier).cpu()
+        self.temperature = classifier.temperature
+        # What a classifier computes from its buffers once must not become a part of the graph.
+        self.classifier.logits(torch.eye(1, classifier.embed_dim))
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        features = unit_image_embeds(self.model, pixel_values)
+        return (self.classifier.logits(features) / self.temperature).softmax(dim=1)

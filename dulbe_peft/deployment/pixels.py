@@ -1,0 +1,62 @@
+"""What an image processor does, in Pillow and numpy alone; the text of `pixel_values` goes into model cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+SIZES = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481))
+TOLERANCE = 1e-5
+
+
+def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
+    """One image as the model takes it, (3, height, width)."""
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    size = steps["size"] or [steps["shortest_edge"] * side // min(image.size) for side in image.size]
+    image = image.resize(size, steps["resample"])
+    if steps["crop"]:
+        left, top = [(side - part) // 2 for side, part in zip(image.size, steps["crop"], strict=True)]
+        image = image.crop((left, top, left + steps["crop"][0], top + steps["crop"][1]))
+    values = np.asarray(image, dtype=np.float32) * np.float32(steps["rescale"])
+    return ((values - np.float32(steps["mean"])) / np.float32(steps["std"])).transpose(2, 0, 1)
+
+
+def processor_steps(processor: Any) -> dict[str, Any] | None:
+    """What `pixel_values` needs to do as an image processor does; None where it gives other values.
+
+    Args:
+        processor: has an `image_processor` of transformers.
+
+    Returns:
+        `size`: width and height to resize to, or None; `shortest_edge`: of the resized image where `size` is None;
+        `resample`: Pillow's number of the filter; `crop`: width and height of the part in the middle, or None;
+        `rescale`: factor of the values 0 to 255; `mean` and `std`: three numbers each.
+    """
+    image_processor = processor.image_processor
+    try:
+        steps = _read(image_processor.to_dict())
+        random = np.random.default_rng(0)
+        for width, height in SIZES:
+            image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            expected = np.asarray(image_processor(images=image, return_tensors="np")["pixel_values"][0])
+            found = pixel_values(image, steps)
+            if found.shape != expected.shape or np.abs(found - expected).max() > TOLERANCE:
+                return None
+    except (AttributeError, KeyError, TypeError, ValueError):  # settings of another kind of processor
+        return None
+    return steps
+
+
+def _read(settings: dict[str, Any]) -> dict[str, Any]:
+    size, crop = dict(settings["size"]), dict(settings.get("crop_size") or {})
+    return {
+        "size": [size["width"], size["height"]] if "width" in size else None,
+        "shortest_edge": size.get("shortest_edge"),
+        "resample": int(settings["resample"]),
+        "crop": [crop["width"], crop["height"]] if settings.get("do_center_crop") else None,
+        "rescale": settings["rescale_factor"],
+        "mean": list(settings["image_mean"]),
+        "std": list(settings["image_std"]),
+    }

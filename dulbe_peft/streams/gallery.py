@@ -1,0 +1,98 @@
+"""Images that nobody has labelled: files, folders, PIL images, tensors, data sets, or a sequence of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+
+
+class Gallery:
+    """Images without labels, in the order given; a folder's files are sorted by path.
+
+    It is a data set as all others are: len, and items {"image", "label"}, with -1 for the label.
+
+    Args:
+        images: a path of a file or a folder of any depth, a PIL image, a preprocessed float tensor
+            (3, height, width) or a batch of them, a data set, or a list or tuple of all of these. The labels of
+            (image, label) pairs and of data sets are left out.
+
+    Raises:
+        ValueError: a folder holds no image file. A file that does not exist raises when it is read.
+
+    Example:
+        >>> len(Gallery([Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8, 8)]))
+        3
+    """
+
+    def __init__(self, images: Any) -> None:
+        self._entries: list[tuple[Any, int | None]] = []
+        for entry in images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]:
+            self._entries += _expanded(entry)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        source, position = self._entries[index]
+        if isinstance(source, Path):
+            return {"image": decode_image(source, index, str(source)), "label": -1}
+        item = source if position is None else source[position]
+        if isinstance(item, Mapping) and "image" in item:
+            item = item["image"]
+        elif _is_pair(item):
+            item = item[0]
+        return {"image": item, "label": -1}
+
+    def item_name(self, index: int) -> str:
+        """The path of a file, the name that a data set gives, or the image's number."""
+        source, position = self._entries[index]
+        if isinstance(source, Path):
+            return str(source)
+        name = getattr(source, "item_name", None)
+        if name is not None and position is not None:
+            return str(name(position))
+        return getattr(source, "filename", "") or f"item {index}"
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Every image file in a folder of any depth that is not hidden, sorted by path."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES):
+                yield Path(parent) / name
+
+
+def _expanded(entry: Any) -> list[tuple[Any, int | None]]:
+    """One source as (path or image, None) or (data set, position) for each of its images."""
+    if isinstance(entry, (str, os.PathLike)):
+        path = Path(entry)
+        if path.is_dir():
+            files = list(image_files(path))
+            if not files:
+                raise ValueError(f"folder {str(path)!r} holds no image ({', '.join(IMAGE_SUFFIXES)})")
+            return [(file, None) for file in files]
+        return [(path, None)]
+    batch = isinstance(entry, torch.Tensor) and entry.ndim == 4
+    single = (
+        isinstance(entry, (torch.Tensor, Image.Image, Mapping)) or _is_pair(entry) or not hasattr(entry, "__len__")
+    )
+    if single and not batch:
+        return [(entry, None)]
+    return [(entry, position) for position in range(len(entry))]
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether it is an (image, label) pair, and not two images."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    label = item[1]
+    return isinstance(label, (int, np.integer)) or (isinstance(label, torch.Tensor) and label.ndim == 0)

@@ -1,0 +1,524 @@
+"""Exports of whole learners: the lines of their cards run where this package is not, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_encoders as tiny
+import torch
+from peft import get_peft_model
+from PIL import Image
+from test_encoders import CONFIG, QUICK, stream
+
+from dulbe_peft import (
+    CLASSIFIERS,
+    Classifier,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    PrototypeClassifier,
+    export_learner,
+    export_lora,
+    export_onnx,
+    export_transformers,
+    load_dual_encoder,
+)
+from dulbe_peft.card import project
+from dulbe_peft.classifiers.formula import random_features
+from dulbe_peft.cli import main
+from dulbe_peft.deployment import graph
+from dulbe_peft.deployment.classifier import checked_formula
+from dulbe_peft.deployment.pixels import pixel_values, processor_steps
+
+SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
+WITH_TEXT = ("bridge", "text", "lda", "ranpac:features=50", "rapf:epochs=2", "visual_agent", "bofa", "ridge")
+IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
+# model type -> the formats and the classifier of each
+CASES = {
+    "clip": [("lora", name.partition(":")[0]) for name in WITH_TEXT]
+    + [("transformers", "bridge"), ("onnx", "ranpac")],
+    "siglip": [("lora", "bridge"), ("transformers", "lda"), ("onnx", "bridge")],
+    "dinov2": [("transformers", "lda"), ("onnx", "lda")],
+    "vit": [("transformers", "prototype")],
+}
+TORCH_READER = """
+    import json, re, sys
+    from pathlib import Path
+    sys.modules["dulbe_peft"] = None  # any import of it fails
+    blocked = sys.argv[2:]
+    for name in blocked:
+        sys.modules[name] = None
+    root = Path(sys.argv[1])
+    found = {}
+    for folder in json.loads((root / "cases.json").read_text()):
+        text = (root / folder / "README.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"```python\\n(.*?)```", text, flags=re.DOTALL)
+        code = code.replace("path/to/this/folder", str(root / folder))
+        found[folder] = []
+        for photo in sorted((root / "photos").iterdir()):
+            space = {"__name__": "lines"}
+            exec(code.replace("photo.jpg", str(photo)), space)
+            found[folder].append([float(p) for p in space["probabilities"][0]])
+    (root / "found.json").write_text(json.dumps(found))
+    assert not any(name.startswith("dulbe") and module for name, module in sys.modules.items())
+"""
+
+
+def photos():
+    noise = np.random.default_rng(3)
+    return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SHAPES]
+
+
+def learned(model_type, root):
+    """A learner of two tasks; its adapter, where it has one, changes what the model says."""
+    torch.manual_seed(0)
+    folder = tiny.save_encoder(model_type, root / "bases" / model_type)
+    model, processor = load_dual_encoder(folder)
+    args = LearnerArguments(**{**QUICK, "learning_rate": 0.01})
+    text = model_type not in tiny.IMAGE_ONLY
+    if text:
+        model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
+    learner = ClassIncrementalLearner(
+        model,
+        processor,
+        args=args,
+        strategy="dulbe" if text else "frozen",
+        classifiers=WITH_TEXT if text else IMAGES_ALONE,
+    )
+    for task in stream():
+        learner.learn_task(task.train, task.class_names)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def learners(tmp_path_factory):
+    root = tmp_path_factory.mktemp("learners")
+    return {model_type: learned(model_type, root) for model_type in CASES}
+
+
+@pytest.fixture(scope="module")
+def clip(learners):
+    return learners["clip"]
+
+
+def expected(learner, name):
+    with torch.no_grad():
+        return learner.classifiers[name].probabilities(learner.image_embeds([(photo, -1) for photo in photos()]))
+
+
+def run_lines(root, folders, *blocked):
+    """What the lines in the folders' cards give for the photos, in one process that cannot import this package."""
+    (root / "photos").mkdir(exist_ok=True)
+    for number, photo in enumerate(photos()):
+        photo.save(root / "photos" / f"{number}.png")
+    (root / "cases.json").write_text(json.dumps(folders))
+    command = [sys.executable, "-c", textwrap.dedent(TORCH_READER), str(root), *blocked]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {folder: torch.tensor(rows) for folder, rows in json.loads((root / "found.json").read_text()).items()}
+
+
+def check_lines(learners, root, formats, *blocked):
+    cases = {}
+    for model_type, rows in CASES.items():
+        for kind, name in rows:
+            if kind in formats:
+                folder = f"{model_type}-{kind}-{name}"
+                export_learner(learners[model_type], root / folder, kind, name)
+                cases[folder] = expected(learners[model_type], name)
+    found = run_lines(root, list(cases), *blocked)
+    for folder, probabilities in cases.items():
+        torch.testing.assert_close(found[folder], probabilities, atol=1e-4, rtol=0, msg=folder)
+        assert torch.equal(found[folder].argmax(dim=1), probabilities.argmax(dim=1)), folder
+        assert probabilities.std(dim=0).max() > 1e-3, folder  # the photos are told apart
+
+
+@pytest.mark.slow
+def test_the_lines_of_lora_and_of_plain_models_give_the_classifier_s_probabilities(learners, tmp_path):
+    check_lines(learners, tmp_path, ("lora", "transformers"))
+
+
+@pytest.mark.slow
+def test_the_lines_of_graphs_need_neither_torch_nor_transformers(learners, tmp_path):
+    check_lines(learners, tmp_path, ("onnx",), "torch", "transformers", "peft")
+
+
+def test_a_plain_model_is_the_learner_s_and_the_learner_stays(clip, tmp_path):
+    from transformers import AutoModel, AutoProcessor
+
+    before = {name: tensor.clone() for name, tensor in clip.model.state_dict().items()}
+    rows = clip.image_embeds([(photo, -1) for photo in photos()])
+    export_transformers(clip, tmp_path / "plain")
+    model, processor = AutoModel.from_pretrained(tmp_path / "plain"), AutoProcessor.from_pretrained(tmp_path / "plain")
+    assert type(model) is type(clip.clip) and not any("lora" in name for name, _ in model.named_modules())
+    with torch.no_grad():
+        pixels = processor.image_processor(images=photos(), return_tensors="pt")["pixel_values"]
+        features = model.get_image_features(pixel_values=pixels).pooler_output
+        texts = model.get_text_features(
+            **processor.tokenizer(facts(tmp_path)["prompts"], return_tensors="pt", padding=True)
+        )
+    torch.testing.assert_close(torch.nn.functional.normalize(features), rows, atol=1e-5, rtol=0)
+    unit = torch.nn.functional.normalize(texts.pooler_output)
+    torch.testing.assert_close(unit, clip.classifiers["text"].text_embeds, atol=1e-5, rtol=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in clip.model.state_dict().items())
+    assert torch.equal(clip.image_embeds([(photo, -1) for photo in photos()]), rows)
+
+
+def facts(root, folder="plain", file="classifier.json"):
+    return json.loads((root / folder / file).read_text(encoding="utf-8"))
+
+
+def test_what_stands_beside_the_model(clip, tmp_path):
+    export_learner(clip, tmp_path / "lora")
+    found = facts(tmp_path, "lora")
+    assert found["class_names"] == list(clip.class_names) and found["classifier"] == "bridge"
+    assert found["prompts"][0] == f"the digit {clip.class_names[0]}."
+    assert found["reject_below"]["0.05"] == clip.head.rejection_threshold(0.05)
+    assert found["formula"] == 'z @ t["weight"].T + t["bias"]'
+    assert (tmp_path / "lora/processor/tokenizer.json").is_file()
+    card = (tmp_path / "lora/README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card and "pipeline_tag: zero-shot-image-classification" in card
+    assert "pip install torch transformers peft" in card and json.dumps(clip.class_names[1]) in card
+
+
+def test_cards_of_image_only_models_promise_no_text(learners, tmp_path):
+    export_transformers(learners["vit"], tmp_path / "plain")
+    card = (tmp_path / "plain/README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: image-feature-extraction" in card and "zero-shot" not in card
+    assert "prompts" not in facts(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["lora", "transformers"])
+def test_the_pipeline_that_the_card_names_gives_the_text_classifier_s_answer(clip, tmp_path, format):
+    from transformers import pipeline
+
+    export_learner(clip, tmp_path / "plain", format)
+    classify = pipeline("zero-shot-image-classification", model=str(tmp_path / "plain"), device="cpu")
+    names = list(clip.class_names)
+    answers = classify(photos(), candidate_labels=names, hypothesis_template=clip.args.prompt_template)
+    for row, answer in zip(expected(clip, "text"), answers, strict=True):
+        scores = {entry["label"]: entry["score"] for entry in answer}
+        assert max(scores, key=scores.__getitem__) == names[int(row.argmax())]
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_lines_of_the_cards_and_they_run(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs/deploying.md").read_text(encoding="utf-8")
+    learn, plain, onnx = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for code in (learn, plain, onnx):
+        exec(code, {"__name__": "page"})
+        said.append(capsys.readouterr().out)
+    for folder, code in (("exported", plain), ("exported-onnx", onnx)):
+        card = (tmp_path / folder / "README.md").read_text(encoding="utf-8").replace("path/to/this/folder", folder)
+        assert f"```python\n{code}```" in card
+    assert said[1].split()[0] == said[2].split()[0] == said[0].strip("[']\n")
+    assert float(said[1].split()[1]) == pytest.approx(float(said[2].split()[1]), abs=1e-4)
+
+
+# ---------------------------------------------------------------------- the classifier as a line
+
+
+def test_every_classifier_has_a_formula_that_gives_its_scores(clip):
+    z = random_features(16)
+    for name, classifier in clip.classifiers.items():
+        formula, tensors = checked_formula(classifier)
+        found = eval(formula, {"torch": torch, "z": z, "t": tensors})
+        largest = float(classifier.logits(z).abs().max())
+        torch.testing.assert_close(found, classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
+    linear = {name for name, classifier in clip.classifiers.items() if "bias" in classifier.formula()[1]}
+    assert linear == {"bridge", "text", "lda", "bofa", "ridge"}
+    assert len({name for name in CLASSIFIERS if name in clip.classifiers} | {"prototype"}) == 9  # one is in CASES
+
+
+class Squares(PrototypeClassifier):
+    """Scores that are no line in the features."""
+
+    name = "squares_of_the_test"
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return super().logits(images) ** 2
+
+
+class Wrong(Squares):
+    name = "wrong_of_the_test"
+
+    def formula(self):
+        return 'z @ t["weight"]', {"weight": self.visual_prototypes.T}
+
+
+def with_classifier(learner, classifier: Classifier):
+    """The same learner with one more classifier."""
+    names = list(learner.class_names)
+    rows = random_features(learner.encoder.embed_dim)[: 3 * len(names)]
+    classifier.add_classes(names, rows, torch.arange(len(rows)) % len(names))
+    twin = copy.copy(learner)
+    twin.state = copy.copy(learner.state)
+    twin.state.classifiers = learner.classifiers | {classifier.name: classifier}
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"), [(Squares, "'squares_of_the_test' classifier is not linear"), (Wrong, "gives other scores")]
+)
+def test_a_classifier_that_cannot_be_a_line_is_refused_by_name(clip, tmp_path, cls, words):
+    learner = with_classifier(clip, cls(embed_dim=16))
+    for format in ("lora", "transformers"):
+        with pytest.raises(ValueError, match=words):
+            export_learner(learner, tmp_path / "out", format, cls.name)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+# ---------------------------------------------------------------------- the graph
+
+
+def test_a_graph_gives_torch_s_probabilities_for_every_batch_size(clip, tmp_path, recwarn, capfd):
+    """Also of a classifier of one's own that has no formula."""
+    import onnx
+    import onnxruntime
+
+    learner = with_classifier(clip, Squares(embed_dim=16))
+    export_onnx(learner, tmp_path / "plain", Squares.name)
+    assert not recwarn.list and capfd.readouterr().err == ""
+    model = onnx.load(tmp_path / "plain/model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [graph.OPSET]
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    found = facts(tmp_path, file="model.json")
+    inside = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    assert inside == {key: value for key, value in found.items() if key != "largest_difference"}
+    assert found["class_names"] == list(clip.class_names) and found["image_size"] == [16, 16]
+    assert 0 <= found["largest_difference"] < 1e-4
+    session = onnxruntime.InferenceSession(str(tmp_path / "plain/model.onnx"))
+    for batch in (1, 3, 8, 11):
+        pixels = torch.randn(batch, 3, 16, 16)
+        with torch.no_grad():
+            z = learner.encoder.image_embeds(pixels)
+        (answer,) = session.run(None, {"pixel_values": pixels.numpy()})
+        torch.testing.assert_close(
+            torch.from_numpy(answer), learner.classifiers[Squares.name].probabilities(z), atol=1e-4, rtol=0
+        )
+
+
+def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
+        export_onnx(clip, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"onnxscript: pip install 'dulbe_peft\[onnx\]'"):
+        export_onnx(clip, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+@pytest.mark.parametrize("model_type", [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY])
+def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
+    processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
+    steps = processor_steps(processor)
+    steps = json.loads(json.dumps(steps))
+    for photo in [*photos(), *(photo.resize((301, 77)) for photo in photos())]:
+        values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixel_values(photo, steps), values, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"do_normalize": False}, {"do_resize": False}, {"size": {"longest_edge": 16}}])
+def test_a_processor_that_does_something_else_is_kept(clip, settings, tmp_path, monkeypatch):
+    image_processor = tiny.make_image_processor("siglip")
+    for name, value in settings.items():
+        setattr(image_processor, name, value)
+    assert processor_steps(type("Processor", (), {"image_processor": image_processor})()) is None
+
+
+@pytest.mark.slow
+def test_the_lines_use_the_saved_processor_where_pillow_and_numpy_cannot(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "processor_steps", lambda processor: None)
+    export_onnx(clip, tmp_path / "onnx")
+    found = run_lines(tmp_path, ["onnx"], "torch")
+    torch.testing.assert_close(found["onnx"], expected(clip, "bridge"), atol=1e-4, rtol=0)
+
+
+# ---------------------------------------------------------------------- what may be replaced
+
+
+@pytest.fixture
+def saved(clip, tmp_path):
+    clip.save_pretrained(tmp_path / "learner")
+    return tmp_path / "learner"
+
+
+def content(root):
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+WRITERS = {
+    "export_lora": lambda learner, folder: export_lora(learner.model, folder),
+    "lora": export_learner,
+    "transformers": export_transformers,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, tmp_path, writer):
+    export = WRITERS[writer]
+    before = content(saved)
+    for inside in (saved, saved / "lora", saved / "processor"):
+        with pytest.raises(FileExistsError, match=f"{saved} holds a saved learner"):
+            export(clip, inside)
+    run = tmp_path / "run"
+    (run / "task-001").mkdir(parents=True)
+    (run / "results.json").write_text("{}")
+    web = tmp_path / "web"
+    web.mkdir()
+    (web / "manifest.json").write_text('{"files": {}, "name": "an app"}')
+    for folder, name in ((run, "results.json"), (web, "manifest.json")):
+        with pytest.raises(FileExistsError, match=f"{folder} holds '{name}', which no export wrote"):
+            export(clip, folder)
+    assert content(saved) == before and content(run) and content(web)
+    out = export(clip, tmp_path / "out")
+    first = content(out)
+    assert content(export(clip, out)) == first
+    for name in ("notes.txt", "sub/notes.txt", "adapter_config.json", "README.md", "config.json"):
+        kept = (out / name).read_bytes() if (out / name).is_file() else None
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=f"holds '{name}', which no export wrote or which was changed"):
+            export(clip, out)
+        assert (out / name).read_text() == "mine"
+        (out / name).unlink() if kept is None else (out / name).write_bytes(kept)
+    assert content(out) == first and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_another_format_replaces_the_first_one(clip, tmp_path):
+    export_learner(clip, tmp_path / "out")
+    export_transformers(clip, tmp_path / "out")
+    assert not (tmp_path / "out/adapter_config.json").exists() and (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_an_export_through_a_link_keeps_the_link(clip, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for _ in range(2):
+        export_learner(clip, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real/classifier.json").is_file()
+
+
+def test_a_failing_export_leaves_the_earlier_one(clip, tmp_path, monkeypatch):
+    out = export_learner(clip, tmp_path / "out")
+    before = content(out)
+    monkeypatch.setattr("dulbe_peft.deployment.export.export_card", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_learner(clip, out)
+    assert content(out) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# ---------------------------------------------------------------------- bad calls
+
+
+def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
+    fresh = ClassIncrementalLearner(
+        tiny.make_model("vit"), clip.processor, args=LearnerArguments(**QUICK), strategy="frozen"
+    )
+    for learner, options, error, words in (
+        (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
+        (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
+        (clip, {"compress_to": 0}, ValueError, "at least 1, got 0"),
+        (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
+        (learners["vit"], {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
+        (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
+        (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            export_learner(learner, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_exports_every_format(saved, tmp_path, capsys):
+    base = ["export", str(saved)]
+    assert main([*base, str(tmp_path / "plain"), "--format", "transformers", "--classifier", "lda"]) == 0
+    assert facts(tmp_path)["classifier"] == "lda" and "README.md" in capsys.readouterr().out
+    assert main([*base, str(tmp_path / "onnx"), "--format", "onnx"]) == 0
+    assert "largest difference of a probability from PyTorch's" in capsys.readouterr().out
+    assert main([*base, str(tmp_path / "lora"), "--compress-to", "2"]) == 0
+    assert "relative error" in capsys.readouterr().out and (tmp_path / "lora/compression.json").is_file()
+    assert main([*base, str(tmp_path / "more"), "--format", "onnx", "--compress-to", "2"]) == 2
+    assert "--compress-to is for --format lora, got --format onnx" in capsys.readouterr().err
+    assert main([*base, str(saved)]) == 2
+    assert "holds a saved learner" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
+
+
+# ---------------------------------------------------------------------- a learner's folder in other hands
+
+STRANGER = """
+    import sys
+    sys.modules["dulbe_peft"] = None
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModel, CLIPModel, CLIPVisionModelWithProjection, pipeline
+
+    folder, base = sys.argv[1:]
+    for number, call in enumerate((
+        lambda: pipeline("image-classification", model=folder),
+        lambda: pipeline("zero-shot-image-classification", model=folder),
+        lambda: AutoModel.from_pretrained(folder),
+        lambda: AutoConfig.from_pretrained(folder),
+        lambda: CLIPModel.from_pretrained(folder),
+        lambda: CLIPVisionModelWithProjection.from_pretrained(folder),
+        lambda: PeftModel.from_pretrained(CLIPModel.from_pretrained(base), folder),
+    )):
+        try:
+            call()
+        except Exception as error:
+            print(number, type(error).__name__, str(error).replace(chr(10), " "))
+        else:
+            print(number, "nothing wrong")
+"""
+
+
+@pytest.mark.slow
+def test_who_loads_a_learner_without_this_package_is_told_its_name(clip, saved):
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(saved), clip.state.base_name[0]]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(said) == 7
+    for line in said[:6]:
+        assert "dulbe_peft" in line and "nothing wrong" not in line, line
+    assert said[6] == "6 KeyError 'DULBE'"  # PEFT prints the method's name and nothing else
+
+
+def test_a_learner_without_the_file_for_transformers_loads(clip, saved, tmp_path):
+    """As version 0.1 and this version before it wrote them."""
+    manifest = json.loads((saved / "manifest.json").read_text())
+    from dulbe_peft.checkpoint import json_sha256
+
+    del manifest["files"]["config.json"], manifest["sha256"]
+    (saved / "config.json").unlink()
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
+    loaded = ClassIncrementalLearner.from_pretrained(saved, args=clip.args)
+    assert loaded.predict(photos()) == clip.predict(photos())
+
+
+def test_cards_link_the_project_where_the_metadata_names_it(monkeypatch):
+    from email.message import Message
+
+    fields = Message()
+    monkeypatch.setattr("dulbe_peft.card.metadata.metadata", lambda name: fields)
+    assert project() == "`dulbe_peft`"
+    fields["Project-URL"] = "Source, somewhere://else"
+    assert project() == "[`dulbe_peft`](somewhere://else)"
+
+
+def test_a_learner_s_card_says_how_to_install(saved):
+    card = (saved / "README.md").read_text(encoding="utf-8")
+    assert "library_name: dulbe_peft" in card and "pip install dulbe_peft" in card
+    assert Path(saved, "config.json").is_file()

@@ -1,0 +1,187 @@
+"""Answers for unlabelled images: what is taken, what is given back, what is stepped over, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip
+from dulbe_peft.cli import main
+from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.streams.gallery import Gallery
+
+
+@pytest.fixture(scope="module")
+def world(digit_folders, tmp_path_factory):
+    """A learner of six digits that was saved, and the folders that it learned from."""
+    root = digit_folders(6, 20, 8)
+    clip, processor = load_clip(demo_model_folder())
+    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", progress=False)
+    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("ranpac", "bridge"))
+    train, test = ImageFolder(root, "train"), ImageFolder(root, "test")
+    learner.learn_task(train)
+    folder = tmp_path_factory.mktemp("saved") / "learner"
+    learner.save_pretrained(folder)
+    return SimpleNamespace(learner=learner, root=root, test=test, folder=str(folder))
+
+
+def files(world):
+    return [world.test.item_name(index) for index in range(len(world.test))]
+
+
+def test_whatever_holds_the_images_the_answers_are_the_same(world):
+    images = [world.test[index]["image"] for index in range(len(world.test))]
+    pixels = torch.stack([world.learner.encoder.images(world.test)[i][0] for i in range(len(images))])
+    expected = world.learner.predict(images)
+    assert len(set(expected)) > 3
+    for given in (world.test, files(world), str(world.root / "test"), world.root / "test", pixels, list(pixels)):
+        assert world.learner.predict(given) == expected
+    assert world.learner.predict([world.root / "test", images[0]]) == [*expected, expected[0]]
+    assert world.learner.predict(images[0]) == expected[:1] == world.learner.predict(files(world)[0])
+    assert world.learner.predict((images[0], images[1])) == expected[:2]
+    assert world.learner.predict([(images[0], 3), (images[1], 4)]) == expected[:2]
+
+
+def test_image_embeds_take_what_predict_takes(world):
+    image = world.test[0]["image"]
+    features = world.learner.image_embeds([image])
+    assert features.shape == (1, world.learner.encoder.embed_dim)
+    torch.testing.assert_close(features, world.learner.image_embeds(files(world)[0]))
+    torch.testing.assert_close(features, world.learner.image_embeds([(image, 0)]))
+
+
+def test_the_best_classes_and_their_probabilities(world):
+    features = world.learner.image_embeds(world.test)
+    probabilities = world.learner.classifier.probabilities(features).double()
+    rows = world.learner.predict(world.test, top_k=3, return_scores=True)
+    for row, expected in zip(rows, probabilities, strict=True):
+        order = sorted(range(6), key=lambda label: -expected[label])[:3]
+        assert [name for name, _ in row] == [world.learner.class_names[label] for label in order]
+        assert [p for _, p in row] == pytest.approx([expected[label].item() for label in order], abs=1e-6)
+    assert world.learner.predict(world.test, top_k=3) == [[name for name, _ in row] for row in rows]
+    assert world.learner.predict(world.test, return_scores=True) == [row[0] for row in rows]
+    assert len(world.learner.predict(world.test, top_k=99)[0]) == 6
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        world.learner.predict(world.test, top_k=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_cannot_be_read_is_stepped_over(world, tmp_path, workers):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "bad.jpg").write_bytes(b"no image")
+    Image.open(files(world)[0]).save(tmp_path / "deep" / "good.png")
+    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", num_workers=workers)
+    learner = ClassIncrementalLearner.from_pretrained(world.folder, args=args)
+    rows = {row.image: row for row in learner.predictions([tmp_path, tmp_path / "gone.png"])}
+    assert len(rows) == 3
+    read = rows[str(tmp_path / "deep" / "good.png")]
+    assert read.error is None and list(read.classes) == world.learner.predict(files(world)[0])
+    assert "cannot identify image file" in rows[str(tmp_path / "deep" / "er" / "bad.jpg")].error
+    assert "No such file" in rows[str(tmp_path / "gone.png")].error
+    with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: cannot identify"):
+        learner.predict(tmp_path)
+
+
+def test_rejected_images_have_no_class(world):
+    noise = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+    threshold = world.learner.classifier.rejection_threshold(0.3)
+    scored = world.learner.predict(noise, return_scores=True)
+    answers = world.learner.predict(noise, reject=0.3)
+    assert answers == [name if p >= threshold else None for name, p in scored]
+    assert None in answers
+    assert world.learner.predict(noise, top_k=2, reject=0.3)[answers.index(None)] == []
+    known = world.learner.predict(world.test, reject=0.3)
+    assert known.count(None) / len(known) < answers.count(None) / len(answers)
+
+
+def test_nothing_to_predict(world, tmp_path):
+    assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
+    with pytest.raises(ValueError, match="holds no image"):
+        world.learner.predict(tmp_path)
+
+
+def test_a_gallery_s_names(world):
+    assert Gallery(world.test).item_name(3) == world.test.item_name(3)
+    assert Gallery([Image.new("RGB", (2, 2))]).item_name(0) == "item 0"
+    assert len(Gallery([world.test, world.test])) == 2 * len(world.test)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
+    folder = str(world.root / "test")
+    argv = ["predict", world.folder, folder, "--top-k", "2", "--device", "cpu", "--num-workers", "0"]
+    assert main([*argv, "--csv", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json")]) == 0
+    expected = world.learner.predict(folder, top_k=2, return_scores=True)
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["path", "class", "probability"] and len(rows) == 2 * len(expected)
+    flat = [answer for answers in expected for answer in answers]
+    assert [row["class"] for row in rows] == [name for name, _ in flat]
+    assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
+    assert {row["path"] for row in rows} == {row["path"] for row in written} == set(files(world))
+    capsys.readouterr()
+    assert main(argv) == 0
+    first = capsys.readouterr().out.splitlines()[0].split("\t")
+    assert first[0] == written[0]["path"] and first[1] == f"{expected[0][0][0]} {100 * expected[0][0][1]:.2f} %"
+
+
+def test_the_command_reports_what_it_cannot_read_and_goes_on(world, tmp_path, capsys):
+    (tmp_path / "bad.png").write_bytes(b"no")
+    argv = ["predict", world.folder, files(world)[0], str(tmp_path / "bad.png"), "gone.jpg", "--device", "cpu"]
+    assert main(argv) == 0
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1 and "bad.png cannot be read" in said.err and "gone.jpg cannot be read" in said.err
+    assert "1 images, 2 could not be read" in said.err
+    assert main(["predict", world.folder, "gone.jpg", "--device", "cpu"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["image", "paths"])
+def test_standard_input_is_an_image_or_a_list_of_paths(world, kind, capsys, monkeypatch):
+    data = Path(files(world)[0]).read_bytes() if kind == "image" else "\n".join(files(world)[:2]).encode()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    assert main(["predict", world.folder, "-", "--csv", "-", "--device", "cpu"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    names = ["standard input"] if kind == "image" else files(world)[:2]
+    assert [row["path"] for row in rows] == names
+    assert [row["class"] for row in rows] == world.learner.predict(files(world)[: len(rows)])
+
+
+def test_none_of_these_is_said_aloud(world, tmp_path, capsys):
+    Image.effect_noise((8, 8), 90).convert("RGB").save(tmp_path / "noise.png")
+    argv = ["predict", world.folder, str(tmp_path), "--reject", "0.9", "--device", "cpu", "--csv"]
+    assert main([*argv, str(tmp_path / "out.csv")]) == 0
+    assert "1 of them none of these" in capsys.readouterr().err
+    assert (tmp_path / "out.csv").read_text().splitlines()[1].split(",")[1] == ""
+
+
+@pytest.mark.slow
+def test_the_command_in_a_process_of_its_own(world):
+    """With processes that read images, and nothing from other packages on the screen."""
+    command = [
+        sys.executable,
+        "-m",
+        "dulbe_peft",
+        "predict",
+        world.folder,
+        str(world.root / "test"),
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = [line.split("\t")[1].rpartition(" ")[0].rpartition(" ")[0] for line in done.stdout.splitlines()]
+    assert found == world.learner.predict(str(world.root / "test")) and set(found) <= set(DIGITS)
+    assert done.stderr == ""
