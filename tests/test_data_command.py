@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from dulbe_peft.cli import main
 from dulbe_peft.commands.data import fit_increment
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.streams.decoding import IMAGE_SUFFIXES
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
@@ -47,7 +50,7 @@ def test_a_run_without_test_images(photos, tmp_path, capsys):
 
 def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
     bad = photos / "train" / "two" / "1.png"
-    bad.write_bytes(bad.read_bytes()[:-20])
+    bad.write_bytes(bad.read_bytes()[:60])
     (photos / "test" / "two" / "notes.txt").write_text("x")
     command = ["run", "--model", "no-such-model", "--data", str(photos), "--output", str(tmp_path / "out")]
     assert main(command) == 2
@@ -130,3 +133,22 @@ def test_an_expression_that_reaches_into_the_text_side_adapts_the_visual_layers(
 )
 def test_the_increment_is_fitted_to_the_classes(asked, classes, chosen):
     assert fit_increment(asked, classes) == chosen
+
+
+def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    model, namespace = "openai/clip-vit-base-patch16", {"__name__": "page"}
+    pieces = re.findall(r"```(bash|python)\n(.*?)```", text, flags=re.DOTALL)
+    assert [language for language, _ in pieces] == ["bash", "python", "bash", "bash", "python"]
+    for language, code in pieces:
+        if language == "python":
+            exec(compile(code, "docs/data.md", "exec"), namespace)
+            continue
+        (command,) = code.strip().splitlines()
+        words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
+        assert main([*words, *QUICK, *FROZEN]) == 0
+    assert (tmp_path / "held-back" / "results.json").is_file()
+    assert "the whole run: about" in capsys.readouterr().out
+    for suffix in IMAGE_SUFFIXES:
+        assert f"`{suffix}`" in text
