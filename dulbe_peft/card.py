@@ -12,7 +12,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from dulbe_peft.backbone import encoder_of
 from dulbe_peft.state import LearnerState
-from dulbe_peft.streams.metrics import result_rows
+from dulbe_peft.streams.metrics import percent, result_rows
 
 TITLE = "Dual-Mode Low-Rank Learner with Bridge-Prototype Ensemble for Vision-Language Class-Incremental Learning"
 AUTHORS = (
@@ -73,7 +73,7 @@ def _header(
     base = state.base_name[0]
     measured = []
     for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy")):
-        if results and results.get("classifiers"):
+        if results and results.get("classifiers") and _first(results)[key] is not None:
             measured.append(
                 EvalResult(
                     task_type="image-classification",
@@ -82,7 +82,7 @@ def _header(
                     dataset_name=dataset_name or f"a class-incremental stream, {count}",
                     metric_type="accuracy",
                     metric_name=metric,
-                    metric_value=next(iter(results["classifiers"].values()))[key],
+                    metric_value=_first(results)[key],
                 )
             )
     data = ModelCardData(
@@ -100,6 +100,12 @@ def _header(
         eval_results=measured or None,
     )
     return data.to_yaml().strip()
+
+
+def _first(results: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the first classifier."""
+    block: dict[str, Any] = next(iter(results["classifiers"].values()))
+    return block
 
 
 def project() -> str:
@@ -151,7 +157,7 @@ print(classifier.class_names)"""
 def _results(results: dict[str, Any]) -> str:
     rows = ["| classifier | A_bar | A_last |", "|---|---|---|"]
     for label, block in result_rows(results):
-        rows.append(f"| {label} | {100 * block['average_accuracy']:.2f} | {100 * block['last_accuracy']:.2f} |")
+        rows.append(f"| {label} | {percent(block['average_accuracy'], 2)} | {percent(block['last_accuracy'], 2)} |")
     return "\n".join(rows)
 
 

@@ -26,8 +26,10 @@ from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, wri
 MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
 RESULTS_FILE = "results.json"
+TIMINGS_FILE = "timings.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
 LOCK_SUFFIX = ".dulbe_peft.lock"
+TASK_FOLDER = r"task-\d{3,}"  # regular expression of the name that a run gives to a finished task's folder
 FORMAT_VERSION = 1
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
@@ -186,7 +188,8 @@ def _others(folder: Path) -> list[Path]:
         ) from error
     ours = {Path(name) for name in manifest["files"]} | {Path(MANIFEST)}
     card = folder / MODEL_CARD
-    if card.is_file() and manifest.get("card_sha256") in (None, _sha256(card)):  # version 0.1 did not note its digest
+    unnoted = "card_sha256" not in manifest and "export" not in manifest  # version 0.1 did not note the digest
+    if card.is_file() and (unnoted or manifest.get("card_sha256") == _sha256(card)):
         ours.add(Path(MODEL_CARD))
     folders = {parent for name in ours for parent in name.parents}
     found = []
@@ -311,6 +314,27 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")
     return manifest
+
+
+def task_folders(output: Path) -> list[Path]:
+    """The folders `task-001`, `task-002`, ... of a run, the newest first."""
+    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
+
+
+def newest_task(output: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest task folder of a run that is whole, with its manifest; None where there is none.
+
+    Args:
+        output: the run's folder.
+        say: called with a line for every damaged folder that is stepped over, with the reason.
+    """
+    for folder in task_folders(output):
+        try:
+            return folder, read_manifest(folder)
+        except CheckpointError as error:
+            say(f"stepping over {folder}: {error}")
+    return None
 
 
 def json_sha256(content: Any) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
@@ -32,8 +33,10 @@ from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.devices import choose_device
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
+from dulbe_peft.evaluation import Evaluation, evaluate_features, image_names
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
+from dulbe_peft.progress import Past, read_past
 from dulbe_peft.run import run_stream
 from dulbe_peft.specs import parse_spec
 from dulbe_peft.state import LearnerState
@@ -43,7 +46,8 @@ from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training import TaskTrainer
+from dulbe_peft.training import TaskRecord, TaskTrainer
+from dulbe_peft.updating import check_update, with_more_images, without_class
 
 
 class ClassIncrementalLearner:
@@ -68,6 +72,8 @@ class ClassIncrementalLearner:
         classifiers: name -> [`Classifier`] over all seen classes.
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
+        record: what learning the last task showed, see [`TaskRecord`]; None before the first one, and after loading.
+        past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
         ValueError: the model does not fit the strategy, or a classifier does not fit the model.
@@ -118,6 +124,8 @@ class ClassIncrementalLearner:
         if reads_text and not has_text(clip):
             raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
+        self.record: TaskRecord | None = None
+        self.past = Past()
         self._accelerator: Accelerator | None = None
         # One thread at a time runs the model: a pass of another one would be counted among a task's inputs.
         self._turn = threading.RLock()
@@ -233,7 +241,7 @@ class ClassIncrementalLearner:
         check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
-        before = _adapter_state(state.model)
+        before = saving.adapter_state(state.model)
         with self._turn:
             try:
                 self.state = self._learned(state, images, names)
@@ -243,6 +251,47 @@ class ClassIncrementalLearner:
                     saving.set_adapter_state(state.model, before)
                     state.model.zero_grad(set_to_none=True)
                 raise
+
+    def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+        """Take in further images of known classes, without training; on any error the learner is as it was before.
+
+        The model encodes the images as it is. Every classifier takes them in, as its own documentation says, and so
+        does the strategy's memory where it is a sum over images.
+
+        Args:
+            dataset: as in `learn_task`.
+            class_names: what the labels index; None: the names that the dataset carries, or else all seen classes.
+
+        Raises:
+            ValueError: a class has not been learned, a classifier cannot take further images of a known class (the
+                message names it), an image is unreadable, or a feature is not finite.
+
+        >>> learner.update_classes(photos_of_known_classes)
+        """
+        state = self.state
+        with raise_in_all():
+            self._check_learned()
+            names, labels = named_labels(dataset, class_names, default=self.class_names)
+            check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
+            place = {name: index for index, name in enumerate(self.class_names)}
+            labels = np.array([place[names[label]] for label in labels.tolist()], dtype=np.int64)
+        check_same_in_all(labels.tolist(), "labels")
+        self.profile.clear()
+        with self._turn, self.profile.phase("update"):
+            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels))
+
+    def forget_class(self, name: str) -> None:
+        """Take a class out of every classifier, so that no image is called so any more.
+
+        The model stays as it is, and so does what the class's images added to sums over all classes: LDA's scatter,
+        the Gram matrix of ridge and RanPAC, and what the strategy remembers. A task that loses its last class stays,
+        without classes.
+
+        Raises:
+            ValueError: the class has not been learned, or it is the only one that is left.
+        """
+        with self._turn:
+            self.state = without_class(self.state, name)
 
     def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
         """The state after one more task; the adapter alone is changed in place."""
@@ -258,6 +307,10 @@ class ClassIncrementalLearner:
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
             classifiers = self._classifiers_after(state, teacher, features, images.labels, names)
+        self.record = trainer.record
+        bridge = classifiers.get("bridge")
+        if isinstance(bridge, BridgeEnsembleHead):
+            self.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
         return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=steps)
 
     @torch.no_grad()
@@ -352,7 +405,6 @@ class ClassIncrementalLearner:
         with self._turn, self._resting():
             return predict_images(self.encoder, self.classifier, Gallery(images), top_k, reject)
 
-    @torch.no_grad()
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes, without a task's identity.
 
@@ -362,12 +414,17 @@ class ClassIncrementalLearner:
 
         Returns:
             `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
-            embeddings alone, where a classifier keeps them; all in [0, 1]; and `num_images`.
+            embeddings alone, where a classifier keeps them; `class_means_accuracy` with the class means, where a
+            classifier keeps them and none is called "prototype"; all in [0, 1]; and `num_images`.
 
         Raises:
             ValueError: nothing has been learned, the dataset is empty, the names contradict the dataset's own, or a
                 class has not been seen.
         """
+        return self.evaluate_images(dataset, class_names).figures()
+
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
+        """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
         self._check_learned()
         names, labels = named_labels(dataset, class_names, default=self.class_names)
         position = {name: index for index, name in enumerate(self.class_names)}
@@ -376,21 +433,8 @@ class ClassIncrementalLearner:
             unknown = unknown or [name for name in names if name not in position]
             raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
         features = self.image_embeds(dataset, labels)
-        truth = torch.tensor([position[names[int(label)]] for label in labels], device=features.device)
-        accuracies = {
-            name: (classifier(features).argmax(dim=1) == truth).float().mean().item()
-            for name, classifier in self.classifiers.items()
-        }
-        figures: dict[str, Any] = {
-            "accuracy": next(iter(accuracies.values())),
-            "classifiers": accuracies,
-            "num_images": float(len(labels)),
-        }
-        text: Any = next((c.text_embeds for c in self.classifiers.values() if hasattr(c, "text_embeds")), None)
-        if text is not None:
-            right = (features @ text.to(features).T).argmax(dim=1) == truth
-            figures["text_accuracy"] = right.float().mean().item()
-        return figures
+        truth = torch.tensor([position[names[int(label)]] for label in labels])
+        return evaluate_features(self.classifiers, features, truth, self.class_names, image_names(dataset))
 
     def _resting(self) -> AbstractContextManager[None]:
         adapter = self.state.adapter
@@ -401,52 +445,74 @@ class ClassIncrementalLearner:
             raise ValueError("no task has been learned yet: call learn_task first")
 
     @torch.no_grad()
-    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]:
+    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
 
         Args:
-            tests: per task its test data and the class names its labels index.
+            tests: per task its test data, or None, and the class names its labels index.
+
+        Returns:
+            A_t over the test data of the tasks up to t; None where there is none.
         """
         names = [name for _, group in tests for name in group]
-        right, total, seen, rows = 0, 0, 0, []
+        total, seen = 0, 0
+        rows: list[float | None] = []
         pristine = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
         with pristine:
             text = self.encoder.text_embeds(names)
             encoded = []
             for dataset, group in tests:
-                labels = torch.as_tensor(checked_labels(dataset, group)) + seen
-                encoded.append((self.image_embeds(dataset), labels.to(text.device)))
+                if dataset is not None and group:
+                    labels = torch.as_tensor(checked_labels(dataset, group)) + seen
+                    encoded.append((self.image_embeds(dataset), labels.to(text.device)))
+                    total += len(labels)
                 seen += len(group)
                 known = text[:seen]
                 right = sum(int(((z @ known.T).argmax(dim=1) == y).sum()) for z, y in encoded)
-                total += len(labels)
-                rows.append(right / total)
+                rows.append(right / total if total else None)
         return rows
 
-    def run(self, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True) -> dict[str, Any]:
+    def run(
+        self,
+        tasks: Iterable[Task],
+        output_dir: str | Path,
+        resume: bool = True,
+        *,
+        known_tests: Sequence[Any] | None = None,
+        source: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
+
+        A learner that has learned before keeps its tasks: they come first in the results, with what earlier runs
+        measured of them, and the numbers of the folders go on after theirs. Without a new task the learner is
+        committed as it is, under the number of its last task.
 
         Args:
             tasks: the stream; tasks without test data are learned and not tested.
             output_dir: folder for the committed folders, `results.json` and `timings.json`.
-            resume: go on after the newest valid folder, if it belongs to the same run.
+            resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
+                same data; the tasks that follow may be others than before.
+            known_tests: test data, or None, of each task that the learner had learned before the run; None: there is
+                none.
+            source: where the data of `tasks` came from, written to `sources.json` as it is, with what tells the test
+                data from others.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
             A_last, forgetting and backward transfer; zero-shot accuracy; configuration, strategy, seed and versions.
 
         Raises:
-            ValueError: the folder belongs to a run with other settings, classes or data (the message names what
-                differs), or holds tasks and `resume` is off.
+            ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks
+                (the message names what differs), or holds tasks and `resume` is off.
         """
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source)
         finally:
             self._accelerator.end_training()
             self._accelerator = None
@@ -510,10 +576,11 @@ class ClassIncrementalLearner:
         cache_dir: str | Path | None = None,
         machine: Mapping[str, Any] | None = None,
     ) -> ClassIncrementalLearner:
-        """Load what `save_pretrained` wrote or `push_to_hub` uploaded, onto a pristine base model.
+        """Load what `save_pretrained` or `run` wrote, or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:
-            source: the saved folder, or the id of a repository on the Hub.
+            source: the saved folder, a run's folder, of which the newest whole task is taken, or the id of a
+                repository on the Hub.
             base_model: the pristine model; None loads the one that the saved learner names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
             revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
@@ -534,6 +601,7 @@ class ClassIncrementalLearner:
             learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=empty)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
+        learner.past = (None if origin else read_past(folder)) or Past()
         return learner
 
 
@@ -576,11 +644,3 @@ def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, us
     if not usual:
         return chosen
     return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]
-
-
-def _adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A copy of the adapter's tensors; None without an adapter."""
-    if not isinstance(model, PeftModel):
-        return None
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: tensor.clone() for name, tensor in state.items()}

@@ -2,62 +2,75 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint, saving
-from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import has_text
-from dulbe_peft.checkpoint import RESULTS_FILE, CheckpointError, library_versions
-from dulbe_peft.classifiers import CLASSIFIERS, Classifier
+from dulbe_peft.checkpoint import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
 from dulbe_peft.distributed import on_main_process, world
+from dulbe_peft.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.files import write_json
-from dulbe_peft.profiling import Profile
+from dulbe_peft.profiling import Profile, forget_peak_memory, peak_memory
+from dulbe_peft.progress import (
+    PROGRESS_FILE,
+    SOURCES_FILE,
+    Past,
+    Row,
+    line,
+    padded,
+    read_entries,
+    read_progress,
+    spread,
+    written,
+)
+from dulbe_peft.results import progress_row, stream_results
+from dulbe_peft.resuming import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
 from dulbe_peft.state import LearnerState
-from dulbe_peft.strategies import STRATEGIES
-from dulbe_peft.strategies.dulbe import Dulbe
-from dulbe_peft.streams.fingerprint import fingerprint
-from dulbe_peft.streams.metrics import accuracy_matrix, summarize
+from dulbe_peft.streams.metrics import percent
+from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import TaskRecord
+from dulbe_peft.views import VIEWS, write_views
 
-TIMINGS_FILE = "timings.json"
-PROGRESS_FILE = "progress.json"
 LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
-_TASK_FOLDER = r"task-\d{3,}"
 
 
 class StreamLearner(Protocol):
     """What a stream needs of a learner."""
 
     state: LearnerState
+    past: Past
 
     @property
     def profile(self) -> Profile: ...
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
-    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]: ...
-    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float]: ...
+    @property
+    def record(self) -> TaskRecord | None: ...
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
+    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]: ...
 
 
 def run_stream(
-    learner: StreamLearner, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True
+    learner: StreamLearner,
+    tasks: Iterable[Task],
+    output_dir: str | Path,
+    resume: bool = True,
+    known_tests: Sequence[Any] | None = None,
+    source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
-    if not stream:
+    if not stream and not learner.state.tasks:
         raise ValueError("tasks is empty: a stream needs at least one task")
     for index, task in enumerate(stream):
         if not isinstance(task, Task):
@@ -70,13 +83,14 @@ def run_stream(
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_lock_folder, output, held))
-        return _run(learner, stream, output, resume)
+        return _open_run(learner, stream, output, resume, known_tests, source).finish()
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    checkpoint.clear_leftovers(output, "|".join([_TASK_FOLDER, re.escape(RESULTS_FILE), re.escape(TIMINGS_FILE)]))
+    files = map(re.escape, (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS))
+    checkpoint.clear_leftovers(output, "|".join([TASK_FOLDER, *files]))
 
 
 @contextmanager
@@ -91,258 +105,215 @@ def _dead_readers_named(output: Path) -> Iterator[None]:
         ) from error
 
 
-def _run(learner: StreamLearner, stream: list[Task], output: Path, resume: bool) -> dict[str, Any]:
-    identity = _identity(learner.state, stream)
-    progress = _resume(learner, output, identity) if resume else None
-    if progress is None:
-        if learner.state.tasks:
-            count = len(learner.state.tasks)
-            raise ValueError(f"the learner has already learned {count} tasks: a stream starts with none")
-        _refuse_old_folders(output, resume)
-        progress = {"rows": [], "zero_shot": _zero_shot(learner, stream)}
-        if progress["zero_shot"]:
-            _print_once(f"zero-shot over all classes, before any training: {100 * progress['zero_shot'][-1]:.1f} %")
-    timings = _read_timings(output, len(learner.state.tasks))
-    for index in range(len(learner.state.tasks), len(stream)):
+@dataclass
+class Run:
+    """A run on its way: the tasks that its learner had learned before it, and its own.
+
+    Attributes:
+        learner: what learns.
+        known: class names of the tasks that were learned before the run.
+        known_tests: test data of each of them, None where there is none.
+        own: the run's tasks.
+        output: its folder.
+        identity: what must be the same for a run to be the same one, see `resuming`.
+        past: what is known of the tasks that are learned so far.
+        source: where the data of the run's tasks came from, JSON-ready; None: unknown.
+        new: whether nothing of it is in the folder yet.
+        evaluations: number of a task -> what was said of its test images after the newest task.
+    """
+
+    learner: StreamLearner
+    known: list[tuple[str, ...]]
+    known_tests: list[Any]
+    own: list[Task]
+    output: Path
+    identity: dict[str, Any]
+    past: Past
+    source: dict[str, Any] | None
+    new: bool
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self.own)
+
+    @property
+    def look(self) -> bool:
+        """Whether fingerprints look at images: an online teacher is there for images that differ each time."""
+        return self.learner.state.args.teacher == "cached"
+
+    def tests(self) -> list[tuple[Any, tuple[str, ...]]]:
+        """Test data or None, and class names, of every task."""
+        before = list(zip(self.known_tests, self.known, strict=True))
+        return [*before, *((task.test, task.class_names) for task in self.own)]
+
+    def measured(self, count: int) -> Row:
+        """What is measured after the first `count` tasks, on those of them that have test data."""
+        tests = self.tests()[:count]
+        tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
+        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
+        return spread(progress_row(list(self.evaluations.values())), tested, count)
+
+    def zero_shot(self) -> list[float | None]:
+        """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
+        tests = self.tests()
+        if not has_text(self.learner.state.base) or all(test is None for test, _ in tests):
+            return [None] * len(self)
+        figures = self.learner.zero_shot(tests)
+        if figures[-1] is not None:
+            _print_once(f"zero-shot over all classes, before any training: {percent(figures[-1])} %")
+        before = padded(self.past.zero_shot, len(self))
+        return [new if old is None else old for old, new in zip(before, figures, strict=True)]
+
+    def finish(self) -> dict[str, Any]:
+        """Learn what is not learned yet, and write the results."""
+        if len(self.past.tasks) < len(self) or self.new:
+            zero_shot = self.zero_shot()
+            self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
+            if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
+                self.past.rows[-1] = self.measured(len(self.known)) or self.past.rows[-1]
+                self.commit(None)
+            for index in range(len(self.past.tasks), len(self)):
+                self.learn(index, zero_shot[index])
+        self.learner.past = self.past
+        self.write_sources()
+        state = self.learner.state
+        names, versions = list(state.classifiers), library_versions()
+        found = stream_results(written(self.past), self.identity, state.tasks, names, versions, len(self.known))
+        on_main_process(partial(write_json, self.output / RESULTS_FILE, found))
+        tests = [test for test, _ in self.tests()]
+        on_main_process(partial(write_views, self.output, self.newest, tests, found))
+        return found
+
+    @property
+    def newest(self) -> Path:
+        """The folder of the newest task."""
+        return self.output / f"task-{len(self.learner.state.tasks):03d}"
+
+    def learn(self, index: int, zero_shot: float | None) -> None:
+        """Learn, test and commit the task at a place among all."""
         started = time.perf_counter()
-        learner.learn_task(stream[index].train, stream[index].class_names)
+        learner, past, task = self.learner, self.past, self.own[index - len(self.known)]
+        fingerprints = on_main_process(partial(task_fingerprints, task, self.look))
+        forget_peak_memory(learner.state.device)
+        learner.learn_task(task.train, task.class_names)
+        self.identity["classes"].append(list(task.class_names))
+        self.identity["data"].append(fingerprints)
+        past.tasks.append(task.class_names)
+        past.zero_shot.append(zero_shot)
+        past.records.append(None if learner.record is None else asdict(learner.record))
         with learner.profile.phase("test"):
-            progress["rows"].append(_test(learner, stream[: index + 1]))
+            past.rows.append(self.measured(index + 1))
         with learner.profile.phase("save"):
-            _commit(learner.state, output / f"task-{index + 1:03d}", progress, identity)
+            self.commit(task)
         seconds = time.perf_counter() - started
-        done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
-        timings.append(done)
-        on_main_process(partial(write_json, output / TIMINGS_FILE, {"tasks": timings}))
-        _print_once(_line(progress, index, len(stream), len(learner.state.class_names)) + f", {seconds:.1f} s")
+        done = {
+            "seconds": seconds,
+            "phases": dict(learner.profile.seconds),
+            "peak_memory": peak_memory(learner.state.device),
+            "finished": time.strftime(_TIME_FORMAT),
+        }
+        past.timings.append(done)
+        on_main_process(partial(write_json, self.output / TIMINGS_FILE, {"tasks": past.timings}))
+        self.write_sources()
+        said = line(past.rows[index], index + 1, len(self), len(learner.state.class_names))
+        _print_once(f"{said}, {seconds:.1f} s")
         if learner.state.args.profile:
             _print_once(learner.profile.table())
-    results = _results(learner.state, progress, identity)
-    on_main_process(partial(write_json, output / RESULTS_FILE, results))
-    return results
+
+    def commit(self, task: Task | None) -> None:
+        """Write the folder of the newest task; None: it was learned before the run."""
+        state, identity = self.learner.state, self.identity
+        if not self.known:
+            identity = {name: value for name, value in identity.items() if name != "start"}
+
+        def write(temporary: Path) -> None:
+            saving.write(state, temporary)
+            write_json(temporary / PROGRESS_FILE, written(self.past))
+            if self.evaluations:
+                write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
+            write_json(temporary / DATA_FILE, task_listing(task))
+
+        fields = {
+            "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
+            "identity": identity,
+            "tasks": [list(names) for names in state.tasks],
+        }
+        on_main_process(partial(checkpoint.commit_folder, self.newest, write, fields, replace=True))
+
+    def write_sources(self) -> None:
+        """Note where each finished task's data came from, with what tells its test data from others."""
+        entries = padded(self.past.sources, len(self.past.tasks))
+        for index, (_, test) in enumerate(self.identity["data"], len(self.known)):
+            if entries[index] is None and self.source is not None:
+                entries[index] = self.source | {"test": test}
+        self.past.sources[:] = entries
+        if any(entries):
+            on_main_process(partial(write_json, self.output / SOURCES_FILE, {"tasks": entries}))
 
 
-def _read_timings(output: Path, finished: int) -> list[Any]:
-    """Those of the finished tasks; unknown where the file is not there, or no longer whole."""
-    try:
-        tasks = list(json.loads((output / TIMINGS_FILE).read_text(encoding="utf-8"))["tasks"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        tasks = []
-    return [*tasks[:finished], *[None] * (finished - len(tasks))]
+def _open_run(
+    learner: StreamLearner,
+    own: list[Task],
+    output: Path,
+    resume: bool,
+    known_tests: Sequence[Any] | None,
+    source: dict[str, Any] | None,
+) -> Run:
+    """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
+    look, before = learner.state.args.teacher == "cached", learner.past
+    find = partial(newest_of_run, output, learner.state, own, look, _print_once)
+    found = on_main_process(find) if resume else None
+    if found is None:
+        identity = _begin(learner, own, output, resume)
+        past = before.of(learner.state.tasks)
+    else:
+        folder, identity = found
+        learner.state = _restored(learner.state, folder)
+        _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
+        past = Past(list(learner.state.tasks), **read_progress(folder, len(learner.state.tasks)))
+        # What is written after a commit may be missing; of known tasks the learner may know it.
+        for name, file in (("timings", TIMINGS_FILE), ("sources", SOURCES_FILE)):
+            written = padded(read_entries(output / file), len(past.tasks))
+            known = padded(getattr(before.of(past.tasks), name), len(past.tasks))
+            setattr(past, name, [new if old is None else old for old, new in zip(written, known, strict=True)])
+    known = [tuple(task) for task in identity["start"]["tasks"]]
+    tests = [None] * len(known) if known_tests is None else list(known_tests)
+    if len(tests) != len(known):
+        raise ValueError(
+            f"known_tests has {len(tests)} entries, the learner had learned {len(known)} tasks before the run: give "
+            "test data or None for each of them"
+        )
+    return Run(learner, known, tests, own, output, identity, past, source, new=found is None)
 
 
-def _identity(state: LearnerState, stream: list[Task]) -> dict[str, Any]:
-    """What must be the same for a run to be the same run."""
-    look = state.args.teacher == "cached"  # an online teacher is there for images that are augmented anew each time
-    return {
-        "adapter": {} if state.config is None else _adapter_settings(state.config),
-        "arguments": state.args.portable(),
-        "base_model": _base_model_sha256(state.base),
-        "classes": [list(task.class_names) for task in stream],
-        "classifiers": {name: _classifier_settings(classifier) for name, classifier in state.classifiers.items()},
-        "data": [
-            [None if data is None else fingerprint(data, look=look) for data in (task.train, task.test)]
-            for task in stream
-        ],
-        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
-    }
+def _restored(state: LearnerState, folder: Path) -> LearnerState:
+    """The state in the folder; raises where the learner that is at the same task took something in since then."""
+    own, adapter = beginning(state), saving.adapter_state(state.model)
+    restored = saving.restore(state, folder)
+    if state.tasks and own["tasks"] == [list(task) for task in restored.tasks] and own != beginning(restored):
+        if adapter is not None:
+            saving.set_adapter_state(state.model, adapter)
+        raise ValueError(
+            f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
+            "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "
+            "another output_dir"
+        )
+    return restored
 
 
-def _adapter_settings(config: DualModeLoraConfig) -> dict[str, Any]:
-    settings = config.to_dict()
-    for name in ("history_rank", "inference_mode", "peft_version"):
-        settings.pop(name)
-    return {k: str(v) if k.endswith("_type") else v for k, v in settings.items()}
-
-
-def _classifier_settings(classifier: Classifier) -> dict[str, Any]:
-    return {"embed_dim": classifier.embed_dim, "logit_scale": classifier.logit_scale, **classifier.settings()}
-
-
-def _with_defaults(identity: dict[str, Any]) -> dict[str, Any]:
-    """A saved identity in today's form: a setting that was not there yet has its default."""
-    old = dict(identity)
-    if "classifiers" not in old and "head" in old:  # version 0.1 had one method and one classifier
-        old["classifiers"], old["strategy"] = {"bridge": old.pop("head")}, {"name": Dulbe.name}
-    old["classifiers"] = {name: _completed(name, saved) for name, saved in old.get("classifiers", {}).items()}
-    name = old.get("strategy", {}).get("name")
-    if name in STRATEGIES:
-        usual = {f.name: f.default for f in dataclasses.fields(STRATEGIES[name])}
-        old["strategy"] = _plain(usual) | old["strategy"]
-    if old.get("adapter"):
-        old["adapter"] = _plain(_adapter_settings(DualModeLoraConfig())) | old["adapter"]
-    old["arguments"] = _plain(LearnerArguments().portable()) | old.get("arguments", {})
-    return old
-
-
-def _completed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """A classifier's saved settings with those that were not there yet at their defaults."""
-    if name not in CLASSIFIERS:
-        return settings
-    known = {
-        key: settings[key]
-        for key in settings
-        if key in ("embed_dim", "logit_scale", *CLASSIFIERS[name].setting_names())
-    }
-    return settings if len(known) < len(settings) else _plain(_classifier_settings(CLASSIFIERS[name](**known)))
-
-
-def _base_model_sha256(base: nn.Module) -> str:
-    """Of the pristine weights' names, shapes and first values."""
-    digest = hashlib.sha256()
-    for name, tensor in base.state_dict().items():
-        if PREFIX not in name and "modules_to_save" not in name:
-            first = tensor.flatten()[:64].double().cpu().numpy()
-            digest.update(f"{name} {tuple(tensor.shape)}".encode() + first.tobytes())
-    return digest.hexdigest()
-
-
-def _task_folders(output: Path) -> list[Path]:
-    """The newest first."""
-    folders = [path for path in output.iterdir() if re.fullmatch(_TASK_FOLDER, path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
-
-
-def _refuse_old_folders(output: Path, resume: bool) -> None:
-    old = _task_folders(output)
+def _begin(learner: StreamLearner, own: list[Task], output: Path, resume: bool) -> dict[str, Any]:
+    """The identity of a run that starts in a folder without a whole task."""
+    old = checkpoint.task_folders(output)
     if old:
         why = "none of them is valid" if resume else "resume is off"
         first = old[-1].name
         raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
-
-
-def _resume(learner: StreamLearner, output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    folder = on_main_process(partial(_newest_folder, output, identity))
-    if folder is None:
-        return None
-    learner.state = saving.restore(learner.state, folder)
-    _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
-    progress: dict[str, Any] = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    for row in progress["rows"]:
-        if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
-            row["classifiers"] = {"bridge": {k: row[k] for k in ("accuracy", "accuracy_by_task")}}
-    return progress
-
-
-def _newest_folder(output: Path, identity: dict[str, Any]) -> Path | None:
-    """The newest valid task folder, which must be of this run."""
-    for folder in _task_folders(output):
-        try:
-            manifest = checkpoint.read_manifest(folder)
-        except CheckpointError as error:
-            _print_once(f"stepping over {folder}: {error}")
-            continue
-        different = _differences(_with_defaults(manifest.get("identity", {})), _plain(identity))
-        if different:
-            names = ", ".join(different)
-            raise ValueError(f"{folder} belongs to another run: {names} differ; choose another output_dir")
-        changed = _differences({"of": manifest["versions"]}, {"of": library_versions()})
-        if changed:
-            names = ", ".join(name.removeprefix("of.") for name in changed)
-            _print_once(f"{folder.name} was written with other versions of {names}: the last bits may differ")
-        return folder
-    return None
+    seen = list(learner.state.class_names)
+    for task in own:
+        seen += check_class_names(task.class_names, seen)
+    return run_settings(learner.state) | {"classes": [], "data": [], "start": beginning(learner.state)}
 
 
 def _print_once(text: str) -> None:
     if world()[0] == 0:
         tqdm.write(text)
-
-
-def _differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """Where two nested dictionaries differ, as dotted paths; parts that only `saved` has are left out at the top."""
-    if not (isinstance(saved, dict) and isinstance(current, dict)):
-        return [] if saved == current else [path]
-    keys = {*saved, *current} if path else current
-    return [
-        name
-        for key in sorted(keys)
-        for name in _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def _commit(state: LearnerState, folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
-    def write(temporary: Path) -> None:
-        saving.write(state, temporary)
-        write_json(temporary / PROGRESS_FILE, progress)
-
-    fields = {
-        "configuration_sha256": checkpoint.json_sha256([identity["adapter"], identity["arguments"]]),
-        "identity": identity,
-        "tasks": [list(task) for task in state.tasks],
-    }
-    on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
-
-
-def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
-    """Accuracy over all seen test images and on each seen task's, for every classifier and for the text alone."""
-    rows = [learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None]
-    if not rows:
-        return {}
-    images = [row["num_images"] for row in rows]
-
-    def pooled(name: str, values: list[float]) -> dict[str, Any]:
-        whole = sum(value * count for value, count in zip(values, images, strict=True)) / sum(images)
-        return {name: whole, f"{name}_by_task": values}
-
-    figures = pooled("accuracy", [row["accuracy"] for row in rows])
-    if "text_accuracy" in rows[0]:
-        figures |= pooled("text_accuracy", [row["text_accuracy"] for row in rows])
-    figures["classifiers"] = {
-        name: pooled("accuracy", [row["classifiers"][name] for row in rows]) for name in rows[0]["classifiers"]
-    }
-    return figures
-
-
-def _zero_shot(learner: StreamLearner, stream: list[Task]) -> list[float]:
-    """A_t of the pristine model with the text embeddings of the classes seen by task t."""
-    if any(task.test is None for task in stream) or not has_text(learner.state.base):
-        return []
-    return learner.zero_shot([(task.test, task.class_names) for task in stream])
-
-
-def _line(progress: dict[str, Any], index: int, total: int, classes: int) -> str:
-    """What is said after a task. The numbers by task are the first classifier's."""
-    row = progress["rows"][index]
-    text = f"task {index + 1}/{total}: {classes} classes"
-    if "accuracy" in row:
-        if "text_accuracy" in row and "text" not in row["classifiers"]:
-            text += f", text {100 * row['text_accuracy']:.1f} %"
-        text += "".join(f", {name} {100 * part['accuracy']:.1f} %" for name, part in row["classifiers"].items())
-        text += f", by task [{' '.join(f'{100 * value:.1f}' for value in row['accuracy_by_task'])}]"
-    return text
-
-
-def _results(state: LearnerState, progress: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "configuration": {"adapter": identity["adapter"], "arguments": identity["arguments"]},
-        "class_names": identity["classes"],
-        "seed": state.args.seed,
-        "strategy": identity["strategy"],
-        "versions": library_versions(),
-    }
-    rows = progress["rows"]
-    if all("accuracy" in row for row in rows):
-        results["classifiers"] = {
-            name: _summary([row["classifiers"][name] for row in rows], "accuracy") for name in state.classifiers
-        }
-        if "bridge" in results["classifiers"]:
-            results["head"] = results["classifiers"]["bridge"]
-        if all("text_accuracy" in row for row in rows):
-            results["text"] = _summary(rows, "text_accuracy")
-        zero_shot = progress["zero_shot"]
-        if zero_shot:
-            results["zero_shot"] = {
-                "overall": zero_shot,
-                "average_accuracy": sum(zero_shot) / len(zero_shot),
-                "last_accuracy": zero_shot[-1],
-            }
-    return results
-
-
-def _summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    return summarize(accuracy_matrix([row[f"{name}_by_task"] for row in rows]), [row[name] for row in rows])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
-from dulbe_peft.distributed import on_main_process
+from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
@@ -51,7 +52,7 @@ TRANSFORMERS_CONFIG = {
     "model_type": "dulbe_peft",
     "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
 }
-READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model"}
+READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
     "attn_implementation": (str, type(None)),
@@ -100,7 +101,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         "attn_implementation": state.base.config._attn_implementation,
         "base_model": {"name": name, "revision": revision},
         "classifiers": list(state.classifiers),
-        "memory": bool(state.memory),
+        "memory": bool(state.memory) or state.incomplete,
         "source": state.source,
         "step": state.step,
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
@@ -159,16 +160,36 @@ def locate(
 ) -> tuple[Path, dict[str, str] | None]:
     """A learner's folder, downloaded where `source` is none, and the repository and commit it came from.
 
-    Only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
+    Of a run's folder it is the newest task folder that is whole; damaged ones are named on standard error. Of a
+    repository only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
+
+    Raises:
+        CheckpointError: none of a run's task folders is whole.
+        FileNotFoundError: `source` is neither a folder nor a repository.
     """
     if not str(source):
         raise ValueError("the folder or repository to load is '', expected its path or id")
     if Path(source).is_dir():
-        return Path(source), None
+        folder = Path(source)
+        return folder if (folder / MANIFEST).exists() else _newest_task(folder), None
     folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
     files = _listed(folder)
     hub.fetch(source, sorted(files), commit, token, cache_dir)
     return folder, {"repo_id": str(source), "commit": commit}
+
+
+def _newest_task(folder: Path) -> Path:
+    """The newest whole task folder of a run; the folder itself where it is no run's."""
+    steps: list[str] = []
+    if not checkpoint.task_folders(folder):
+        return folder
+    found = checkpoint.newest_task(folder, steps.append)
+    if found is None:
+        raise CheckpointError(f"{folder} is a run's folder, and none of its tasks is whole: {'; '.join(steps)}")
+    if world()[0] == 0:
+        for step in steps:
+            print(step, file=sys.stderr)
+    return found[0]
 
 
 def _listed(folder: Path) -> set[str]:
@@ -389,6 +410,14 @@ def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module
             raise ValueError(f"tensor {name!r} has type {tensor.dtype}, expected floating point")
 
 
+def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A copy of the adapter's tensors; None without an adapter."""
+    if not isinstance(model, PeftModel):
+        return None
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Put saved tensors into the active adapter, whose history takes their length."""
     set_peft_model_state_dict(model, state)
@@ -424,7 +453,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{LEARNER_FILE} misses {missing}, and {wrong} are of a wrong type")
         seen: list[str] = []
         for task in state["tasks"]:
-            seen += check_class_names(task, seen)
+            seen += check_class_names(task, seen) if task else ()  # `forget_class` may leave a task without classes
         portable(state["arguments"])
         make_strategy(state["strategy"])
         _check_state(state)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,26 @@ from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTa
 Log = Callable[[dict[str, float], int], None]
 
 
+@dataclass
+class TaskRecord:
+    """What learning one task showed. Time and memory are not among it: the same task gives the same record.
+
+    Attributes:
+        images: class -> number of its training images.
+        loss: mean loss of each epoch.
+        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where the strategy measures
+            none.
+        residual_capture: the same of `ModeBases.residual_capture`.
+        expected_depth: mean over the task's classes of the bridge ensemble's expected depth; None without one.
+    """
+
+    images: dict[str, int]
+    loss: list[float] = field(default_factory=list)
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
 class TaskTrainer:
     """Learns one task with a strategy.
 
@@ -39,6 +59,9 @@ class TaskTrainer:
         encoder: the model's towers.
         logit_scale: tau.
         log: called with the figures of every epoch and the number of its steps.
+
+    Attributes:
+        record: what the task shows; complete when `learn` returns, but for what the classifiers add.
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
@@ -52,6 +75,7 @@ class TaskTrainer:
         self.encoder = encoder
         self.logit_scale = logit_scale
         self.log = log
+        self.record = TaskRecord({})
 
     def learn(
         self, images: PixelDataset, names: Sequence[str]
@@ -66,6 +90,8 @@ class TaskTrainer:
             The images' features by the model before the task, (n, d), or None where nobody needs them; their features
             by the finished model, (n, d); and what the strategy keeps.
         """
+        counts = np.bincount(images.labels, minlength=len(names)).tolist()
+        self.record = TaskRecord(dict(zip(names, counts, strict=True)))
         if self.adapter is None or not self.strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
@@ -94,6 +120,7 @@ class TaskTrainer:
                 task.notes[name] = note.to(self.encoder.device) if isinstance(note, torch.Tensor) else note
             if modes is not None:
                 adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+                self._record_capture(list(modes.values()))
         return task, teacher
 
     def _plan(self, task: NewTask) -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
@@ -104,11 +131,14 @@ class TaskTrainer:
             return None, notes
         return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}, notes
 
+    def _record_capture(self, modes: list[ModeBases]) -> None:
+        """Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured."""
+        if any(layer.shared_capture or layer.residual_capture for layer in modes):
+            self.record.shared_capture = sum(layer.shared_capture for layer in modes) / len(modes)
+            self.record.residual_capture = sum(layer.residual_capture for layer in modes) / len(modes)
+
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
-
-    def _resting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.adapter is None else self.adapter.without_idle_modes()
 
     # ------------------------------------------------------------------ passes without a step
 
@@ -140,31 +170,14 @@ class TaskTrainer:
 
         assert self.adapter is not None
         batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
-        with self._resting(), raise_in_all():
+        with self.adapter.without_idle_modes(), raise_in_all():
             gradients = probe_gradients(self.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
         return gradients, features
 
     def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
-        features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
-        inputs = OccupationStatistics()
-        if not collect:
-            with self._resting():
-                return self.encoder.dataset_embeds(images, self._title(phase)), inputs
-
-        def forward_fn(_: nn.Module, batch: Batch) -> None:
-            pixels, _labels, index = batch
-            features[index] = self.encoder.image_embeds(pixels)
-
-        assert self.adapter is not None
-        with self._resting(), raise_in_all():
-            if shard(range(len(images))):
-                batches = self.encoder.batches(images, self._title(phase))
-                collect_statistics(self.adapter, batches, forward_fn, into=inputs, tokens=self.args.statistics_tokens)
-        inputs.sum_over_processes(features.device)
-        sum_over_processes([features])
-        return features, inputs
+        return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
 
     # ------------------------------------------------------------------ training
 
@@ -248,7 +261,44 @@ class TaskTrainer:
         if not finite.all():
             step = int((~finite).nonzero()[0])
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
-        self.log({"loss": losses.mean().item(), "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+        self.record.loss.append(losses.mean().item())
+        self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+
+
+def features_and_inputs(
+    adapter: DualModeLoraModel | None, encoder: Encoder, images: PixelDataset, title: str, collect: bool
+) -> tuple[torch.Tensor, OccupationStatistics]:
+    """Features of all images by the model as it is, and on the way, where asked for, what its layers read.
+
+    Args:
+        adapter: the tuner, where the model has one.
+        encoder: the model's towers.
+        images: the images.
+        title: of the progress bar.
+        collect: sum X'X of every adapted layer's inputs; needs an adapter.
+
+    Returns:
+        (n, d), and the sums, which are empty without `collect`.
+    """
+    features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
+    inputs = OccupationStatistics()
+    resting = nullcontext() if adapter is None else adapter.without_idle_modes()
+    if not collect:
+        with resting:
+            return encoder.dataset_embeds(images, title), inputs
+
+    def forward_fn(_: nn.Module, batch: Batch) -> None:
+        pixels, _labels, index = batch
+        features[index] = encoder.image_embeds(pixels)
+
+    assert adapter is not None
+    with resting, raise_in_all():
+        if shard(range(len(images))):
+            batches = encoder.batches(images, title)
+            collect_statistics(adapter, batches, forward_fn, into=inputs, tokens=encoder.args.statistics_tokens)
+    inputs.sum_over_processes(features.device)
+    sum_over_processes([features])
+    return features, inputs
 
 
 def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:

@@ -226,13 +226,14 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(digits, n
     assert late.counts.tolist() == [60] * CLASSES
 
 
-def test_updates_are_refused_where_they_are_not_exact_or_do_not_fit(digits):
+@pytest.mark.parametrize("name", ["rapf", "visual_agent"])
+def test_updates_are_refused_where_they_cannot_be_made_or_do_not_fit(digits, name):
     images, labels = task(digits, [0, 1])
-    bridge = learned("bridge", digits)
-    state = snapshot(bridge)
-    with pytest.raises(ValueError, match="'bridge' classifier cannot learn more images"):
-        bridge.update_classes(images, labels)
-    assert_equal_states(snapshot(bridge), state)
+    trained = learned(name, digits)
+    state = snapshot(trained)
+    with pytest.raises(ValueError, match=f"'{name}' classifier cannot learn more images"):
+        trained.update_classes(images, labels)
+    assert_equal_states(snapshot(trained), state)
     text = learned("text", digits)
     text.update_classes(images, labels)
     means = learned("prototype", digits)
@@ -581,6 +582,8 @@ def test_heads_of_version_0_1_have_temperature_1(digits, tmp_path):
         "visual_prototypes",
         "text_embeds",
         "reliability",
+        "counts",
+        "lengths",
         "depths",
     }
     del config["calibration"]

@@ -13,6 +13,7 @@ from dulbe_peft.streams.metrics import (
     backward_transfer,
     forgetting,
     last_accuracy,
+    percent,
     summarize,
 )
 
@@ -90,7 +91,6 @@ def test_the_summary_is_strict_json_and_complete():
         ([0.5], "square"),
         ([[0.5, np.nan]], "square"),
         ([[0.5, 0.5], [0.5, 0.5]], "row 0 .* right of the diagonal"),
-        ([[0.5, np.nan], [np.nan, 0.5]], "row 1 .* holds nan"),
         ([[84.2]], r"holds 84\.2; accuracies must be fractions"),
         ([[-0.1]], r"holds -0\.1"),
         ([[np.inf]], "holds inf"),
@@ -111,10 +111,31 @@ def test_rows_of_the_wrong_length_are_refused():
 
 def test_overall_accuracies_are_checked():
     for measure in (average_accuracy, last_accuracy):
-        for overall, message in (([], "shape"), ([0.5, 50.0], r"holds 50\.0"), ([np.nan], "nan"), ([[0.5]], "shape")):
+        for overall, message in (
+            ([], "shape"),
+            ([0.5, 50.0], r"holds 50\.0"),
+            ([np.nan], "holds no number"),
+            ([[0.5]], "shape"),
+        ):
             with pytest.raises(ValueError, match=message):
                 measure(overall)
     with pytest.raises(ValueError, match="2 overall accuracies for the 1 tasks"):
         summarize([[0.5]], [0.5, 0.5])
     with pytest.raises(ValueError, match=r"overall accuracy 0\.9 after task 1 lies outside \[0\.5, 0\.6\]"):
         summarize(accuracy_matrix([[0.5], [0.5, 0.6]]), [0.5, 0.9])
+
+
+def test_what_was_not_measured_is_left_out_and_never_invented():
+    """Two tasks were learned before the run, and the first one's tests were gone until the last step."""
+    rows = [[None], [None, None], [None, 0.9, 0.8], [0.5, 0.7, 0.6, 1.0]]
+    summary = summarize(accuracy_matrix(rows), [None, None, 0.85, 0.7])
+    assert summary["matrix"] == rows and summary["overall"] == [None, None, 0.85, 0.7]
+    assert summary["average_accuracy"] == pytest.approx((0.85 + 0.7) / 2) and summary["last_accuracy"] == 0.7
+    assert summary["forgetting"] == pytest.approx(((0.9 - 0.7) + (0.8 - 0.6)) / 2)
+    assert summary["backward_transfer"] == pytest.approx(0.6 - 0.8), "task 2 was not measured when it came"
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    unknown = summarize(accuracy_matrix([[0.5], [None, None]]), [0.5, None])
+    assert unknown["last_accuracy"] is None and unknown["forgetting"] is None
+    with pytest.raises(ValueError, match="after task 1 lies outside no number"):
+        summarize(accuracy_matrix([[0.5], [None, None]]), [0.5, 0.5])
+    assert (percent(0.123), percent(None), percent(0.123, 2)) == ("12.3", "-", "12.30")

@@ -126,7 +126,9 @@ def test_a_task_folder_names_its_run(finished):
     assert manifest["configuration_sha256"] == json_sha256([identity["adapter"], identity["arguments"]])
     assert identity["classes"] == [["one", "three"], ["two", "zero"]] and identity["arguments"]["seed"] == 0
     assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
-    assert sorted(path.name for path in finished.iterdir()) == ["results.json", "task-001", "task-002", "timings.json"]
+    looked_at = ["accuracy.png", "pictures", "predictions.csv", "tasks.png"]
+    kept = ["results.json", "task-001", "task-002", "timings.json"]
+    assert sorted(path.name for path in finished.iterdir()) == sorted(looked_at + kept)
     assert "finished" not in json.loads((finished / "results.json").read_text())
 
 
@@ -170,8 +172,8 @@ def test_augmented_data_is_known_by_what_does_not_change(base, photos, tmp_path)
         (2, {"seed": 1}, (0, 1, 2, 3), "arguments.seed differ;"),
         (2, {"learning_rate": 0.5, "epochs": 2}, (0, 1, 2, 3), "arguments.epochs, arguments.learning_rate differ;"),
         (3, {}, (0, 1, 2, 3), "adapter.residual_rank differ;"),
-        (2, {}, (1, 0, 2, 3), "classes, data differ;"),
-        (2, {}, (2, 3, 0, 1), "classes, data differ;"),
+        (2, {}, (1, 0, 2, 3), r"task 1 has the classes \['one', 'three'\] there, and \['three', 'one'\] in the"),
+        (2, {}, (0, 1, 3, 2), r"task 2 has the classes \['two', 'zero'\] there, and \['zero', 'two'\] in the"),
     ],
 )
 def test_another_run_is_refused_by_the_names_of_what_differs(
@@ -183,8 +185,16 @@ def test_another_run_is_refused_by_the_names_of_what_differs(
     assert content(output) == content(finished)
 
 
-@pytest.mark.parametrize("change", ["bytes", "name", "one more", "test"])
-def test_other_data_are_refused(base, photos, finished, tmp_path, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("bytes", r"training images of task 2, which is finished, differ: 1 changed \(two/0\.png\); put"),
+        ("name", r"training images of task 2, .* differ: 1 added \(two/9\.png\), 1 removed \(two/0\.png\); put"),
+        ("one more", r"training images of task 2, .* differ: 1 added \(two/9\.png\); put"),
+        ("test", r"test images of task 2, which is finished, differ: 1 changed \(two/4\.png\); put"),
+    ],
+)
+def test_other_data_of_a_finished_task_are_refused_by_the_files(base, photos, finished, tmp_path, change, words):
     root = shutil.copytree(photos, tmp_path / "photos")
     file = root / ("test" if change == "test" else "train") / "two" / ("4.png" if change == "test" else "0.png")
     if change == "name":
@@ -194,8 +204,9 @@ def test_other_data_are_refused(base, photos, finished, tmp_path, change):
     else:
         Image.new("RGB", (9, 9), "red").save(file)
     output = shutil.copytree(finished, tmp_path / "run")
-    with pytest.raises(ValueError, match="task-002 belongs to another run: data differ;"):
+    with pytest.raises(ValueError, match=f"task-002 belongs to another run: the {words}"):
         make_learner(base).run(tasks_of(root), output)
+    assert content(output) == content(finished)
 
 
 def test_data_elsewhere_and_another_machine_s_settings_are_the_same_run(base, photos, finished, tmp_path, capsys):
@@ -236,7 +247,7 @@ def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tm
 def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
     output = shutil.copytree(finished, tmp_path / "run")
     monkeypatch.setattr(
-        "dulbe_peft.run.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
+        "dulbe_peft.resuming.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
     )
     make_learner(base).run(tasks_of(photos), output)
     assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out

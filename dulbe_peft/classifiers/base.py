@@ -75,9 +75,15 @@ class Classifier(SavedState):
 
     def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """The buffers' new values for further images of known classes; `labels` index all seen classes."""
-        raise ValueError(
-            f"the {self.name!r} classifier cannot learn more images of a known class: it does not keep what that needs"
-        )
+        raise NotImplementedError
+
+    def check_update(self, class_names: Sequence[str]) -> None:
+        """Raise a ValueError where `update_classes` cannot take further images of these known classes."""
+        if type(self).learn_more is Classifier.learn_more:
+            raise ValueError(
+                f"the {self.name!r} classifier cannot learn more images of a known class: it does not keep what that "
+                "needs"
+            )
 
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
@@ -155,8 +161,9 @@ class Classifier(SavedState):
 
     @torch.no_grad()
     def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
-        """Take in further images of known classes, with the result of having seen them with the others.
+        """Take in further images of known classes; on any error the classifier is as it was.
 
+        The result is that of having seen them with the others, up to what the classifier's own documentation says.
         The temperature of the probabilities stays as it is.
 
         Args:
@@ -168,8 +175,10 @@ class Classifier(SavedState):
         """
         images = self._unit(image_embeds, "image_embeds")
         indices = _check_labels(labels, len(images), self._class_names).to(images.device)
-        with without_autocast(images):
-            self._install(self.learn_more(images, indices))
+        self.check_update([self._class_names[index] for index in indices.unique().tolist()])
+        if len(images):
+            with without_autocast(images):
+                self._install(self.learn_more(images, indices))
 
     @torch.no_grad()
     def forget_class(self, name: str) -> None:
@@ -363,11 +372,16 @@ def class_sums(images: torch.Tensor, labels: torch.Tensor, names: Sequence[str])
         ValueError: a class's unit features cancel out, so that it has no mean direction; the message names it.
     """
     sums = torch.stack([images[labels == index].sum(dim=0) for index in range(len(names))])
+    check_directions(sums, names)
+    return sums
+
+
+def check_directions(sums: torch.Tensor, names: Sequence[str]) -> None:
+    """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
     cancelled = sums.norm(dim=1) < 1e-4
     if cancelled.any():
         name = names[int(cancelled.nonzero()[0])]
         raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
-    return sums
 
 
 def _check_labels(labels: Any, count: int, names: Sequence[str]) -> torch.Tensor:

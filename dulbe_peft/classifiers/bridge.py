@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int
-from dulbe_peft.classifiers.base import Classifier, check_unit_rows, class_sums, positive
+from dulbe_peft.classifiers.base import Classifier, check_directions, check_unit_rows, class_sums, positive
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights
 
 MAX_DEPTHS = 1000
@@ -30,9 +30,11 @@ class BridgeEnsembleHead(Classifier):
         logit_scale: tau itself, 100 for CLIP, never its logarithm.
 
     Attributes:
-        visual_prototypes: v_c, (C, d), unit vectors; only `move` changes them after the class has arrived.
+        visual_prototypes: v_c, (C, d), unit vectors; `move` and `update_classes` alone change them later.
         text_embeds: e_c, (C, d), unit vectors.
-        reliability: pi_c, (C, K_b), rows sum to 1, fixed when the class arrives.
+        reliability: pi_c, (C, K_b), rows sum to 1; `update_classes` alone changes them after the class has arrived.
+        counts: n_c, (C,), int64, images of each class; 0 where an earlier version saved the class without it.
+        lengths: l_c, (C,), float64, length of the sum of each class's unit features; 0 where n_c is.
         depths: alpha_k, (K_b,); 0 is the visual end.
         source: `repo_id` and `commit` on the Hub that the head was loaded from, or None; kept when it is saved.
 
@@ -50,6 +52,8 @@ class BridgeEnsembleHead(Classifier):
     visual_prototypes: torch.Tensor
     text_embeds: torch.Tensor
     reliability: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
     depths: torch.Tensor
 
     def __init__(
@@ -66,6 +70,8 @@ class BridgeEnsembleHead(Classifier):
         self.register_rows("visual_prototypes", embed_dim)
         self.register_rows("text_embeds", embed_dim)
         self.register_rows("reliability", len(values))
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("lengths", dtype=torch.float64)
         self.register_buffer("depths", values)
 
     @property
@@ -97,7 +103,8 @@ class BridgeEnsembleHead(Classifier):
             v_c, rho_c(alpha_k) and pi_c(alpha_k) in "Reliability-Guided Bridge-Prototype Ensemble".
         """
         assert texts is not None
-        visual = torch.cat([self.visual_prototypes.float(), F.normalize(class_sums(images, labels, names), dim=1)])
+        sums = class_sums(images, labels, names)
+        visual = torch.cat([self.visual_prototypes.float(), F.normalize(sums, dim=1)])
         first = len(self._class_names)
         bridges = bridge_prototypes(visual, texts, self.depths.float())
         rho = reliability(images, labels + first, bridges, self.logit_scale, first_class=first)
@@ -106,6 +113,59 @@ class BridgeEnsembleHead(Classifier):
             "visual_prototypes": visual,
             "text_embeds": texts,
             "reliability": torch.cat([self.reliability.float(), weights]),
+            "counts": torch.cat([self.counts, torch.bincount(labels, minlength=len(names)).to(self.counts)]),
+            "lengths": torch.cat([self.lengths, sums.to(self.lengths.device).double().norm(dim=1)]),
+        }
+
+    def check_update(self, class_names: Sequence[str]) -> None:
+        unknown = [name for name in class_names if not self.counts[self._class_names.index(name)]]
+        if unknown:
+            raise ValueError(
+                f"the 'bridge' classifier cannot learn more images of {unknown[0]!r}: an earlier version saved it "
+                "without the number of the class's images. Learn the class anew, or use other classifiers"
+            )
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """v_c and pi_c of the classes that have further images; the other classes stay as they are.
+
+            v_c   direction of l_c v_c + sum of the new unit features            exact
+            pi_c  softmax over the depths of (n_c log pi_c + m_c rho_c / beta) / (n_c + m_c)
+
+        m_c is the number of new images, and rho_c is measured on them, with the new v_c, over all seen classes. pi_c
+        is softmax(rho_c / beta), so beta log pi_c is the old rho_c less a number that is the same at every depth. The
+        softmax does not see that number, and the mean of the old and the new rho_c, weighted by the images, follows.
+
+        The approximation: the old images' part of rho_c is the one that was measured when they came. It is of the
+        prototypes, texts and rival classes of that time. It is exact where those have not changed.
+        """
+        present, rows = labels.unique(return_inverse=True)
+        device = self.lengths.device
+        sums = self.visual_prototypes[present].to(device).double() * self.lengths[present.to(device), None]
+        sums = sums.index_add(0, rows.to(device), images.to(device).double())
+        check_directions(sums, [self._class_names[index] for index in present.tolist()])
+        visual = self.visual_prototypes.float().clone()
+        visual[present] = F.normalize(sums, dim=1).to(visual)
+        new = torch.bincount(rows).to(self.counts)
+        old = self.counts[present]
+        # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
+        others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
+        order = torch.cat([others.nonzero()[:, 0], present])
+        bridges = bridge_prototypes(visual[order], self.text_embeds.float()[order], self.depths.float())
+        first = len(order) - len(present)
+        rho = reliability(images, rows + first, bridges, self.logit_scale, first_class=first)
+        before = self.reliability[present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
+        share = (old / (old + new)).to(before)[:, None]
+        weights = self.reliability.float().clone()
+        # As in `reliability_weights`, beta may be 0 in the tensor's type; less its maximum, rho is then 0 or -inf.
+        beta = max(self.reliability_temperature, torch.finfo(rho.dtype).tiny)
+        over = (rho - rho.amax(dim=1, keepdim=True)) / beta
+        weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
+        lengths = self.lengths.index_copy(0, present.to(device), sums.norm(dim=1))
+        return {
+            "visual_prototypes": visual,
+            "reliability": weights,
+            "counts": self.counts.index_copy(0, present, old + new),
+            "lengths": lengths,
         }
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
@@ -118,7 +178,7 @@ class BridgeEnsembleHead(Classifier):
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        """v_c to the direction of v_c M; the texts and the reliabilities stay."""
+        """v_c to the direction of v_c M; texts, reliabilities, numbers of images and lengths stay."""
         return {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
 
     @property
@@ -146,8 +206,20 @@ class BridgeEnsembleHead(Classifier):
         weights = state["reliability"].float()
         if (weights < 0).any() or ((weights.sum(dim=1) - 1).abs() > 1e-2).any():
             raise ValueError("reliability must hold non-negative rows that sum to 1")
+        counts, lengths = state["counts"].cpu(), state["lengths"].cpu()
+        if (counts < 0).any() or (lengths < 0).any() or ((counts == 0) != (lengths == 0)).any():
+            raise ValueError("counts and lengths must be above 0, or both 0 where they are not known")
+        if (lengths > 1.01 * counts).any():
+            raise ValueError("lengths must not be larger than counts: they are of sums of so many unit vectors")
         if ((state["depths"] < 0) | (state["depths"] > 1)).any():
             raise ValueError(f"depths must lie in [0, 1], got {state['depths'].tolist()}")
+
+    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
+        """Version 0.1 kept neither the number of images nor the length of their sum."""
+        return {
+            "counts": torch.zeros(classes, dtype=torch.int64),
+            "lengths": torch.zeros(classes, dtype=torch.float64),
+        }
 
     @classmethod
     def saved_settings(cls) -> list[str]:

@@ -45,6 +45,14 @@ class GrowingState(nn.Module):
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raise a ValueError for buffer values of the right shapes that this classifier cannot have."""
 
+    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
+        """The buffers that earlier versions did not save, with the values that stand for "unknown".
+
+        Args:
+            classes: how many classes the older state has.
+        """
+        return {}
+
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
         """Raise unless buffers of these shapes fit this module with this number of classes.
 
@@ -92,6 +100,7 @@ class GrowingState(nn.Module):
     ) -> None:
         """Resizes to the number of classes in the file; a state that is incomplete or inconsistent changes nothing."""
         keys = [*self.tensors(), EXTRA_STATE]
+        state_dict = _completed(self, state_dict, prefix)
         missing = [prefix + key for key in keys if prefix + key not in state_dict]
         if missing:
             missing_keys += missing
@@ -122,6 +131,18 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{name} holds NaN or infinity")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(names))
         self.check_state(state)
+
+
+def _completed(module: GrowingState, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The state with what an earlier version left out: all of `added_since`, or none of it."""
+    later = module.added_since(0)
+    if not later or any(prefix + name in state_dict for name in later):
+        return state_dict
+    try:
+        names, _ = _decode_extra_state(state_dict[prefix + EXTRA_STATE])
+    except (KeyError, ValueError, TypeError):  # the checks that follow say what is wrong
+        return state_dict
+    return state_dict | {prefix + name: value for name, value in module.added_since(len(names)).items()}
 
 
 def encode_extra_state(names: list[str], temperatures: Sequence[TaskTemperature]) -> torch.Tensor:

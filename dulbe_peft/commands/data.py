@@ -7,9 +7,22 @@ from typing import Any
 
 
 def open_data(
-    path: str, train_split: str, test_split: str, test_fraction: float | None, skip_unreadable: bool
+    path: str,
+    train_split: str,
+    test_split: str,
+    test_fraction: float | None,
+    skip_unreadable: bool,
+    report: bool = True,
 ) -> tuple[Any, Any]:
     """Training and test images, after a report of what there is; see `streams.splits.open_stream_data`.
+
+    Args:
+        path: a folder, an `.npz` file, or hf:NAME.
+        train_split: name of the split to learn from.
+        test_split: name of the split to test on.
+        test_fraction: share of the images to hold back for tests where there is no such split.
+        skip_unreadable: leave out images that cannot be read.
+        report: say what was found.
 
     Returns:
         The images to learn from, and those to test on or None.
@@ -17,6 +30,8 @@ def open_data(
     from dulbe_peft.streams.splits import open_stream_data
 
     train, test, found = open_stream_data(path, train_split, test_split, test_fraction, skip_unreadable)
+    if not report:
+        return train, test
     say(found.format() if found.left_out or found.unreadable else found.summary())
     if found.unreadable:
         say("the images that cannot be read are left out, as skip_unreadable says")

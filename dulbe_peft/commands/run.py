@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.data import fit_increment, open_data
+from dulbe_peft.commands.data import fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
+from dulbe_peft.commands.sources import open_source, source_of
 
 EXAMPLE = """example:
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --increment 10 --output out
 
 photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
-The same command goes on where a run was stopped.
+The same command goes on where a run was stopped, and where classes were added.
 """
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = {
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(describe_stream(make_learner, args, tasks))
         return 0
     learner = make_learner(args)
-    results = learner.run(tasks, stream.output, resume=stream.resume)
+    results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream))
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))
@@ -109,9 +111,7 @@ def stream_tasks(stream: StreamArguments) -> Any:
     from dulbe_peft.streams.samples import carried_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
-    train, test = open_data(
-        stream.data, stream.train_split, stream.test_split, stream.test_fraction, stream.skip_unreadable
-    )
+    train, test = open_source(source_of(stream))
     names = carried_class_names(train)
     order: Any = stream.class_order
     if order is not None and order != "icarl":
@@ -121,11 +121,40 @@ def stream_tasks(stream: StreamArguments) -> Any:
         order = [line for line in lines if line]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
+    finished = _finished_tasks(stream)
+    increment = fit_increment(stream.increment or _finished_increment(stream, finished), len(names))
     return class_incremental_tasks(
         train,
         test,
-        increment=fit_increment(stream.increment, len(names)),
+        increment=increment,
         initial_increment=stream.initial_increment,
         class_order=order,
         seed=stream.order_seed,
+        first_tasks=finished if _go_on(stream, increment, finished, names) else [],
     )
+
+
+def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:
+    """The tasks that a run in the output folder has finished; none where it is not to go on."""
+    from dulbe_peft.resuming import finished_tasks
+
+    return finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
+
+
+def _finished_increment(stream: StreamArguments, finished: list[tuple[str, ...]]) -> int | None:
+    """How many classes a finished task had, so that a run whose increment is not set goes on with the same."""
+    tasks = finished[0 if stream.initial_increment is None else 1 :]
+    return len(tasks[0]) if tasks else None
+
+
+def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
+    """Whether the finished tasks stay the first ones, also where classes were added to the data.
+
+    An order that the user gave says itself which classes come first. Tasks of other sizes are those of another run.
+    """
+    if not finished or stream.class_order is not None or stream.order_seed is not None:
+        return False
+    sizes = [stream.initial_increment or increment, *[increment] * len(finished)]
+    fits = all(len(task) == size for task, size in zip(finished[:-1], sizes, strict=False))
+    fits = fits and len(finished[-1]) <= sizes[len(finished) - 1]
+    return fits and {name for task in finished for name in task} <= set(names)

@@ -57,6 +57,7 @@ class Bofa(Strategy):
 
     name = "bofa"
     remembers_inputs = True
+    remembers_more = True
     classifiers = ("bofa", "bridge", "lda")
     target_modules = ("visual_projection",)
 
@@ -87,6 +88,10 @@ class Bofa(Strategy):
             layer.set_up_projections(adapter, part * layer.current_up(adapter))
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, inputs)
+
+    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        """S + X'X of the further images."""
         return occupation(task, inputs)
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:

@@ -26,6 +26,7 @@ class Dulbe(Strategy):
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
     remembers_inputs = True
+    remembers_more = True
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         config = task.adapter.active_config
@@ -48,6 +49,10 @@ class Dulbe(Strategy):
         )
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, inputs)
+
+    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        """S + X'X of the further images."""
         return occupation(task, inputs)
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:

@@ -46,6 +46,8 @@ from dulbe_peft.strategies.subspaces import check_packed, dual_gpm, nothing, pac
 class InfLora(Strategy):
     """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks.
 
+    Further images of known classes change no occupied direction: those are no sum over images.
+
     Attributes:
         energy: share of the energy that is occupied after the first task, in (0, 1]. The code has 0.95 for CIFAR-100
             and DomainNet, 0.98 for ImageNet-R; it calls the two shares lamb and lame.

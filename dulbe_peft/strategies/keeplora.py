@@ -63,6 +63,8 @@ def principal_directions(weight: torch.Tensor, share: float, name: str = "W") ->
 class KeepLora(Strategy):
     """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions.
 
+    Further images of known classes change no occupied direction: those are no sum over images.
+
     Attributes:
         eps_w: share of |W_0|^2 that the principal directions hold, in [0, 1]; 0 keeps none.
         eps_f: share of |X|^2 that is occupied after each task, in [0, 1].

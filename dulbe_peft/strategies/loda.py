@@ -100,6 +100,7 @@ class Loda(Strategy):
     name = "loda"
     needs = frozenset({INPUTS})
     orthonormal = False
+    remembers_more = True
 
     def __post_init__(self) -> None:
         check_number("ridge", self.ridge, positive=True)
@@ -134,6 +135,10 @@ class Loda(Strategy):
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         return occupation(task, task.inputs)
+
+    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        """S + X'X of the further images, by the model as it is; a task's own part of S is by the model before it."""
+        return occupation(task, inputs)
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         check_occupation(memory, widths)

@@ -44,6 +44,8 @@ from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 class MgClip(Strategy):
     """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses.
 
+    Further images of known classes change neither.
+
     Attributes:
         alpha: numerator of the update's scale, alpha / (r_S + r_R).
         threshold: how far the mean wrong logit may move, as a part of its value before training.

@@ -2,6 +2,9 @@
 
 R[t, i]   accuracy on task i's classes after task t, among all classes seen by then; NaN for i > t
 A[t]      accuracy on the test images of all classes seen after task t, task identity unknown
+
+What was not measured is NaN in an array and None in JSON: a learner that had learned before a run began has tasks
+that the run never tested. The measures leave it out.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 LABELS = {
     "zero_shot": "zero-shot",
     "text": "text classifier",
+    "class_means": "class means",
     "bridge": "bridge-prototype head",
     "prototype": "class means",
     "lda": "LDA",
@@ -30,12 +34,14 @@ def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
     """
     classifiers = results.get("classifiers", {})
-    whole = {key: results[key] for key in ("zero_shot", "text") if key in results}
+    whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
     return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
 
 
-def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+def accuracy_matrix(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
     """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T.
+
+    None stands for what was not measured.
 
     Raises:
         ValueError: row t does not have t + 1 entries, or an entry is no fraction in [0, 1].
@@ -44,12 +50,12 @@ def accuracy_matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
     for step, row in enumerate(rows):
         if len(row) != step + 1:
             raise ValueError(f"row {step} of the accuracies has {len(row)} entries; it must have {step + 1}")
-        matrix[step, : step + 1] = row
+        matrix[step, : step + 1] = np.asarray(row, dtype=np.float64)
     return check_accuracy_matrix(matrix)
 
 
 def check_accuracy_matrix(matrix: Any) -> np.ndarray:
-    """`matrix` as float64 of shape (T, T), known to hold fractions up to the diagonal and NaN above it.
+    """`matrix` as float64 of shape (T, T), known to hold fractions or NaN up to the diagonal and NaN above it.
 
     Raises:
         ValueError: it is not so.
@@ -65,7 +71,7 @@ def check_accuracy_matrix(matrix: Any) -> np.ndarray:
 
 
 def _check_fractions(name: str, values: np.ndarray) -> None:
-    wrong = values[~((values >= 0) & (values <= 1))]  # NaN is wrong too
+    wrong = values[~(np.isnan(values) | ((values >= 0) & (values <= 1)))]
     if wrong.size:
         raise ValueError(f"{name} holds {wrong[0]}; accuracies must be fractions in [0, 1]")
 
@@ -75,20 +81,22 @@ def _check_overall(overall: Any) -> np.ndarray:
     if array.ndim != 1 or not array.size:
         raise ValueError(f"the overall accuracies have shape {array.shape}; one number per task is needed")
     _check_fractions("the list of overall accuracies", array)
+    if np.isnan(array).all():
+        raise ValueError("the list of overall accuracies holds no number: nothing was measured")
     return array
 
 
-def average_accuracy(overall: Sequence[float]) -> float:
-    """Mean of A over the stream's steps.
+def average_accuracy(overall: Sequence[float | None]) -> float:
+    """Mean of A over the stream's measured steps.
 
     Raises:
         ValueError: `overall` is empty or holds something else than fractions.
     """
-    return float(_check_overall(overall).mean())
+    return float(np.nanmean(_check_overall(overall)))
 
 
-def last_accuracy(overall: Sequence[float]) -> float:
-    """A after the last task.
+def last_accuracy(overall: Sequence[float | None]) -> float:
+    """A after the last task; NaN where it was not measured.
 
     Raises:
         ValueError: `overall` is empty or holds something else than fractions.
@@ -99,33 +107,44 @@ def last_accuracy(overall: Sequence[float]) -> float:
 def forgetting(matrix: Any) -> float:
     """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task.
 
+    Tasks for which one of the two was not measured are left out; NaN where none is left.
+
     Raises:
         ValueError: `matrix` is no accuracy matrix.
     """
     array = check_accuracy_matrix(matrix)
     if len(array) == 1:
         return 0.0
-    best = np.nanmax(array[:-1, :-1], axis=0)  # up to the task just before the last one
-    return float((best - array[-1, :-1]).mean())
+    earlier = array[:-1, :-1]
+    best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # up to the task just before the last one
+    return _mean(best - array[-1, :-1])
 
 
 def backward_transfer(matrix: Any) -> float:
     """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task.
 
+    Tasks for which one of the two was not measured are left out; NaN where none is left.
+
     Raises:
         ValueError: `matrix` is no accuracy matrix.
     """
     array = check_accuracy_matrix(matrix)
     if len(array) == 1:
         return 0.0
-    return float((array[-1, :-1] - array.diagonal()[:-1]).mean())
+    return _mean(array[-1, :-1] - array.diagonal()[:-1])
 
 
-def summarize(matrix: Any, overall: Sequence[float]) -> dict[str, Any]:
+def _mean(values: np.ndarray) -> float:
+    """Mean of the finite values, NaN without one."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def summarize(matrix: Any, overall: Sequence[float | None]) -> dict[str, Any]:
     """All measures and what they were computed from, as plain numbers and lists ready for JSON.
 
     Returns:
-        The four measures, "overall" (T numbers) and "matrix" (row t has t + 1 numbers, so no NaN).
+        The four measures, "overall" (T numbers) and "matrix" (row t has t + 1 numbers). None is what was not measured.
 
     Raises:
         ValueError: `matrix` or `overall` is malformed, or they contradict each other: accuracy over all classes is a
@@ -137,16 +156,34 @@ def summarize(matrix: Any, overall: Sequence[float]) -> dict[str, Any]:
         raise ValueError(f"there are {len(steps)} overall accuracies for the {len(array)} tasks of the matrix")
     for step, value in enumerate(steps):
         row = array[step, : step + 1]
-        if not row.min() - 1e-6 <= value <= row.max() + 1e-6:  # room for float32 sums
+        row = row[~np.isnan(row)]
+        if not row.size and np.isnan(value):
+            continue
+        if not row.size or not row.min() - 1e-6 <= value <= row.max() + 1e-6:  # room for float32 sums
+            bounds = f"[{row.min()}, {row.max()}]" if row.size else "no number"
             raise ValueError(
-                f"overall accuracy {value} after task {step} lies outside [{row.min()}, {row.max()}], "
+                f"overall accuracy {value} after task {step} lies outside {bounds}, "
                 "the accuracies on the tasks it is a mean of"
             )
     return {
         "average_accuracy": average_accuracy(overall),
-        "last_accuracy": last_accuracy(overall),
-        "forgetting": forgetting(array),
-        "backward_transfer": backward_transfer(array),
-        "overall": steps.tolist(),
-        "matrix": [row[: step + 1].tolist() for step, row in enumerate(array)],
+        "last_accuracy": _plain(last_accuracy(overall)),
+        "forgetting": _plain(forgetting(array)),
+        "backward_transfer": _plain(backward_transfer(array)),
+        "overall": [_plain(value) for value in steps.tolist()],
+        "matrix": [[_plain(value) for value in row[: step + 1].tolist()] for step, row in enumerate(array)],
     }
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A fraction in percent for people; a dash for what was not measured.
+
+    >>> percent(0.5), percent(None)
+    ('50.0', '-')
+    """
+    # Adding 0.0 takes the sign from a zero.
+    return "-" if value is None else f"{round(100 * value, digits) + 0.0:.{digits}f}"

@@ -105,6 +105,12 @@ def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
     return names
 
 
+def _label(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise ValueError(f"first_tasks has the class {name!r}, which the dataset does not have")
+    return names.index(name)
+
+
 def _subset(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[str, ...]) -> ClassSubset:
     """The images of `classes`, in the dataset's order, labelled by their class's position in `classes`."""
     positions = np.full(int(max(labels.max(), classes.max())) + 1, -1, dtype=np.int64)
@@ -138,6 +144,7 @@ def class_incremental_tasks(
     initial_increment: int | None = None,
     class_order: Sequence[int] | Sequence[str] | str | None = None,
     seed: int | None = None,
+    first_tasks: Sequence[Sequence[str]] = (),
 ) -> list[Task]:
     """Split a dataset into tasks of `increment` new classes each.
 
@@ -149,6 +156,8 @@ def class_incremental_tasks(
         initial_increment: classes of the first task, 50 for "B50"; None is `increment`.
         class_order: all labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
         seed: draws the order as `RandomState(seed).permutation(C)` instead; 1993 in the protocols of the field.
+        first_tasks: class names of the first tasks, as an earlier run finished them; the other classes follow in
+            their order, `increment` a task.
 
     Raises:
         TypeError: a count, the seed, a label or an entry of the order has the wrong type.
@@ -161,13 +170,17 @@ def class_incremental_tasks(
         increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
     )
     order = resolve_order(class_order, seed, names)
+    begun = [np.array([_label(name, names) for name in task], dtype=np.int64) for task in first_tasks]
+    if begun:
+        order, first = order[~np.isin(order, np.concatenate(begun))], increment
     train_labels = checked_labels(train, names, "train")
     test_labels = None if test is None else checked_labels(test, names, "test")
     for label, count in enumerate(np.bincount(train_labels, minlength=len(names))):
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
     tasks: list[Task] = []
-    for classes in np.split(order, range(first, len(names), increment)):
+    rest = np.split(order, range(first, len(order), increment)) if len(order) else []
+    for classes in [*begun, *rest]:
         task_names = tuple(names[label] for label in classes)
         held_out = None if test_labels is None else _subset(test, test_labels, classes, task_names)
         if held_out is not None and not len(held_out):

@@ -1,0 +1,110 @@
+"""`dulbe-peft learn`: give a finished learner new classes, and further images of the classes it knows."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from dulbe_peft.commands.data import say
+from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.parser import Parser
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of
+from dulbe_peft.commands.sources import open_source, reopen_tests, source_of
+
+EXAMPLE = """example:
+  dulbe-peft learn june --data july-photos --output july
+
+june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
+the results of june's tasks too. Classes of july-photos that june does not know become a new task.
+Images of classes that it knows are taken in without training. The same command goes on where it
+was stopped.
+"""
+
+
+def add(commands: Any) -> None:
+    parser: Parser = commands.add_parser(
+        "learn", help="give a finished learner new classes, and more images of known ones", epilog=EXAMPLE
+    )
+    add_learner(parser)
+    parser.add_argument("--data", required=True, help="images, as for run")
+    parser.add_argument("--output", required=True, help="folder of the new run; never that of LEARNER")
+    parser.add_argument("--increment", type=int, help="new classes per task; without it all are one task")
+    parser.add_argument("--no-update", action="store_true", help="leave out images of classes that are known")
+    hints = get_type_hints(StreamArguments)
+    for field in fields_of(StreamArguments):
+        if field.name in ("train_split", "test_split", "test_fraction", "skip_unreadable"):
+            add_flag(parser, field, hints[field.name])
+            parser.set_defaults(**{field.name: field.default})
+    parser.set_defaults(call=learn, resumes=True)
+
+
+def learn(arguments: argparse.Namespace) -> int:
+    from dulbe_peft.distributed import leave, world
+    from dulbe_peft.report import format_summary
+    from dulbe_peft.streams.samples import dataset_class_names
+
+    check_other_folder(arguments.learner, arguments.output)
+    learner = load_learner(arguments)
+    source = source_of(arguments)
+    train, test = open_source(source)
+    carried = dataset_class_names(train) or ()
+    known = [name for name in carried if name in set(learner.class_names)]
+    new = [name for name in carried if name not in set(known)]
+    if not new and (not known or arguments.no_update):
+        raise ValueError(f"{arguments.data!r} has nothing to learn: its classes, {list(carried)[:5]} ..., are known")
+    past = learner.past.of(learner.tasks)
+    if known and not arguments.no_update:
+        _update(learner, train, known)
+    elif known:
+        say(f"left out: images of known classes ({', '.join(known)})")
+    tests = reopen_tests(past, look=learner.args.teacher == "cached")
+    tasks = _tasks(train, test, new, arguments.increment) if new else []
+    results = learner.run(tasks, arguments.output, known_tests=tests, source=source)
+    if world()[0] == 0:
+        if results.get("classifiers"):
+            print(format_summary(results))
+        print(f"written: {Path(arguments.output) / 'results.json'}")
+    leave()
+    return 0
+
+
+def check_other_folder(learner: str, output: str) -> None:
+    """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
+    if not Path(learner).is_dir():
+        return
+    own, other = Path(learner).resolve(), Path(output).resolve()
+    run = own.parent if own.name.startswith("task-") else own
+    if run == other or own in (other, *other.parents):
+        raise ValueError(
+            f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
+            "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"
+        )
+
+
+def _update(learner: Any, train: Any, known: list[str]) -> None:
+    """Take in the images of known classes, and say of which and how many."""
+    import numpy as np
+
+    from dulbe_peft.streams.tasks import select_classes
+    from dulbe_peft.updating import check_update
+
+    images = select_classes(train, known)
+    try:
+        check_update(learner.state, known)
+    except ValueError as error:
+        raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
+    counts = np.bincount(images.labels, minlength=len(known))
+    listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
+    say(f"known classes get {len(images)} further images, without training: {listed}")
+    learner.update_classes(images)
+
+
+def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
+    """The tasks of the new classes."""
+    from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
+
+    held_out = None if test is None else select_classes(test, new)
+    return class_incremental_tasks(
+        select_classes(train, new), held_out, increment=min(increment or len(new), len(new))
+    )

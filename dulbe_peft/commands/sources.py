@@ -1,0 +1,74 @@
+"""Where images come from: opened for a command, noted in a run's `sources.json`, and opened again later."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.commands.data import open_data
+
+if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
+    from dulbe_peft.progress import Past
+
+FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable")
+
+
+def source_of(settings: Any) -> dict[str, Any]:
+    """What names a command's data, in a form that `open_source` opens from any working directory.
+
+    Args:
+        settings: an object with those of `FIELDS` that the command has.
+    """
+    source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
+    if not source["data"].startswith("hf:"):
+        source["data"] = str(Path(source["data"]).absolute())
+    return source
+
+
+def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
+    """Images to learn from, and images to test on or None; all commands that learn open their data here.
+
+    Args:
+        source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
+        report: say what was found.
+    """
+    return open_data(
+        source["data"],
+        source["train_split"],
+        source["test_split"],
+        source.get("test_fraction"),
+        source.get("skip_unreadable", False),
+        report,
+    )
+
+
+def reopen_tests(past: Past, look: bool) -> list[Any]:
+    """The test images of each task that was learned before, None where they are gone; says which are, and why.
+
+    Args:
+        past: the tasks, and where the data of each came from.
+        look: whether fingerprints look at images.
+    """
+    from dulbe_peft.streams.fingerprint import fingerprint
+    from dulbe_peft.streams.tasks import select_classes
+
+    opened: dict[str, Any] = {}
+    tests: list[Any] = []
+    for number, (names, source) in enumerate(zip(past.tasks, past.sources, strict=True), 1):
+        test = None
+        try:
+            if source is None:
+                raise ValueError("the run did not note where they came from")
+            if names and source["test"] is not None:
+                key = repr({name: source[name] for name in FIELDS if name in source})
+                if key not in opened:
+                    opened[key] = open_source(source, report=False)[1]
+                test = select_classes(opened[key], names)
+                if fingerprint(test, look=look) != source["test"]:
+                    test = None
+                    raise ValueError(f"those in {source['data']} are not the ones of then")
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
+        tests.append(test)
+    return tests

@@ -1,0 +1,198 @@
+"""Further images of classes that the bridge ensemble knows, against a literal float64 reading of the rule."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from safetensors.torch import load_file, save_file
+
+from dulbe_peft import BridgeEnsembleHead
+
+DIM, SCALE, BETA = 8, 20.0, 0.05
+SAVED = Path(__file__).parent / "saved"
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+CENTRES = randn(5, DIM, seed=100)
+TEXTS = randn(5, DIM, seed=1)
+
+
+def photos(classes, each, seed):
+    labels = torch.arange(len(classes)).repeat_interleave(each)
+    return CENTRES[classes][labels] + 0.7 * randn(len(labels), DIM, seed=seed), labels
+
+
+def make_head():
+    head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE, reliability_temperature=BETA)
+    head.add_classes(["ant", "bee", "cat"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
+    head.add_classes(["dog", "eel"], *photos([3, 4], 5, 3), TEXTS)
+    return head
+
+
+def literal_rho(images, own, visual, texts, depths):
+    """rho of the class `own` at each depth over all classes, image by image, in float64."""
+    rho = []
+    for depth in depths:
+        bridges = [reference.slerp(v, e, depth) for v, e in zip(visual, texts, strict=True)]
+        each = [reference.softmax([float(SCALE * z @ b) for b in bridges])[own] for z in images]
+        rho.append(sum(each) / len(each))
+    return rho
+
+
+def test_prototypes_are_those_of_all_images_at_once():
+    images, labels = photos([0, 1, 2], 20, 7)
+    early, late = labels.new_zeros(60, dtype=torch.bool), BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
+    early[::3] = True
+    late.add_classes(["a", "b", "c"], images[early], labels[early], TEXTS[:3])
+    for rows in (~early).nonzero()[:, 0].split(7):
+        late.update_classes(images[rows], labels[rows])
+    units = reference.unit(images)
+    for row in range(3):
+        total = units[labels == row].sum(dim=0)
+        torch.testing.assert_close(late.visual_prototypes[row].double(), total / total.norm(), rtol=0, atol=3e-7)
+        assert float(late.lengths[row]) == pytest.approx(float(total.norm()), rel=1e-6)
+    assert late.counts.tolist() == [20, 20, 20]
+
+
+def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
+    head = make_head()
+    old, depths = head.reliability.double(), head.depths.tolist()
+    images, labels = photos([1, 4], 7, 9)
+    labels = torch.tensor([1, 4])[labels]
+    head.update_classes(images, labels)
+    units, texts = reference.unit(images), reference.unit(TEXTS)
+    visual = head.visual_prototypes.double()
+    for row, count in ((1, 6), (4, 5)):
+        rho = literal_rho(units[labels == row], row, visual, texts, depths)
+        weights = reference.softmax(
+            [(count * math.log(p) + 7 * r / BETA) / (count + 7) for p, r in zip(old[row].tolist(), rho, strict=True)]
+        )
+        torch.testing.assert_close(head.reliability[row].tolist(), weights, rtol=0, atol=1e-4)
+    assert torch.equal(head.reliability[[0, 2, 3]].double(), old[[0, 2, 3]]), "other classes stay as they are"
+
+
+def test_the_mean_is_exact_where_nothing_else_changed():
+    """Images along the prototype leave it where it is, so both parts are of the same classifiers."""
+    along = CENTRES[:3].repeat_interleave(4, dim=0)
+    labels = torch.arange(3).repeat_interleave(4)
+    parts = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
+    parts.add_classes(["a", "b", "c"], along[::2], labels[::2], TEXTS[:3])
+    parts.update_classes(along[1::2], labels[1::2])
+    whole = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
+    whole.add_classes(["a", "b", "c"], along, labels, TEXTS[:3])
+    torch.testing.assert_close(parts.reliability, whole.reliability, rtol=0, atol=1e-5)
+    torch.testing.assert_close(parts(along), whole(along), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [1e-4, 1e-40, 1e-300])
+def test_a_depth_without_weight_does_not_become_nan(beta):
+    head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE, reliability_temperature=beta)
+    head.add_classes(["a", "b", "c"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
+    assert (head.reliability == 0).any()
+    head.update_classes(*photos([0, 1, 2], 6, 3))
+    torch.testing.assert_close(head.reliability.sum(dim=1), torch.ones(3))
+
+
+def test_moving_keeps_the_weight_of_old_images_and_forgetting_drops_it():
+    head = make_head()
+    turn = torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
+    lengths = head.lengths.clone()
+    head.move(turn)
+    assert torch.equal(head.lengths, lengths) and head.counts.tolist() == [6, 6, 6, 5, 5]
+    images, labels = photos([3], 9, 6)
+    head.update_classes(images @ turn, labels + 3)
+    total = (reference.unit(torch.cat([photos([3, 4], 5, 3)[0][:5], images])) @ turn.double()).sum(dim=0)
+    torch.testing.assert_close(head.visual_prototypes[3].double(), total / total.norm(), rtol=0, atol=1e-6)
+    head.forget_class("bee")
+    assert head.counts.tolist() == [6, 6, 14, 5] and len(head.lengths) == 4
+
+
+def test_an_update_that_fails_changes_nothing():
+    head = make_head()
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    opposite = -head.visual_prototypes[:1] * head.lengths[0].float()
+    count = round(float(head.lengths[0]))
+    head.lengths[0] = float(count)  # so many images in the opposite direction cancel the old ones
+    before["lengths"] = head.lengths.clone()
+    with pytest.raises(ValueError, match="features of class 'ant' cancel out"):
+        head.update_classes(opposite.repeat(count, 1), [0] * count)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_an_updated_head_is_the_same_in_a_fresh_process(tmp_path):
+    head, (images, labels) = make_head(), photos([0, 2], 4, 8)
+    head.update_classes(images, labels * 2)
+    head.save_pretrained(tmp_path)
+    more, names = photos([1], 4, 12)
+    save_file({"images": more, "labels": names + 1}, tmp_path / "more")
+    head.update_classes(more, names + 1)
+    code = f"""if True:
+        import torch
+        from safetensors.torch import load_file, save_file
+        from dulbe_peft import BridgeEnsembleHead
+        head = BridgeEnsembleHead.from_pretrained({str(tmp_path)!r})
+        more = load_file({str(tmp_path / "more")!r})
+        head.update_classes(more["images"], more["labels"])
+        save_file({{"logits": head(more["images"])}}, {str(tmp_path / "logits")!r})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert torch.equal(load_file(tmp_path / "logits")["logits"], head(more))
+
+
+@pytest.mark.parametrize("folder", ["0.1/learner", "0.1-family/learner"])
+def test_files_without_numbers_of_images_load_and_refuse_updates_alone(folder, tmp_path):
+    expected = load_file(SAVED / folder / ".." / "expected.safetensors")
+    head = BridgeEnsembleHead.from_pretrained(SAVED / folder)
+    assert torch.equal(head(expected["image_embeds"]), expected["logits"])
+    name, rows = head.class_names[1], expected["image_embeds"]
+    with pytest.raises(ValueError, match=f"more images of '{name}': an earlier version saved it without the number"):
+        head.update_classes(rows[:2], [1, 1])
+    head.add_classes(["new"], rows[:4], [0] * 4, torch.cat([head.text_embeds, rows[:1]]))
+    head.update_classes(rows[4:6], [len(head.class_names) - 1] * 2)
+    head.save_pretrained(tmp_path)
+    again = BridgeEnsembleHead.from_pretrained(tmp_path)
+    assert again.counts.tolist() == [0] * (len(head.class_names) - 1) + [6]
+    assert torch.equal(again(rows), head(rows))
+
+
+def test_state_dicts_of_before_load_too():
+    head = make_head()
+    state = {name: tensor for name, tensor in head.state_dict().items() if name not in ("counts", "lengths")}
+    old = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
+    old.load_state_dict(state)
+    assert torch.equal(old(CENTRES), head(CENTRES)) and old.counts.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": None}, "Missing key.*counts"),
+        ({"counts": torch.tensor([6, 6, 6, 5])}, "counts must be integer"),
+        ({"counts": torch.tensor([6, 6, 0, 5, 5])}, "above 0, or both 0"),
+        ({"counts": torch.tensor([-1, 6, 6, 5, 5])}, "above 0, or both 0"),
+        ({"counts": torch.ones(5)}, "counts must be integer"),
+        ({"lengths": torch.full((5,), 7.0)}, "must not be larger than counts"),
+        ({"lengths": torch.full((5,), math.nan)}, "holds NaN or infinity"),
+    ],
+)
+def test_damaged_files_are_refused(change, message, tmp_path):
+    make_head().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "head.safetensors") | change
+    metadata = {"format": json.loads((tmp_path / "head_config.json").read_text())["format"]}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "head.safetensors", metadata)
+    with pytest.raises(ValueError, match=message):
+        BridgeEnsembleHead.from_pretrained(tmp_path)

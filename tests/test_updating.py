@@ -1,0 +1,271 @@
+"""Further photographs of known classes, and a class that is forgotten: the learner before and after."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.streams.tasks import select_classes
+
+QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Handwritten digits: six images of each class to learn from, then six further ones, then four to test on."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+
+    def pick(start, stop):
+        rows = np.concatenate([np.flatnonzero(data.target == label)[start:stop] for label in range(10)])
+        return DigitImages(data.images[rows], data.target[rows])
+
+    return pick(0, 6), pick(6, 12), pick(12, 16), pick(0, 12)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_clip(demo_model_folder())
+
+
+def make_learner(base, strategy="frozen", classifiers=("bridge", "prototype", "lda"), **fields):
+    clip, processor = base
+    torch.manual_seed(0)
+    model = copy.deepcopy(clip)
+    if strategy != "frozen":
+        targets = ["visual_projection"] if strategy == "bofa" else ["k_proj", "v_proj"]
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=targets))
+    args = LearnerArguments(**{**QUICK, **fields})
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+
+def taught(base, data, count=2, **options):
+    learner = make_learner(base, **options)
+    for task in class_incremental_tasks(data, increment=2)[:count]:
+        learner.learn_task(task.train)
+    return learner
+
+
+def everything(learner):
+    """All that a learner is, as plain values and copies of tensors."""
+    state = learner.state
+    tensors = {f"model {name}": value.clone() for name, value in state.model.state_dict().items()}
+    for name, classifier in state.classifiers.items():
+        tensors |= {f"{name} {key}": value.clone() for key, value in classifier.state_dict().items()}
+    tensors |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
+    return tensors, (state.tasks, state.step, state.source, state.incomplete)
+
+
+def assert_same(found, expected):
+    assert found[1] == expected[1] and found[0].keys() == expected[0].keys()
+    assert all(torch.equal(value, expected[0][name]) for name, value in found[0].items())
+
+
+# ---------------------------------------------------------------------- further images
+
+
+def test_half_and_half_is_as_all_at_once_where_nothing_is_trained(base, digits):
+    first, more, test, both = digits
+    parts, whole = taught(base, first), taught(base, both)
+    parts.update_classes(select_classes(more, ("two", "zero", "three", "one")))
+    features = whole.image_embeds(test)
+    for name in ("prototype", "lda"):
+        torch.testing.assert_close(
+            parts.classifiers[name](features), whole.classifiers[name](features), rtol=1e-4, atol=2e-3
+        )
+    torch.testing.assert_close(parts.head.visual_prototypes, whole.head.visual_prototypes, rtol=0, atol=1e-6)
+    assert parts.head.counts.tolist() == [12] * 4
+    assert parts.tasks == whole.tasks and parts.state.step == 0
+
+
+@pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
+def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
+    from dulbe_peft.backbone import unit_image_embeds
+    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+
+    first, more, *_ = digits
+    learner = taught(base, first, strategy=strategy)
+    model = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    before = {name: value.clone() for name, value in learner.memory.items()}
+    old = learner.memory
+    images = select_classes(more, ("one", "two"))
+    learner.update_classes(images)
+    pixels = learner.processor.image_processor(
+        images=[images[i]["image"].convert("RGB") for i in range(len(images))], return_tensors="pt"
+    )["pixel_values"]
+    inputs = collect_statistics(
+        learner.model, [pixels], lambda _, batch: unit_image_embeds(learner.clip, batch), into=OccupationStatistics()
+    )
+    assert set(learner.memory) == set(before) == set(inputs)
+    for name, matrix in learner.memory.items():
+        torch.testing.assert_close(matrix, before[name] + inputs[name], rtol=1e-4, atol=1e-3)
+        assert torch.equal(old[name], before[name]), "the old sums stay as they were"
+    assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
+    learner.learn_task(class_incremental_tasks(first, increment=2)[2].train)
+    assert len(learner.tasks) == 3
+
+
+def test_a_sketch_takes_them_too(base, digits):
+    learner = taught(base, digits[0], strategy="dulbe", statistics="sketch")
+    before = {name: float(matrix.square().sum()) for name, matrix in learner.memory.items()}
+    learner.update_classes(select_classes(digits[1], ("one",)))
+    assert learner.memory.sketch_rows == 16
+    assert all(float(matrix.square().sum()) > before[name] for name, matrix in learner.memory.items())
+
+
+@pytest.mark.parametrize("strategy", ["inflora", "keeplora", "merged_lora"])
+def test_other_memories_stay(base, digits, strategy):
+    learner = taught(base, digits[0], strategy=strategy, classifiers="prototype")
+    before = learner.memory
+    learner.update_classes(select_classes(digits[1], ("one",)))
+    assert learner.memory is before and learner.classifier.counts.tolist() == [6, 12, 6, 6]
+
+
+def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
+    learner = taught(base, digits[0], classifiers="prototype")
+    learner.update_classes(digits[1].__class__(digits[1].pixels[18:24], digits[1].labels[18:24]))  # threes, label 3
+    assert learner.classifier.counts.tolist() == [6, 6, 6, 12]
+    pairs = [(digits[1][0]["image"], 1)] * 2
+    learner.update_classes(pairs, ("three", "zero"))
+    assert learner.classifier.counts.tolist() == [8, 6, 6, 12]
+    learner.update_classes(pairs)  # nobody names them: all seen classes, in the order they came
+    assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
+
+
+class Unreadable:
+    """A dataset of known classes whose images must not be read, or whose last one cannot be."""
+
+    class_names = ("zero", "one")
+    labels = np.array([0, 1, 1])
+
+    def __init__(self, digits, readable):
+        self.digits, self.readable = digits, readable
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index >= self.readable:
+            raise ValueError("image 2 (b/broken.jpg) cannot be read")
+        return {"image": self.digits[index]["image"], "label": int(self.labels[index])}
+
+
+@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
+def test_an_error_leaves_everything_as_it_was(base, digits, strategy):
+    learner = taught(base, digits[0], strategy=strategy)
+    before, state = everything(learner), learner.state
+    with pytest.raises(ValueError, match=r"b/broken\.jpg"):
+        learner.update_classes(Unreadable(digits[1], 2))
+    with pytest.raises(ValueError, match=r"2 classes have not been learned, the first are \['four', 'nine'\]"):
+        learner.update_classes(select_classes(digits[1], ("one", "four", "nine")))
+    with pytest.raises(ValueError, match="label 7 is out of range|there are 4 classes"):
+        learner.update_classes([(digits[1][0]["image"], 7)])
+    assert learner.state is state
+    assert_same(everything(learner), before)
+    with pytest.raises(ValueError, match="no task has been learned yet"):
+        make_learner(base).update_classes(digits[1])
+
+
+@pytest.mark.parametrize("name", ["rapf", "visual_agent"])
+def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits, name):
+    learner = taught(base, digits[0], classifiers=("prototype", name))
+    before = everything(learner)
+    with pytest.raises(ValueError, match=f"the '{name}' classifier cannot learn more images of a known class"):
+        learner.update_classes(Unreadable(digits[1], 0))
+    assert_same(everything(learner), before)
+
+
+def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, tmp_path):
+    from dulbe_peft import saving
+    from dulbe_peft.checkpoint import commit_folder
+
+    learner = taught(base, digits[0], strategy="dulbe")
+    commit_folder(tmp_path / "published", lambda folder: saving.write(learner.state, folder, statistics=False), {})
+    published = ClassIncrementalLearner.from_pretrained(tmp_path / "published")
+    published.update_classes(select_classes(digits[1], ("one",)))
+    published.save_pretrained(tmp_path / "again")
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "again")
+    assert again.head.counts.tolist() == [6, 12, 6, 6] and not again.memory
+    with pytest.raises(ValueError, match="it can predict and evaluate, but not learn"):
+        again.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
+
+
+def test_an_updated_learner_is_the_same_in_a_fresh_process(base, digits, tmp_path):
+    learner = taught(base, digits[0], strategy="dulbe")
+    learner.update_classes(select_classes(digits[1], ("one", "three")))
+    learner.save_pretrained(tmp_path / "saved")
+    code = f"""if True:
+        import torch
+        from safetensors.torch import save_file
+        from dulbe_peft import ClassIncrementalLearner
+        torch.set_num_threads(1)
+        learner = ClassIncrementalLearner.from_pretrained({str(tmp_path / "saved")!r})
+        tensors = {{f"{{n}} {{k}}": v for n, c in learner.classifiers.items() for k, v in c.tensors().items()}}
+        save_file(tensors | {{f"memory {{n}}": m.clone() for n, m in learner.memory.items()}}, {str(tmp_path / "t")!r})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    found, expected = load_file(tmp_path / "t"), everything(learner)[0]
+    assert any(name.startswith("memory ") for name in found)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+# ---------------------------------------------------------------------- forgetting
+
+
+def test_a_forgotten_class_is_never_the_answer_and_can_be_learned_again(base, digits):
+    first, _, test, _ = digits
+    learner = taught(base, first, strategy="dulbe")
+    model = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    features = learner.image_embeds(test)
+    scores = learner.head(features)
+    learner.forget_class("one")
+    assert learner.tasks == [("zero",), ("two", "three")]
+    assert learner.class_names == ("zero", "two", "three")
+    torch.testing.assert_close(learner.head(features), scores[:, [0, 2, 3]])
+    assert "one" not in learner.predict([test[i]["image"] for i in range(8)])
+    assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
+    learner.learn_task(select_classes(first, ("one",)))
+    assert learner.tasks == [("zero",), ("two", "three"), ("one",)]
+
+
+def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_path):
+    learner = taught(base, digits[0], strategy="dulbe")
+    for name in ("zero", "one"):
+        learner.forget_class(name)
+    assert learner.tasks == [(), ("two", "three")]
+    learner.save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert loaded.tasks == learner.tasks
+    assert_same(everything(loaded), everything(learner))
+    for one in (loaded, learner):
+        one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
+    assert_same(everything(loaded), everything(learner))
+    assert loaded.tasks == [(), ("two", "three"), ("four", "five")]
+
+
+def test_what_cannot_be_forgotten(base, digits):
+    learner = taught(base, digits[0], count=1)
+    before = everything(learner)
+    with pytest.raises(ValueError, match="class 'two' has not been learned"):
+        learner.forget_class("two")
+    assert_same(everything(learner), before)
+    learner.forget_class("one")
+    with pytest.raises(ValueError, match="class 'zero' is the only one that is left"):
+        learner.forget_class("zero")
+    assert learner.class_names == ("zero",)
