@@ -61,7 +61,7 @@ def describe_model(model: Any, strategy: Any) -> str:
 
 
 def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequence[Any]) -> str:
-    """Memory and time of a whole run, from two small tasks of one batch each.
+    """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images.
 
     Args:
         make_learner: a new learner, from its settings.
@@ -79,7 +79,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
     cached = reads_once and pixels <= args.pixel_cache_mb * 2**20
     if not cached:
         learner = make_learner(dataclasses.replace(quick, pixel_cache_mb=0))
-    parts = _small_tasks(tasks, args.batch_size)
+    parts = _small_tasks(tasks, max(args.batch_size, 16))  # of fewer, what a pass costs by itself would count too much
     for part in parts:
         learner.learn_task(part)
     seconds = _estimate(learner, parts[-1], args, tasks)
@@ -100,7 +100,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
-    """One batch of the second task after one of the first, so that there are old classes; or two of a single one."""
+    """So many images of the second task after as many of the first, so that there are old classes; or two of a single one."""
     from dulbe_peft.streams.samples import dataset_labels
     from dulbe_peft.streams.tasks import ClassSubset
 
