@@ -14,7 +14,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import load_clip
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.report import format_summary, plot_results
+from dulbe_peft.report import format_summary, plot_results, write_report
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -84,5 +84,6 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
     together = results | {"classifiers": results["classifiers"] | rows}
     plot_results(together, output / "accuracy.png")
     print(format_summary(together))
-    print(f"written: {output / 'results.json'} and {output / 'accuracy.png'}")
+    report = write_report([output, output / "frozen"], output / "report.html")
+    print(f"written: {output / 'results.json'}, {output / 'accuracy.png'} and {report}, for a browser")
     return results

@@ -1,14 +1,15 @@
 """Files that are whole or not there, on the disk when a call returns, readable by whom the umask allows.
 
-Tensor files are safetensors only, and finite.
+Tensor files are safetensors only, and finite. Cells of CSV files are texts to a spreadsheet, never formulas.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet may take for the beginning of a formula
 TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
 
 
@@ -44,6 +46,43 @@ def write_json(path: Path, content: Any) -> None:
     with replacing(path) as temporary:
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table, whole or not at all, in UTF-8.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are.
+
+    Raises:
+        OSError: the file cannot be written; one that was there is as it was.
+    """
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([_guarded(cell) for cell in header])
+        writer.writerows([_guarded(cell) for cell in row] for row in rows)
+
+
+def read_csv(path: Path) -> list[list[str]]:
+    """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not in UTF-8, or no table.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            return [[cell[1:] if _is_guarded(cell) else cell for cell in row] for row in csv.reader(file)]
+        except csv.Error as error:
+            raise ValueError(f"{path} is no CSV file: {error}") from error
+
+
+def _guarded(cell: Any) -> Any:
+    # A text that has apostrophes of its own before the sign gets one more, so that reading takes exactly one away.
+    return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+def _is_guarded(cell: str) -> bool:
+    return cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA)
 
 
 @contextmanager
@@ -79,6 +118,8 @@ def naming(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     except OSError as error:
+        if isinstance(error, FileExistsError) and error.errno is None:
+            raise  # our own, which names the file
         if error.errno is None:
             raise OSError(f"{path} cannot be written: {error}") from error
         raise OSError(error.errno, error.strerror, str(path)) from error

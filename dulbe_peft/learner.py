@@ -33,6 +33,7 @@ from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.devices import choose_device
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
+from dulbe_peft.evaluation import Evaluation, evaluate_features, image_names
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past
@@ -45,7 +46,7 @@ from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training import TaskTrainer
+from dulbe_peft.training import TaskRecord, TaskTrainer
 from dulbe_peft.updating import check_update, with_more_images, without_class
 
 
@@ -71,6 +72,7 @@ class ClassIncrementalLearner:
         classifiers: name -> [`Classifier`] over all seen classes.
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
+        record: what learning the last task showed, see [`TaskRecord`]; None before the first one, and after loading.
         past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
@@ -122,6 +124,7 @@ class ClassIncrementalLearner:
         if reads_text and not has_text(clip):
             raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
+        self.record: TaskRecord | None = None
         self.past = Past()
         self._accelerator: Accelerator | None = None
         # One thread at a time runs the model: a pass of another one would be counted among a task's inputs.
@@ -304,6 +307,10 @@ class ClassIncrementalLearner:
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
             classifiers = self._classifiers_after(state, teacher, features, images.labels, names)
+        self.record = trainer.record
+        bridge = classifiers.get("bridge")
+        if isinstance(bridge, BridgeEnsembleHead):
+            self.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
         return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=steps)
 
     @torch.no_grad()
@@ -398,7 +405,6 @@ class ClassIncrementalLearner:
         with self._turn, self._resting():
             return predict_images(self.encoder, self.classifier, Gallery(images), top_k, reject)
 
-    @torch.no_grad()
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes, without a task's identity.
 
@@ -408,12 +414,17 @@ class ClassIncrementalLearner:
 
         Returns:
             `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
-            embeddings alone, where a classifier keeps them; all in [0, 1]; and `num_images`.
+            embeddings alone, where a classifier keeps them; `class_means_accuracy` with the class means, where a
+            classifier keeps them and none is called "prototype"; all in [0, 1]; and `num_images`.
 
         Raises:
             ValueError: nothing has been learned, the dataset is empty, the names contradict the dataset's own, or a
                 class has not been seen.
         """
+        return self.evaluate_images(dataset, class_names).figures()
+
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
+        """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
         self._check_learned()
         names, labels = named_labels(dataset, class_names, default=self.class_names)
         position = {name: index for index, name in enumerate(self.class_names)}
@@ -422,21 +433,8 @@ class ClassIncrementalLearner:
             unknown = unknown or [name for name in names if name not in position]
             raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
         features = self.image_embeds(dataset, labels)
-        truth = torch.tensor([position[names[int(label)]] for label in labels], device=features.device)
-        accuracies = {
-            name: (classifier(features).argmax(dim=1) == truth).float().mean().item()
-            for name, classifier in self.classifiers.items()
-        }
-        figures: dict[str, Any] = {
-            "accuracy": next(iter(accuracies.values())),
-            "classifiers": accuracies,
-            "num_images": float(len(labels)),
-        }
-        text: Any = next((c.text_embeds for c in self.classifiers.values() if hasattr(c, "text_embeds")), None)
-        if text is not None:
-            right = (features @ text.to(features).T).argmax(dim=1) == truth
-            figures["text_accuracy"] = right.float().mean().item()
-        return figures
+        truth = torch.tensor([position[names[int(label)]] for label in labels])
+        return evaluate_features(self.classifiers, features, truth, self.class_names, image_names(dataset))
 
     def _resting(self) -> AbstractContextManager[None]:
         adapter = self.state.adapter

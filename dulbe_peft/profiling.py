@@ -1,11 +1,14 @@
-"""Where a task's time goes, by the clock on the wall."""
+"""Where a task's time goes, by the clock on the wall, and how much memory it takes."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -70,3 +73,21 @@ class Profile:
         for name, seconds in self.seconds.items():
             lines.append(f"{name:<10}{seconds:9.2f}{seconds / total:8.0%}{self.waiting.get(name, 0.0):20.2f}")
         return "\n".join([*lines, f"{'total':<10}{total:9.2f}"])
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin to measure `peak_memory` anew, where that is possible: on CUDA."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes in use: of tensors on a CUDA device, elsewhere of this process since it began; None where unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,4 +1,4 @@
-"""What is known of a run's finished tasks: accuracies row by row, and the results that are made of them.
+"""What is known of a run's finished tasks: accuracies row by row, records, times and sources.
 
 A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
 """
@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import LEARNER_FILE, CheckpointError, library_versions
-from dulbe_peft.state import LearnerState
-from dulbe_peft.streams.metrics import accuracy_matrix, percent, summarize
+from dulbe_peft.checkpoint import LEARNER_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.streams.metrics import percent
 
 PROGRESS_FILE = "progress.json"
-TIMINGS_FILE = "timings.json"
 SOURCES_FILE = "sources.json"
 
 Row = dict[str, Any]
@@ -30,6 +28,7 @@ class Past:
         tasks: their class names.
         rows: what was measured after each task, `{}` where nothing was.
         zero_shot: A_t of the pristine model, None where it was not measured; may be shorter than `tasks`.
+        records: what learning each task showed, see `TaskRecord`, None where unknown; may be shorter.
         timings: entries of `timings.json`, None where unknown; may be shorter.
         sources: where each task's data came from, None where unknown; may be shorter.
     """
@@ -37,6 +36,7 @@ class Past:
     tasks: list[tuple[str, ...]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     zero_shot: list[float | None] = field(default_factory=list)
+    records: list[Any] = field(default_factory=list)
     timings: list[Any] = field(default_factory=list)
     sources: list[Any] = field(default_factory=list)
 
@@ -48,6 +48,7 @@ class Past:
             list(tasks),
             [*known.rows, *[{}] * (count - len(known.rows))],
             padded(known.zero_shot, count),
+            padded(known.records, count),
             padded(known.timings, count),
             padded(known.sources, count),
         )
@@ -81,7 +82,7 @@ def read_entries(path: Path) -> list[Any]:
 
 
 def read_progress(folder: Path, count: int) -> dict[str, Any]:
-    """The record in a task folder: `rows`, one for each of its `count` tasks, and `zero_shot`, at most as many.
+    """What a task folder says: `rows`, `records`, one for each of its `count` tasks, and `zero_shot`, at most as many.
 
     Raises:
         CheckpointError: the file does not have this form.
@@ -100,7 +101,12 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
         zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return {"rows": rows, "zero_shot": zero_shot}
+    return {"rows": rows, "records": padded(saved.get("records") or [], count), "zero_shot": zero_shot}
+
+
+def written(past: Past) -> dict[str, Any]:
+    """What `progress.json` holds."""
+    return {"rows": past.rows, "records": past.records, "zero_shot": past.zero_shot}
 
 
 def _check_row(row: Row, step: int) -> None:
@@ -155,50 +161,3 @@ def line(row: Row, number: int, total: int, classes: int) -> str:
         text += "".join(f", {name} {percent(part['accuracy'])} %" for name, part in row["classifiers"].items())
         text += f", by task [{' '.join(percent(value) for value in row['accuracy_by_task'])}]"
     return text
-
-
-def results(state: LearnerState, progress: dict[str, Any], settings: dict[str, Any], known: int) -> dict[str, Any]:
-    """What `results.json` holds.
-
-    Args:
-        state: the learner after its last task.
-        progress: `rows` and `zero_shot`, one entry for each of the learner's tasks.
-        settings: of the run: adapter, arguments, strategy.
-        known: how many tasks the learner had learned before the run.
-    """
-    found: dict[str, Any] = {
-        "configuration": {"adapter": settings["adapter"], "arguments": settings["arguments"]},
-        "class_names": [list(task) for task in state.tasks],
-        "seed": state.args.seed,
-        "strategy": settings["strategy"],
-        "versions": library_versions(),
-    }
-    if known:
-        found["known_tasks"] = known
-    rows = progress["rows"]
-    if not any("accuracy" in row for row in rows):
-        return found
-    found["classifiers"] = {}
-    for name in state.classifiers:
-        parts = [row.get("classifiers", {}).get(name, {}) for row in rows]
-        if any(parts):
-            found["classifiers"][name] = _summary(parts, "accuracy")
-    if "bridge" in found["classifiers"]:
-        found["head"] = found["classifiers"]["bridge"]
-    if all("text_accuracy" in row for row in rows if "accuracy" in row):
-        found["text"] = _summary(rows, "text_accuracy")
-    zero_shot = progress["zero_shot"]
-    measured = [value for value in zero_shot if value is not None]
-    if measured:
-        found["zero_shot"] = {
-            "overall": zero_shot,
-            "average_accuracy": sum(measured) / len(measured),
-            "last_accuracy": zero_shot[-1],
-        }
-    return found
-
-
-def _summary(rows: list[Row], name: str) -> dict[str, Any]:
-    """The measures of one classifier, from its part of every row; `{}` where it was not tested."""
-    matrix = [row.get(f"{name}_by_task", [None] * (step + 1)) for step, row in enumerate(rows)]
-    return summarize(accuracy_matrix(matrix), [row.get(name) for row in rows])

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,28 +15,31 @@ from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint, saving
 from dulbe_peft.backbone import has_text
-from dulbe_peft.checkpoint import RESULTS_FILE, TASK_FOLDER
+from dulbe_peft.checkpoint import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
 from dulbe_peft.distributed import on_main_process, world
+from dulbe_peft.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.files import write_json
-from dulbe_peft.profiling import Profile
+from dulbe_peft.profiling import Profile, forget_peak_memory, peak_memory
 from dulbe_peft.progress import (
     PROGRESS_FILE,
     SOURCES_FILE,
-    TIMINGS_FILE,
     Past,
     Row,
     line,
     padded,
     read_entries,
     read_progress,
-    results,
     spread,
+    written,
 )
+from dulbe_peft.results import progress_row, stream_results
 from dulbe_peft.resuming import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
 from dulbe_peft.state import LearnerState
 from dulbe_peft.streams.metrics import percent
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import TaskRecord
+from dulbe_peft.views import VIEWS, write_views
 
 LOCK_FILE = ".dulbe_peft.lock"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
@@ -51,7 +54,9 @@ class StreamLearner(Protocol):
     @property
     def profile(self) -> Profile: ...
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
-    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]: ...
+    @property
+    def record(self) -> TaskRecord | None: ...
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]: ...
 
 
@@ -84,7 +89,7 @@ def run_stream(
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(checkpoint.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    files = map(re.escape, (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE))
+    files = map(re.escape, (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS))
     checkpoint.clear_leftovers(output, "|".join([TASK_FOLDER, *files]))
 
 
@@ -114,6 +119,7 @@ class Run:
         past: what is known of the tasks that are learned so far.
         source: where the data of the run's tasks came from, JSON-ready; None: unknown.
         new: whether nothing of it is in the folder yet.
+        evaluations: number of a task -> what was said of its test images after the newest task.
     """
 
     learner: StreamLearner
@@ -125,6 +131,7 @@ class Run:
     past: Past
     source: dict[str, Any] | None
     new: bool
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.known) + len(self.own)
@@ -143,7 +150,8 @@ class Run:
         """What is measured after the first `count` tasks, on those of them that have test data."""
         tests = self.tests()[:count]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        return spread(_test(self.learner, [Task(None, *tests[index]) for index in tested]), tested, count)
+        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
+        return spread(progress_row(list(self.evaluations.values())), tested, count)
 
     def zero_shot(self) -> list[float | None]:
         """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
@@ -168,27 +176,42 @@ class Run:
                 self.learn(index, zero_shot[index])
         self.learner.past = self.past
         self.write_sources()
-        record = {"rows": self.past.rows, "zero_shot": self.past.zero_shot}
-        found = results(self.learner.state, record, self.identity, len(self.known))
+        state = self.learner.state
+        names, versions = list(state.classifiers), library_versions()
+        found = stream_results(written(self.past), self.identity, state.tasks, names, versions, len(self.known))
         on_main_process(partial(write_json, self.output / RESULTS_FILE, found))
+        tests = [test for test, _ in self.tests()]
+        on_main_process(partial(write_views, self.output, self.newest, tests, found))
         return found
+
+    @property
+    def newest(self) -> Path:
+        """The folder of the newest task."""
+        return self.output / f"task-{len(self.learner.state.tasks):03d}"
 
     def learn(self, index: int, zero_shot: float | None) -> None:
         """Learn, test and commit the task at a place among all."""
         started = time.perf_counter()
         learner, past, task = self.learner, self.past, self.own[index - len(self.known)]
         fingerprints = on_main_process(partial(task_fingerprints, task, self.look))
+        forget_peak_memory(learner.state.device)
         learner.learn_task(task.train, task.class_names)
         self.identity["classes"].append(list(task.class_names))
         self.identity["data"].append(fingerprints)
         past.tasks.append(task.class_names)
         past.zero_shot.append(zero_shot)
+        past.records.append(None if learner.record is None else asdict(learner.record))
         with learner.profile.phase("test"):
             past.rows.append(self.measured(index + 1))
         with learner.profile.phase("save"):
             self.commit(task)
         seconds = time.perf_counter() - started
-        done = {"seconds": seconds, "phases": dict(learner.profile.seconds), "finished": time.strftime(_TIME_FORMAT)}
+        done = {
+            "seconds": seconds,
+            "phases": dict(learner.profile.seconds),
+            "peak_memory": peak_memory(learner.state.device),
+            "finished": time.strftime(_TIME_FORMAT),
+        }
         past.timings.append(done)
         on_main_process(partial(write_json, self.output / TIMINGS_FILE, {"tasks": past.timings}))
         self.write_sources()
@@ -205,7 +228,9 @@ class Run:
 
         def write(temporary: Path) -> None:
             saving.write(state, temporary)
-            write_json(temporary / PROGRESS_FILE, {"rows": self.past.rows, "zero_shot": self.past.zero_shot})
+            write_json(temporary / PROGRESS_FILE, written(self.past))
+            if self.evaluations:
+                write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
             write_json(temporary / DATA_FILE, task_listing(task))
 
         fields = {
@@ -213,8 +238,7 @@ class Run:
             "identity": identity,
             "tasks": [list(names) for names in state.tasks],
         }
-        folder = self.output / f"task-{len(state.tasks):03d}"
-        on_main_process(partial(checkpoint.commit_folder, folder, write, fields, replace=True))
+        on_main_process(partial(checkpoint.commit_folder, self.newest, write, fields, replace=True))
 
     def write_sources(self) -> None:
         """Note where each finished task's data came from, with what tells its test data from others."""
@@ -288,26 +312,6 @@ def _begin(learner: StreamLearner, own: list[Task], output: Path, resume: bool) 
     for task in own:
         seen += check_class_names(task.class_names, seen)
     return run_settings(learner.state) | {"classes": [], "data": [], "start": beginning(learner.state)}
-
-
-def _test(learner: StreamLearner, seen: list[Task]) -> dict[str, Any]:
-    """Accuracy over all seen test images and on each seen task's, for every classifier and for the text alone."""
-    rows = [learner.evaluate(task.test, task.class_names) for task in seen if task.test is not None]
-    if not rows:
-        return {}
-    images = [row["num_images"] for row in rows]
-
-    def pooled(name: str, values: list[float]) -> dict[str, Any]:
-        whole = sum(value * count for value, count in zip(values, images, strict=True)) / sum(images)
-        return {name: whole, f"{name}_by_task": values}
-
-    figures = pooled("accuracy", [row["accuracy"] for row in rows])
-    if "text_accuracy" in rows[0]:
-        figures |= pooled("text_accuracy", [row["text_accuracy"] for row in rows])
-    figures["classifiers"] = {
-        name: pooled("accuracy", [row["classifiers"][name] for row in rows]) for name in rows[0]["classifiers"]
-    }
-    return figures
 
 
 def _print_once(text: str) -> None:

@@ -52,7 +52,7 @@ TRANSFORMERS_CONFIG = {
     "model_type": "dulbe_peft",
     "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
 }
-READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model"}
+READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _STATE_FIELDS: dict[str, Any] = {
     "arguments": dict,
     "attn_implementation": (str, type(None)),

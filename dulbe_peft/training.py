@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,26 @@ from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTa
 Log = Callable[[dict[str, float], int], None]
 
 
+@dataclass
+class TaskRecord:
+    """What learning one task showed. Time and memory are not among it: the same task gives the same record.
+
+    Attributes:
+        images: class -> number of its training images.
+        loss: mean loss of each epoch.
+        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where the strategy measures
+            none.
+        residual_capture: the same of `ModeBases.residual_capture`.
+        expected_depth: mean over the task's classes of the bridge ensemble's expected depth; None without one.
+    """
+
+    images: dict[str, int]
+    loss: list[float] = field(default_factory=list)
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
 class TaskTrainer:
     """Learns one task with a strategy.
 
@@ -39,6 +59,9 @@ class TaskTrainer:
         encoder: the model's towers.
         logit_scale: tau.
         log: called with the figures of every epoch and the number of its steps.
+
+    Attributes:
+        record: what the task shows; complete when `learn` returns, but for what the classifiers add.
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
@@ -52,6 +75,7 @@ class TaskTrainer:
         self.encoder = encoder
         self.logit_scale = logit_scale
         self.log = log
+        self.record = TaskRecord({})
 
     def learn(
         self, images: PixelDataset, names: Sequence[str]
@@ -66,6 +90,8 @@ class TaskTrainer:
             The images' features by the model before the task, (n, d), or None where nobody needs them; their features
             by the finished model, (n, d); and what the strategy keeps.
         """
+        counts = np.bincount(images.labels, minlength=len(names)).tolist()
+        self.record = TaskRecord(dict(zip(names, counts, strict=True)))
         if self.adapter is None or not self.strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
@@ -77,7 +103,7 @@ class TaskTrainer:
         if self.strategy.folds:
             self.adapter.fold_task()
         with self.encoder.profile.phase("close"):
-            features, inputs = self._pass(images, "close", self.strategy.remembers_inputs)
+            features, inputs = self.encode(images, "close", self.strategy.remembers_inputs)
             memory = self.strategy.remember(task, inputs)
         return teacher, features, memory
 
@@ -94,6 +120,7 @@ class TaskTrainer:
                 task.notes[name] = note.to(self.encoder.device) if isinstance(note, torch.Tensor) else note
             if modes is not None:
                 adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+                self._record_capture(list(modes.values()))
         return task, teacher
 
     def _plan(self, task: NewTask) -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
@@ -103,6 +130,12 @@ class TaskTrainer:
         if modes is None:
             return None, notes
         return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}, notes
+
+    def _record_capture(self, modes: list[ModeBases]) -> None:
+        """Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured."""
+        if any(layer.shared_capture or layer.residual_capture for layer in modes):
+            self.record.shared_capture = sum(layer.shared_capture for layer in modes) / len(modes)
+            self.record.residual_capture = sum(layer.residual_capture for layer in modes) / len(modes)
 
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
@@ -118,9 +151,9 @@ class TaskTrainer:
                 if GRADIENTS in needs:
                     task.gradients, teacher = self._probe(images, names)
                 if INPUTS in needs:
-                    teacher, task.inputs = self._pass(images, "probe", True)
+                    teacher, task.inputs = self.encode(images, "probe", True)
             if (teacher is None or altered) and (drifts or TEACHER in needs):
-                teacher, _ = self._pass(images, "probe", False)
+                teacher, _ = self.encode(images, "probe", False)
         return teacher
 
     def _probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -142,7 +175,7 @@ class TaskTrainer:
         sum_over_processes(gradients.values())
         return gradients, features
 
-    def _pass(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
+    def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
         return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
 
@@ -228,7 +261,8 @@ class TaskTrainer:
         if not finite.all():
             step = int((~finite).nonzero()[0])
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
-        self.log({"loss": losses.mean().item(), "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+        self.record.loss.append(losses.mean().item())
+        self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, len(losses))
 
 
 def features_and_inputs(

@@ -245,7 +245,7 @@ def test_version(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out == f"dulbe_peft {dulbe_peft.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "evaluate", "export", "env"])
+@pytest.mark.parametrize("command", ["demo", "run", "evaluate", "report", "export", "env"])
 def test_help_fits_a_screen(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -8,7 +8,7 @@ from typing import Any
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("demo", help="learn ten handwritten digits in five tasks, offline, in half a minute")
-    parser.add_argument("--output", default="dulbe-demo", help="folder for results.json and the plot (%(default)s)")
+    parser.add_argument("--output", default="dulbe-demo", help="folder for results, plot and report (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the learner (%(default)s)")
     parser.set_defaults(call=demo, resumes=True)
 

@@ -18,6 +18,7 @@ import numpy as np
 LABELS = {
     "zero_shot": "zero-shot",
     "text": "text classifier",
+    "class_means": "class means",
     "bridge": "bridge-prototype head",
     "prototype": "class means",
     "lda": "LDA",
@@ -33,7 +34,7 @@ def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
     """
     classifiers = results.get("classifiers", {})
-    whole = {key: results[key] for key in ("zero_shot", "text") if key in results}
+    whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
     return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
 
 
@@ -184,4 +185,5 @@ def percent(value: float | None, digits: int = 1) -> str:
     >>> percent(0.5), percent(None)
     ('50.0', '-')
     """
-    return "-" if value is None else f"{100 * value:.{digits}f}"
+    # Adding 0.0 takes the sign from a zero.
+    return "-" if value is None else f"{round(100 * value, digits) + 0.0:.{digits}f}"

@@ -1,0 +1,166 @@
+"""The pictures of a stream: accuracy after each task, the task matrix, the loss. Axes of accuracy run from 0 to 100.
+
+A page takes them as SVG whose colours are variables of its style sheet, so that they follow its light or dark scheme.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.streams.metrics import LABELS, result_rows
+
+INK, GRID = "#1b1f24", "#d0d7de"
+SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
+_STYLES = ("^:", "s--", "v-.", "o-", "d-", "P-", "X-", "*-")
+_KNOWN = list(LABELS.values())
+_MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
+
+
+def plot_results(results: dict[str, Any], path: str | Path) -> None:
+    """Draw accuracy over all seen classes after each task, for every classifier, the text alone and zero-shot.
+
+    Args:
+        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
+        path: the picture's file, its format by the ending.
+
+    Raises:
+        ValueError: the results hold no accuracies.
+    """
+    accuracy_figure(results).savefig(path, dpi=150)
+
+
+def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
+    """Draw the task matrix of the first classifier: how well each task's classes are known after each later task.
+
+    Args:
+        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
+        path: the picture's file, its format by the ending.
+
+    Raises:
+        ValueError: the results hold no accuracies.
+    """
+    matrix_figure(results).savefig(path, dpi=150)
+
+
+def accuracy_figure(results: dict[str, Any]) -> Any:
+    """matplotlib's figure of accuracy after each task, one line a row of the results."""
+    _check_tested(results)
+    rows = result_rows(results)
+    steps = max(len(block["overall"]) for _, block in rows)
+    classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
+    figure, axes = _new_figure()
+    for number, (label, block) in enumerate(rows):
+        # What is known by name looks the same in every picture.
+        series = _KNOWN.index(label) if label in _KNOWN else number
+        colour, style = SERIES[series % len(SERIES)], _STYLES[series % len(_STYLES)]
+        values = [math.nan if value is None else 100 * value for value in block["overall"]]
+        # Wide, hollow marks show zero-shot also where the text classifier is as good.
+        marks = {"markersize": 9, "markerfacecolor": "none"} if label == LABELS["zero_shot"] else {"markersize": 4}
+        look = {"color": colour, "linewidth": 1.5, "clip_on": False, **marks}
+        axes.plot(classes[: len(values)], values, style, label=label, **look)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("classes seen")
+    axes.set_ylabel("right, of all seen classes (%)")
+    axes.set_xticks(_thinned(classes))
+    # Below the axes: over them it would hide a line, for none is known to be free.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def matrix_figure(results: dict[str, Any]) -> Any:
+    """matplotlib's figure of the first classifier's task matrix; what was not tested stays empty."""
+    _check_tested(results)
+    rows = next(iter(results["classifiers"].values()))["matrix"]
+    size = len(rows)
+    values = [[math.nan if v is None else 100 * v for v in row] + [math.nan] * (size - len(row)) for row in rows]
+    figure, axes = _new_figure(4.8)
+    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
+    axes.grid(False)
+    for step, row in enumerate(values if size <= _MOST_NUMBERS else []):
+        for task, value in enumerate(row):
+            if not math.isnan(value):
+                colour = "white" if value > 60 else INK
+                axes.text(task, step, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=7)
+    ticks = _thinned(range(size))
+    axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
+    axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])
+    axes.set_xlabel("tested on the classes of task")
+    axes.set_ylabel("after learning task")
+    bar = figure.colorbar(image, ax=axes, label="right (%)", shrink=0.8)
+    bar.ax.tick_params(color=INK, labelcolor=INK, labelsize=8)
+    return figure
+
+
+def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
+    """matplotlib's figure of the mean loss of every epoch, one line a task, from 0.
+
+    Args:
+        losses: per task the mean loss of each epoch; none where nothing was trained.
+    """
+    figure, axes = _new_figure(2.6)
+    done = 0
+    for task in losses:
+        axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
+        done += len(task)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(_thinned(range(1, done + 1)))
+    axes.set_xlabel("epoch, counted over all tasks")
+    axes.set_ylabel("mean loss")
+    return figure
+
+
+def inline_svg(figure: Any, name: str) -> str:
+    """A figure as an `<svg>` element for a page, with the page's text size and colours.
+
+    Args:
+        figure: matplotlib's.
+        name: a word that no other picture of the page has; it makes the ids unique.
+    """
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg xmlns="http://www.w3.org/2000/svg" \1>', svg, count=1)
+    svg = svg.replace("xlink:href", "href")
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
+    for number, colour in enumerate(SERIES):
+        svg = svg.replace(colour, f"var(--series-{number})")
+    return svg.replace(INK, "currentColor").replace(GRID, "var(--line)").strip()
+
+
+def _check_tested(results: dict[str, Any]) -> None:
+    if "classifiers" not in results:
+        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
+
+
+def _thinned(values: Sequence[int]) -> list[int]:
+    """At most ten of the values, evenly spaced, for marks that do not overlap."""
+    return list(values)[:: -(-len(values) // 10) or 1]
+
+
+def _new_figure(height: float = 3.8) -> tuple[Any, Any]:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: Any = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.8, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+    axes.tick_params(color=INK, labelcolor=INK, labelsize=8)
+    axes.grid(True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes

@@ -1,0 +1,233 @@
+"""The report: one HTML page without any other file, readable in light and dark, on a wide screen and on a phone."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.files import replacing
+from dulbe_peft.report.collect import Run, class_table, confusion, data_name, read_run
+from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
+from dulbe_peft.report.tables import (
+    MEASURES,
+    compare,
+    differences,
+    flat,
+    group_runs,
+    strategy_name,
+    write_comparison_csv,
+    write_comparison_latex,
+)
+from dulbe_peft.streams import metrics
+from dulbe_peft.streams.metrics import LABELS, result_rows
+
+# What the rows of the tables are, for somebody who has not read the paper.
+_METHODS = {
+    "zero-shot": "the model before it learned anything, which chooses by the names of the classes alone",
+    "text classifier": "the model after learning, which chooses by the names of the classes alone",
+    "class means": "each class is the mean of its training images, and an image goes to the nearest mean",
+    "bridge-prototype head": "between the mean of a class's training images and its name, at the depth that told its "
+    "training images best",
+    "LDA": "class means, measured by how much the images of one class differ among each other",
+    "analytic ridge": "a linear map from images to classes, solved in one go and added to with every task",
+    "RanPAC": "the same after a fixed random layer, which lets it draw curved borders",
+}
+_PHASES = ("probe", "allocate", "train", "close", "test", "save")  # as they come; JSON sorts them
+WORST = 10  # classes shown before the reader asks for all
+
+
+def write_report(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    latex: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write a page about one run, or about several side by side.
+
+    The page is a single file: its pictures and its style are in it, it runs no JavaScript and asks no server.
+
+    Args:
+        runs: one folder or several that `run` wrote; a run need not be finished, and may be one of version 0.1.
+        output: the page; None: `report.html` in the run's folder, or in the current folder for several runs.
+        csv: where to write the table of results with full figures; None: nowhere.
+        latex: where to write it as a LaTeX table; None: nowhere.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: a run's folder is not there.
+        ValueError: no run is given, or a folder holds no finished task.
+        OSError: a file cannot be written.
+    """
+    folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
+    if not folders:
+        raise ValueError("no run is given: a report needs at least one run's folder")
+    read = [read_run(folder) for folder in folders]
+    if output is None:
+        output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
+    with replacing(Path(output)) as temporary:
+        temporary.write_text(render_report(read), encoding="utf-8")
+    rows = compare(group_runs(read)) if csv is not None or latex is not None else []
+    if csv is not None:
+        write_comparison_csv(rows, Path(csv))
+    if latex is not None:
+        write_comparison_latex(rows, Path(latex))
+    return Path(output)
+
+
+def render_report(runs: Sequence[Run]) -> str:
+    """The page's HTML.
+
+    Args:
+        runs: at least one.
+    """
+    import jinja2
+
+    assets = Path(str(resources.files("dulbe_peft") / "assets" / "report"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(assets),
+        autoescape=True,  # class names and paths are anybody's texts
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "points": points, "mib": _mib, "count": "{:,}".format}
+    groups = group_runs(runs)
+    comparison = compare(groups) if len(runs) > 1 else []
+    measured = [row for row in comparison if "last_accuracy" in row.figures]
+    return environment.get_template("page.html").render(
+        style=(assets / "page.css").read_text(encoding="utf-8"),
+        runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
+        comparison=comparison,
+        best=max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
+        same_classes=len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
+        repeated=len(groups) < len(runs),
+        differences=differences(runs) if len(runs) > 1 else [],
+        measures=MEASURES,
+    )
+
+
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """A fraction as people read it, in percent; empty where there is none."""
+    return "" if fraction is None else metrics.percent(fraction, digits)
+
+
+def points(fraction: float | None) -> str:
+    """A difference of two fractions in percentage points, with its sign; empty where there is none."""
+    sign = "+" if fraction is not None and round(100 * fraction, 2) > 0 else ""
+    return sign + percent(fraction)
+
+
+def _phase_order(name: str) -> tuple[int, str]:
+    return (_PHASES.index(name) if name in _PHASES else len(_PHASES), name)
+
+
+def _mib(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:,.0f}"
+
+
+def _view(run: Run, key: str) -> dict[str, Any]:
+    """What the template shows of a run.
+
+    Args:
+        key: a word that no other run of the page has.
+    """
+    view: dict[str, Any] = {
+        "run": run,
+        "key": key,
+        "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
+        "data": data_name(run.predictions),
+        "classes": sum(len(task) for task in run.learned),
+        "strategy": strategy_name(run),
+        "task_rows": _task_rows(run),
+        "captured": any(record.get("shared_capture") is not None for record in run.records),
+        "phases": sorted({name for task in run.timings for name in (task or {}).get("phases", {})}, key=_phase_order),
+        "settings": sorted(flat(run.settings).items()),
+        "examples": {kind: [_example(entry) for entry in rows] for kind, rows in run.examples.items()},
+        "loss": "",
+        "tested": run.tested,
+    }
+    losses = [record.get("loss") or [] for record in run.records]
+    if any(losses):
+        view["loss"] = inline_svg(loss_figure(losses), f"{key}-loss")
+    return view | _tested(run, key) if run.tested else view
+
+
+def _tested(run: Run, key: str) -> dict[str, Any]:
+    """What the template shows of a run with test data."""
+    results = run.results
+    blocks = results["classifiers"]
+    accuracy = blocks[run.first]["last_accuracy"]
+    means = results.get("class_means") or blocks.get("prototype")
+    lost = results.get("classes", {}).get(run.first, {}).get("forgetting", {})
+    classes = class_table(run.predictions, lost)
+    worst = [entry["name"] for entry in classes if entry["accuracy"] < 1][:WORST]
+    images = {entry["name"]: entry["images"] for entry in classes}
+    columns, counts = confusion(run.predictions, worst)
+    return {
+        "first": LABELS.get(run.first, run.first),
+        "accuracy": accuracy,
+        "baselines": [
+            (words, block["last_accuracy"], accuracy - block["last_accuracy"])
+            for words, block, own in (
+                ("zero-shot, the same model before it learned anything", results.get("zero_shot"), False),
+                ("the class means alone", means, run.first == "prototype"),
+            )
+            if block is not None and not own and None not in (accuracy, block["last_accuracy"])
+        ],
+        "rows": result_rows(results),
+        "methods": [(label, _METHODS[label]) for label, _ in result_rows(results) if label in _METHODS],
+        "chart": inline_svg(accuracy_figure(results), f"{key}-accuracy"),
+        "matrices": [(LABELS.get(name, name), block["matrix"]) for name, block in blocks.items()],
+        "class_table": classes,
+        "worst": WORST,
+        "confusion_columns": columns,
+        "confusion": [(name, images[name], row) for name, row in zip(worst, counts)],
+        "per_classifier": _per_classifier(run),
+    }
+
+
+def _per_classifier(run: Run) -> list[tuple[str, list[float | None]]]:
+    """Each class's accuracy with every classifier, the worst of the first one first; empty of a single one."""
+    figures = run.results.get("classes", {})
+    if len(figures) < 2:
+        return []
+    first = figures[run.first]["accuracy"]
+    names = sorted(first, key=first.__getitem__)
+    return [(name, [figures[rule]["accuracy"].get(name) for rule in run.results["classifiers"]]) for name in names]
+
+
+def _task_rows(run: Run) -> list[dict[str, Any]]:
+    """One row a task: what was learned from, and what learning showed."""
+    rows = []
+    for number, (names, record, timing) in enumerate(zip(run.learned, run.records, run.timings), 1):
+        images, loss = record.get("images") or {}, record.get("loss") or []
+        counts = sorted(images.values())
+        rows.append(
+            {
+                "number": number,
+                "names": names,
+                "images": sum(counts) if counts else None,
+                "least": counts[0] if counts else None,
+                "most": counts[-1] if counts else None,
+                "first_loss": loss[0] if loss else None,
+                "last_loss": loss[-1] if loss else None,
+                "shared": record.get("shared_capture"),
+                "residual": record.get("residual_capture"),
+                "depth": record.get("expected_depth"),
+                "seconds": (timing or {}).get("seconds"),
+                "phases": (timing or {}).get("phases", {}),
+                "memory": (timing or {}).get("peak_memory"),
+            }
+        )
+    return rows
+
+
+def _example(entry: dict[str, Any]) -> dict[str, Any]:
+    data = base64.b64encode(entry["jpeg"]).decode()
+    return {**entry, "source": f"data:image/jpeg;base64,{data}", "place": Path(entry["image"]).name}

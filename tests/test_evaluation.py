@@ -1,0 +1,111 @@
+"""Evaluation for each image against a loop over the images, and the file that keeps them."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
+from dulbe_peft.files import read_csv, write_csv
+
+NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
+
+
+def learned(*specs):
+    """Classifiers that learned five classes of random features, and further features with their labels."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 8, generator=generator)
+    labels = torch.arange(60) % 5
+    features = F.normalize(centres[labels] + torch.randn(60, 8, generator=generator), dim=1)
+    classifiers = make_classifiers(specs, 8, 100.0, {})
+    for classifier in classifiers.values():
+        classifier.add_classes(NAMES, features[:40], labels[:40], centres)
+    return classifiers, features[40:], labels[40:]
+
+
+def predicted(*specs, rows=slice(None)):
+    classifiers, features, labels = learned(*specs)
+    features, labels = features[rows], labels[rows]
+    return evaluate_features(classifiers, features, labels, NAMES, [f"{i}.png" for i in range(len(labels))])
+
+
+def test_predictions_equal_a_loop_over_images():
+    classifiers, features, labels = learned("lda", "bridge")
+    found = evaluate_features(classifiers, features, labels, NAMES, [""] * 20)
+    assert list(found.classifiers) == ["lda", "bridge"] and set(found.baselines) == set(BASELINES)
+    right = dict.fromkeys(("lda", "bridge", "text", "class_means"), 0)
+    for i in range(20):
+        z = features[i].double()
+        scores = {name: classifier(features[i : i + 1])[0].double() for name, classifier in classifiers.items()}
+        scores["text"] = torch.stack([z @ row for row in classifiers["bridge"].text_embeds.double()])
+        scores["class_means"] = torch.stack([z @ row for row in classifiers["bridge"].visual_prototypes.double()])
+        for name, row in scores.items():
+            guess = max(range(5), key=lambda c: float(row[c]))
+            assert guess == int((found.classifiers | found.baselines)[name][i]), name
+            right[name] += guess == int(labels[i])
+        exponents = (scores["lda"] / classifiers["lda"].temperature).exp()
+        assert float(found.probability[i]) == pytest.approx(float(exponents.max() / exponents.sum()), abs=1e-5)
+    figures = found.figures()
+    assert figures["accuracy"] == figures["classifiers"]["lda"] == pytest.approx(right["lda"] / 20)
+    assert figures["classifiers"]["bridge"] == pytest.approx(right["bridge"] / 20)
+    assert figures["text_accuracy"] == pytest.approx(right["text"] / 20)
+    assert figures["class_means_accuracy"] == pytest.approx(right["class_means"] / 20)
+    assert right["lda"] not in (0, 20), "the test would not see a mistake"
+
+
+def test_class_means_stand_beside_the_classifiers_only_where_none_of_these_is_one():
+    assert "class_means_accuracy" not in predicted("bridge", "prototype").figures()
+    assert set(predicted("lda").baselines) == set()
+
+
+def test_counts_by_class_add_up():
+    found = predicted("lda", rows=slice(3, 7))  # of classes 3, 4, 0, 1
+    assert found.images_by_class() == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1}
+    right = found.right_by_class("lda")
+    assert right.keys() == found.images_by_class().keys()
+    assert sum(right.values()) == int((found.classifiers["lda"] == found.truth).sum())
+
+
+def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
+    tasks = {1: predicted("lda", "bridge", rows=slice(0, 9)), 3: predicted("lda", "bridge", rows=slice(9, 20))}
+    write_predictions(tmp_path / "p.csv", tasks)
+    rows = read_predictions(tmp_path / "p.csv")
+    assert [(row.task, row.position) for row in rows] == [(1, i) for i in range(9)] + [(3, i) for i in range(11)]
+    places = [(part, i) for part in tasks.values() for i in range(len(part.truth))]
+    for row, (part, i) in zip(rows, places, strict=True):
+        assert (row.image, row.true) == (part.images[i], NAMES[int(part.truth[i])])
+        assert row.predicted == NAMES[int(part.classifiers["lda"][i])]
+        assert row.right == bool(part.classifiers["lda"][i] == part.truth[i])
+        assert row.probability == pytest.approx(float(part.probability[i]), abs=1e-6)
+        others = {"bridge": part.classifiers["bridge"], **part.baselines}
+        assert row.others == {name: NAMES[int(values[i])] for name, values in others.items()}
+    with (tmp_path / "p.csv").open(newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert "'=1+1" in cells and not [cell for cell in cells if cell[:1] in ("=", "+", "-", "@")]
+
+
+@pytest.mark.parametrize(
+    "text", ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "a=b", "", "two\nlines", 'say "x"', "é"]
+)
+def test_any_text_comes_back_from_a_table(tmp_path, text):
+    write_csv(tmp_path / "t.csv", ["name"], [[text, 1], ["x", -0.5]])
+    assert read_csv(tmp_path / "t.csv") == [["name"], [text, "1"], ["x", "-0.5"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "begins with the columns"),
+        ("image,class\n", "begins with the columns"),
+        ("image,class,predicted,probability,task\na,b,c,high,1\n", "line 2 of .* is not as a run writes it"),
+        ("image,class,predicted,probability,task,predicted_lda\na,b,c,0.5,1\n", "line 2"),
+    ],
+)
+def test_another_file_is_refused_by_name(tmp_path, content, words):
+    (tmp_path / "p.csv").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read_predictions(tmp_path / "p.csv")

@@ -1,0 +1,478 @@
+"""The report of runs: every figure on the page against the runs' files, any class name, any kind of run."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+import shutil
+import statistics
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.cli import main
+from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.report import plot_matrix, plot_results, read_run, write_report
+from dulbe_peft.report.collect import class_table, confusion, data_name
+from dulbe_peft.report.figures import SERIES, accuracy_figure, inline_svg, matrix_figure
+from dulbe_peft.report.page import percent, points
+from dulbe_peft.report.tables import compare, differences, group_runs, latex_text
+from dulbe_peft.streams.tasks import Task
+
+OLD = Path(__file__).parent / "saved" / "0.1" / "run"
+NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")
+
+
+def digits(start, stop):
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == label)[start:stop] for label in range(6)])
+    images = DigitImages(data.images[rows], data.target[rows])
+    images.class_names = NAMES
+    return images
+
+
+def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3):
+    clip, processor = load_clip(demo_model_folder())
+    torch.manual_seed(seed)
+    model = get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8)) if strategy == "dulbe" else clip
+    args = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, seed=seed)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
+    stream = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
+    stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
+    learner.run(stream[:tasks], output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Four finished runs: two that differ in their seed, one in another order of classes, one that trains nothing."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "one": learn(root / "one"),
+        "two": learn(root / "two", seed=1),
+        "other-order": learn(root / "other-order", order=(5, 4, 3, 2, 1, 0)),
+        "frozen": learn(root / "frozen", strategy="frozen"),
+    }
+
+
+class Page(HTMLParser):
+    """What a test asks of a page: tags with attributes, the text of its cells, and its headings."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.tables, self.headings, self.text, self._open = [], [], [], "", None
+        self.source = Path(path).read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._open = tag
+        elif re.fullmatch("h[1-6]", tag):
+            self.headings.append([int(tag[1]), ""])
+            self._open = tag
+
+    def handle_endtag(self, tag):
+        if tag == self._open:
+            self._open = None
+
+    def handle_data(self, data):
+        self.text += data
+        if self._open in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        elif self._open:
+            self.headings[-1][1] += data
+
+    def table(self, *heads):
+        """The rows of the tables whose header has these cells, after the header."""
+        found = [t for t in self.tables if set(heads) <= {cell.strip() for cell in t[0]}]
+        assert found, f"no table has the columns {heads}"
+        return [[cell.strip() for cell in row] for row in found[0][1:]]
+
+
+def rows_of(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def plain(text):
+    """A cell as it was before it was made safe for spreadsheets."""
+    return text.removeprefix("'") if text.startswith("'=") else text
+
+
+# ---------------------------------------------------------------------- what a run writes
+
+
+def test_a_run_leaves_what_people_look_at(runs):
+    names = {path.name for path in runs["one"].iterdir()}
+    assert {"predictions.csv", "accuracy.png", "tasks.png", "pictures", "results.json", "timings.json"} <= names
+    newest = runs["one"] / "task-003" / "predictions.csv"
+    assert (runs["one"] / "predictions.csv").read_bytes() == newest.read_bytes()
+    for name in ("accuracy.png", "tasks.png"):
+        assert (runs["one"] / name).read_bytes().startswith(b"\x89PNG")
+    assert [len(rows_of(runs["one"] / f"task-00{t}" / "predictions.csv")) for t in (1, 2, 3)] == [20, 40, 60]
+    for task in json.loads((runs["one"] / "timings.json").read_text())["tasks"]:
+        assert task["peak_memory"] > 2**20
+
+
+def test_the_results_equal_loops_over_the_predictions(runs):
+    results = json.loads((runs["one"] / "results.json").read_text())
+    tables = [rows_of(runs["one"] / f"task-00{t}" / "predictions.csv") for t in (1, 2, 3)]
+    columns = {"bridge": "predicted", **{name: f"predicted_{name}" for name in ("lda", "text", "class_means")}}
+    for name, column in columns.items():
+        block = results["classifiers"].get(name) or results[name]
+        for t, table in enumerate(tables):
+            right = [row[column] == row["class"] for row in table]
+            assert block["overall"][t] == pytest.approx(sum(right) / len(right)), name
+            for i in range(t + 1):
+                part = [r for r, row in zip(right, table, strict=True) if row["task"] == str(i + 1)]
+                assert block["matrix"][t][i] == pytest.approx(sum(part) / len(part))
+    for name in ("bridge", "lda"):
+        accuracies = []
+        for table in tables:
+            images, right = Counter(), Counter()
+            for row in table:
+                images[plain(row["class"])] += 1
+                right[plain(row["class"])] += row[columns[name]] == row["class"]
+            accuracies.append({label: right[label] / images[label] for label in images})
+        figures = results["classes"][name]
+        assert figures["accuracy"] == pytest.approx(accuracies[-1])
+        earlier = {label: [a[label] for a in accuracies[:-1] if label in a] for label in NAMES[:4]}
+        assert figures["forgetting"] == pytest.approx({n: max(v) - accuracies[-1][n] for n, v in earlier.items()})
+
+
+def test_the_results_say_what_each_task_showed(runs):
+    results = json.loads((runs["one"] / "results.json").read_text())
+    assert [task["images"] for task in results["tasks"]] == [dict.fromkeys(NAMES[t : t + 2], 6) for t in (0, 2, 4)]
+    for task in results["tasks"]:
+        assert len(task["loss"]) == 1 and task["loss"][0] > 0
+        assert 0 < task["shared_capture"] < 1 and 0 < task["residual_capture"] < 1 and 0 < task["expected_depth"] < 1
+    frozen = json.loads((runs["frozen"] / "results.json").read_text())["tasks"][0]
+    assert frozen["loss"] == [] and frozen["shared_capture"] is None and frozen["residual_capture"] is None
+
+
+def test_captures_and_depths_are_means(runs, monkeypatch, tmp_path):
+    """Over the adapted layers, and over the classes of the task."""
+    from dulbe_peft.strategies.dulbe import Dulbe
+
+    modes, plan = [], Dulbe.plan
+    monkeypatch.setattr(Dulbe, "plan", lambda self, task: modes.append(plan(self, task)) or modes[-1])
+    learn(tmp_path / "run", tasks=1)
+    record = json.loads((tmp_path / "run" / "results.json").read_text())["tasks"][0]
+    layers = list(modes[0].values())
+    assert record["shared_capture"] == pytest.approx(statistics.fmean(layer.shared_capture for layer in layers))
+    assert record["residual_capture"] == pytest.approx(statistics.fmean(layer.residual_capture for layer in layers))
+    head = ClassIncrementalLearner.from_pretrained(runs["one"] / "task-003").head
+    records = json.loads((runs["one"] / "results.json").read_text())["tasks"]
+    for t in range(3):
+        depths = (head.reliability[2 * t : 2 * t + 2] * head.depths).sum(dim=1)
+        assert records[t]["expected_depth"] == pytest.approx(float(depths.mean()))
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_every_figure_of_the_page_is_the_run_s(runs, tmp_path):
+    page = Page(write_report(runs["one"], tmp_path / "page.html"))
+    results = json.loads((runs["one"] / "results.json").read_text())
+    blocks = [results[name] for name in ("zero_shot", "text", "class_means", "head")]
+    blocks.append(results["classifiers"]["lda"])
+    labels = ["zero-shot", "text classifier", "class means", "bridge-prototype head", "LDA"]
+    rows = page.table("method", "task 1", "task 3")
+    assert rows == [[label, *map(percent, block["overall"])] for label, block in zip(labels, blocks, strict=True)]
+    summary = page.table("method", "forgetting")
+    for label, block, row in zip(labels, blocks, summary, strict=True):
+        measures = [block.get(name) for name in ("last_accuracy", "average_accuracy", "forgetting")]
+        assert row == [label, *map(percent, measures), points(block.get("backward_transfer"))]
+    matrix = page.table("after", "task 3")
+    assert matrix[1] == ["task 2", *map(percent, results["head"]["matrix"][1]), ""]
+    gain = results["head"]["last_accuracy"] - results["zero_shot"]["last_accuracy"]
+    lead = " ".join(page.text.split())
+    assert "demo_clip learned 6 classes in 3 tasks" in lead and "Of 60 test images" in lead
+    more = "more" if gain > 0 else "less"
+    assert f"{percent(abs(gain))} percentage points {more} than zero-shot" in lead
+    images = page.table("training images", "shared capture", "expected depth")
+    record = results["tasks"][1]
+    assert images[1][:8] == [
+        "2", "2", "12", "6", f"{record['loss'][0]:.3f}", f"{record['loss'][-1]:.3f}",
+        percent(record["shared_capture"]), percent(record["residual_capture"]),
+    ]  # fmt: skip
+
+
+def test_the_table_of_classes_equals_a_loop_over_the_predictions(runs, tmp_path):
+    page = Page(write_report(runs["one"], tmp_path / "page.html"))
+    results = json.loads((runs["one"] / "results.json").read_text())
+    rows = rows_of(runs["one"] / "predictions.csv")
+    table = page.table("class", "right (%)", "taken for")
+    assert {row[0] for row in table} == set(NAMES)
+    for name, right, lost, images, taken in table:
+        own = [row for row in rows if plain(row["class"]) == name]
+        hits = sum(row["predicted"] == row["class"] for row in own)
+        assert (right, images) == (percent(hits / len(own)), str(len(own)))
+        assert lost == percent(results["classes"]["bridge"]["forgetting"].get(name))
+        wrong = Counter(plain(row["predicted"]) for row in own if row["predicted"] != row["class"])
+        assert all(f"{other} ({count})" in taken for other, count in wrong.most_common(1)) and bool(taken) == bool(
+            wrong
+        )
+    assert [float(row[1]) for row in table] == sorted(float(row[1]) for row in table), "the worst comes first"
+    columns, *body = next(
+        t for t in page.tables if t[0][0] == "class" and "right (%)" not in t[0] and "LDA" not in t[0]
+    )
+    for row in body:
+        for other, count in zip(columns[1:], row[1:], strict=True):
+            found = sum(plain(r["class"]) == row[0] and plain(r["predicted"]) == other for r in rows)
+            assert (int(count) if count else 0) == found
+
+
+def test_pictures_have_their_words(runs, tmp_path):
+    page = Page(write_report(runs["one"], tmp_path / "page.html"))
+    index = json.loads((runs["one"] / "pictures" / "index.json").read_text())
+    alternatives = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+    wanted = [f"Test image of the class {e['class']}, taken for {e['predicted']}" for e in index["mistakes"]]
+    assert wanted and alternatives[: len(wanted)] == wanted and len(alternatives) == len(wanted) + len(index["hits"])
+    sure = [entry["probability"] for entry in index["mistakes"]]
+    assert sure == sorted(sure, reverse=True)
+
+
+def self_contained(page):
+    """The page asks for nothing, runs nothing, and says what its pictures show."""
+    assert not {"script", "iframe", "object", "embed"} & {tag for tag, _ in page.tags}
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href"):
+            assert attributes.get(name, "#").startswith(("data:", "#")), (tag, attributes)
+        assert tag != "img" or attributes["alt"]
+        assert tag != "svg" or "role" not in attributes
+    assert "@import" not in page.source and "url(http" not in page.source
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert dict(page.tags)["html"] == {"lang": "en"}
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+
+
+def test_a_page_is_one_file_and_a_class_name_is_only_a_text(runs, tmp_path):
+    for which in ([runs["one"]], list(runs.values())):
+        page = Page(write_report(which, tmp_path / "page.html"))
+        self_contained(page)
+        assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
+
+
+def test_the_page_goes_where_it_is_told(runs, tmp_path, monkeypatch):
+    run = shutil.copytree(runs["one"], tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert write_report(run) == run / "report.html" and (run / "report.html").is_file()
+    assert write_report([run, runs["two"]]) == Path("report.html") and (tmp_path / "report.html").is_file()
+
+
+# ---------------------------------------------------------------------- other kinds of runs
+
+
+def test_an_unfinished_run(runs, tmp_path):
+    run = shutil.copytree(runs["one"], tmp_path / "run")
+    for name in ("results.json", "predictions.csv", "task-003/manifest.json"):
+        (run / name).unlink()
+    for name in ("pictures",):
+        shutil.rmtree(run / name)
+    page = Page(write_report(run, tmp_path / "page.html"))
+    self_contained(page)
+    text = " ".join(page.text.split())
+    assert "not finished" in text and "the 2 tasks that it has" in text and "learned 4 classes in 2 tasks" in text
+    whole = json.loads((runs["one"] / "results.json").read_text())
+    rows = page.table("method", "task 1", "task 2")
+    assert rows[3] == ["bridge-prototype head", *map(percent, whole["head"]["overall"][:2])]
+    assert rows[0] == ["zero-shot", *map(percent, whole["zero_shot"]["overall"][:2])]
+    assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
+
+
+def test_a_run_without_tests(tmp_path):
+    run = learn(tmp_path / "run", strategy="frozen", tests=False)
+    assert {"predictions.csv", "pictures", "accuracy.png"}.isdisjoint(path.name for path in run.iterdir())
+    page = Page(write_report(run, tmp_path / "page.html"))
+    self_contained(page)
+    assert "no test images, so nothing says how good it is" in page.text
+    assert page.table("training images")[2][2] == "12"
+    both = Page(write_report([run, run], tmp_path / "page.html", csv=tmp_path / "t.csv"))
+    assert "None of the runs has test images" in both.text and rows_of(tmp_path / "t.csv") == []
+
+
+def test_a_run_of_version_0_1(tmp_path):
+    page = Page(write_report(OLD, tmp_path / "page.html"))
+    self_contained(page)
+    text = " ".join(page.text.split())
+    assert "demo_clip learned 4 classes in 2 tasks" in text and "with the strategy dulbe" in text
+    assert "not finished" in text
+    assert [row[0] for row in page.table("method", "task 2")] == [
+        "zero-shot", "text classifier", "bridge-prototype head"
+    ]  # fmt: skip
+    assert not [tag for tag, _ in page.tags if tag == "img"] and "taken for" not in page.text
+
+
+def test_results_alone_are_enough(runs, tmp_path):
+    """Somebody kept the small files and threw the task folders away."""
+    run = tmp_path / "kept"
+    run.mkdir()
+    for name in ("results.json", "predictions.csv"):
+        shutil.copy(runs["one"] / name, run / name)
+    page = Page(write_report(run, tmp_path / "page.html"))
+    self_contained(page)
+    assert page.table("class", "taken for") and page.table("training images")[0][2] == "12"
+
+
+def test_figures_that_were_not_taken_are_empty_cells(runs, tmp_path):
+    """A task whose images could not be tested leaves holes in the matrix."""
+    run = shutil.copytree(runs["one"], tmp_path / "run")
+    results = json.loads((run / "results.json").read_text())
+    results["head"]["matrix"][2][0] = None
+    results["classifiers"]["bridge"]["matrix"][2][0] = None
+    results["classifiers"]["lda"]["matrix"][2] = results["classifiers"]["lda"]["matrix"][2][1:]
+    results["zero_shot"]["overall"][1] = None
+    (run / "results.json").write_text(json.dumps(results))
+    page = Page(write_report(run, tmp_path / "page.html"))
+    assert page.table("after", "task 3")[2][1] == ""
+    assert page.table("method", "task 3")[0][2] == ""
+    plot_matrix(results, tmp_path / "tasks.png")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda folder: None, FileNotFoundError, "is no folder"),
+        (lambda folder: folder.mkdir(), ValueError, "nothing to report"),
+        (lambda folder: folder.mkdir() or (folder / "results.json").write_text("[]"), ValueError, "not as a run"),
+        (lambda folder: folder.mkdir() or (folder / "results.json").write_text("{}"), ValueError, "'class_names'"),
+    ],
+)
+def test_other_folders_are_refused_by_name(tmp_path, make, error, words):
+    make(tmp_path / "x")
+    with pytest.raises(error, match=words) as caught:
+        write_report(tmp_path / "x", tmp_path / "page.html")
+    assert str(tmp_path / "x") in str(caught.value) and not (tmp_path / "page.html").exists()
+
+
+def test_no_run_is_no_report():
+    with pytest.raises(ValueError, match="no run is given"):
+        write_report([])
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
+    read = [read_run(folder) for folder in runs.values()]
+    assert [[run.name for run in group] for group in group_runs(read)] == [["one", "two", "other-order"], ["frozen"]]
+    rows = {(row.runs[0], row.method): row for row in compare(group_runs(read))}
+    lasts = [run.results["classifiers"]["lda"]["last_accuracy"] for run in read[:3]]
+    figure = rows["one", "LDA"].figures["last_accuracy"]
+    mean = sum(lasts) / 3
+    assert figure.mean == pytest.approx(mean)
+    assert figure.spread == pytest.approx((sum((value - mean) ** 2 for value in lasts) / 2) ** 0.5)
+    assert rows["frozen", "LDA"].figures["last_accuracy"].spread is None
+    page = Page(write_report(list(runs.values()), tmp_path / "page.html"))
+    table = {(row[0], row[3]): row for row in page.table("runs", "n", "method")}
+    assert table["one, two, other-order", "LDA"][1] == "3"
+    assert table["one, two, other-order", "LDA"][4] == f"{100 * mean:.2f} ± {100 * figure.spread:.2f}"
+    settings = {row[0]: row[1:] for row in page.table("setting", "one", "two")}
+    assert settings["arguments.seed"] == ["0", "1", "0", "0"]
+    assert settings["strategy.name"] == ["dulbe", "dulbe", "dulbe", "frozen"] and "arguments.epochs" not in settings
+
+
+def test_runs_on_other_data_are_not_one_row(runs, tmp_path):
+    one, two = read_run(runs["one"]), read_run(runs["two"])
+    two.fingerprints["data"][0] = ["other images", "the same"]
+    assert len(group_runs([one, two])) == 2
+    assert dict(differences([one, two])).keys() == {"arguments.seed"}
+
+
+def test_the_table_as_csv_and_latex(runs, tmp_path):
+    copy = shutil.copytree(runs["frozen"], tmp_path / "=50%_of & {all}")
+    folders = [runs["one"], runs["two"], copy]
+    write_report(folders, tmp_path / "page.html", csv=tmp_path / "t.csv", latex=tmp_path / "t.tex")
+    rows = rows_of(tmp_path / "t.csv")
+    lda = json.loads((runs["frozen"] / "results.json").read_text())["classifiers"]["lda"]
+    found = next(row for row in rows if row["method"] == "LDA" and row["strategy"] == "frozen")
+    assert found["runs"] == "'=50%_of & {all}" and found["n"] == "1" and found["last_accuracy_std"] == ""
+    assert float(found["last_accuracy"]) == lda["last_accuracy"], "in full"
+    assert [row["n"] for row in rows[:5]] == ["2"] * 5 and rows[0]["runs"] == "one; two"
+    latex = (tmp_path / "t.tex").read_text()
+    assert r"=50\%\_of \& \{all\} & frozen & LDA & " + percent(lda["last_accuracy"]) in latex
+    assert all(line.count("&") - line.count(r"\&") == 6 for line in latex.splitlines() if line.endswith(r"\\"))
+
+
+def test_latex_signs():
+    assert latex_text("a\\b~^<>|#$") == (r"a\textbackslash{}b\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$")
+
+
+def test_the_command(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(runs["one"]), "--output", "a.html", "--csv", "a.csv", "--latex", "a.tex"]) == 0
+    assert capsys.readouterr().out.split() == ["written:", "a.html", "written:", "a.csv", "written:", "a.tex"]
+    assert len(rows_of("a.csv")) == 5
+    assert main(["report", "gone"]) == 2
+    assert "gone is no folder" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_names_of_data_and_numbers():
+    run = [type("Row", (), {"image": name}) for name in ("/a/photos/test/x/1.png", "/a/photos/test/y/1.png")]
+    assert data_name(run) == "photos/test"
+    packed = [type("Row", (), {"image": f"/a/b/c.npz[{i}]"}) for i in range(3)]
+    assert data_name(packed) == "b/c.npz"
+    assert data_name([type("Row", (), {"image": f"item {i}"}) for i in range(3)]) is None and data_name([]) is None
+    assert (percent(0.63237), percent(None), percent(-0.00001), percent(0.5, 1)) == ("63.24", "", "0.00", "50.0")
+    assert (points(0.1), points(-0.1), points(0.000001), points(None)) == ("+10.00", "-10.00", "0.00", "")
+
+
+def test_confusion_has_no_class_twice(runs):
+    predictions = read_run(runs["one"]).predictions
+    worst = [row["name"] for row in class_table(predictions, {})][:2]
+    columns, counts = confusion(predictions, worst)
+    assert len(columns) == len(set(columns)) <= 4 and columns[:2] == worst
+    assert [len(row) for row in counts] == [len(columns)] * 2
+
+
+def test_no_axis_is_cut(runs):
+    results = json.loads((runs["one"] / "results.json").read_text())
+    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100)
+    image = matrix_figure(results).axes[0].images[0]
+    assert image.get_clim() == (0, 100)
+
+
+def test_pictures_of_a_page_take_its_colours(runs):
+    results = json.loads((runs["one"] / "results.json").read_text())
+    svg = inline_svg(accuracy_figure(results), "x")
+    assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
+    assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
+    assert svg == inline_svg(accuracy_figure(results), "x"), "the same results give the same picture"
+
+
+def test_plots_need_accuracies(tmp_path):
+    for plot in (plot_results, plot_matrix):
+        with pytest.raises(ValueError, match="no test data"):
+            plot({"class_names": [["a"]]}, tmp_path / "x.png")

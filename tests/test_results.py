@@ -1,0 +1,120 @@
+"""What a stream's tests amount to, against loops over its predictions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dulbe_peft.evaluation import Evaluation
+from dulbe_peft.progress import read_progress
+from dulbe_peft.results import class_figures, progress_row, stream_results
+
+CLASSES = [["a", "b"], ["c", "d"], ["e"]]
+SETTINGS = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}
+
+
+def guesses(seen, task, seed, sure=0.6):
+    """Random predictions of two classifiers for ten images of one task, with `seen` classes to choose among."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [name for group in CLASSES for name in group]
+    truth = torch.tensor([names.index(name) for name in CLASSES[task]] * 10)[:10]
+
+    def guess():
+        wrong = torch.randint(seen, (10,), generator=generator)
+        return torch.where(torch.rand(10, generator=generator) < sure, truth, wrong)
+
+    rows = {"bridge": guess(), "lda": guess()}
+    images = tuple(f"{task}/{i}" for i in range(10))
+    return Evaluation(tuple(names[:seen]), images, truth, rows, {"text": guess()}, torch.full((10,), 0.5))
+
+
+def stream():
+    """The predictions after each task of a stream of three."""
+    return [[guesses(seen, task, 10 * step + task) for task in range(step + 1)] for step, seen in enumerate((2, 4, 5))]
+
+
+def finished(steps):
+    progress = {
+        "rows": [progress_row(tests) for tests in steps],
+        "records": [{"images": {"a": step}} for step in range(len(steps))],
+        "zero_shot": [0.5, 0.4, 0.3][: len(steps)],
+    }
+    return json.loads(json.dumps(progress))
+
+
+def results_of(progress, classifiers=("bridge", "lda")):
+    return stream_results(progress, SETTINGS, CLASSES[: len(progress["rows"])], classifiers, {})
+
+
+def literal_accuracy(tests, name, classifier):
+    right = images = 0
+    for test in tests:
+        for i in range(len(test.truth)):
+            if test.class_names[int(test.truth[i])] == name:
+                images += 1
+                right += int(test.classifiers[classifier][i]) == int(test.truth[i])
+    return right / images
+
+
+@pytest.mark.parametrize("classifier", ["bridge", "lda"])
+def test_figures_by_class_equal_loops_over_the_images(classifier):
+    steps = stream()
+    results = results_of(finished(steps))
+    figures = results["classes"][classifier]
+    assert set(figures["accuracy"]) == {"a", "b", "c", "d", "e"}
+    assert set(figures["forgetting"]) == {"a", "b", "c", "d"}, "the last task has lost nothing yet"
+    for name, value in figures["accuracy"].items():
+        assert value == pytest.approx(literal_accuracy(steps[-1], name, classifier))
+    for name, value in figures["forgetting"].items():
+        first = 0 if name in "ab" else 1
+        best = max(literal_accuracy(step, name, classifier) for step in steps[first:-1])
+        assert value == pytest.approx(best - figures["accuracy"][name])
+    assert any(value != 0 for value in figures["forgetting"].values())
+
+
+def test_accuracies_over_tasks_equal_loops_over_the_images():
+    steps = stream()
+    results = results_of(finished(steps))
+    for step, tests in enumerate(steps):
+        right = [int((test.classifiers["lda"] == test.truth).sum()) for test in tests]
+        assert results["classifiers"]["lda"]["matrix"][step] == pytest.approx([count / 10 for count in right])
+        assert results["classifiers"]["lda"]["overall"][step] == pytest.approx(sum(right) / (10 * len(tests)))
+    assert results["head"] == results["classifiers"]["bridge"]
+    assert "text" in results and "class_means" not in results
+    assert results["seed"] == 3 and results["tasks"][2]["images"] == {"a": 2}
+
+
+def test_a_stream_without_tests_has_no_accuracies():
+    results = results_of({"rows": [progress_row([])], "records": [None], "zero_shot": [None]})
+    assert not {"classifiers", "classes", "zero_shot", "text"} & results.keys() and results["tasks"] == [None]
+
+
+def test_tasks_that_were_not_tested_are_no_figures():
+    """A learner that had learned before: its first task has no tests."""
+    steps = stream()
+    progress = finished(steps) | {"zero_shot": [None, 0.4, 0.3]}
+    progress["rows"][0] = {}
+    figures = results_of(progress)
+    assert figures["classifiers"]["lda"]["overall"][0] is None and figures["zero_shot"]["average_accuracy"] == 0.35
+    lost = figures["classes"]["lda"]["forgetting"]
+    now = figures["classes"]["lda"]["accuracy"]
+    assert lost["a"] == pytest.approx(literal_accuracy(steps[1], "a", "lda") - now["a"])
+
+
+def test_rows_of_an_earlier_version_are_left_out_and_not_invented(tmp_path):
+    """Its rows hold no counts by class: what needs all of them is absent, what needs the last one alone is there."""
+    progress = finished(stream())
+    for row in progress["rows"][:2]:
+        del row["images_by_class"]
+        for part in row["classifiers"].values():
+            del part["right_by_class"]
+    del progress["records"]
+    (tmp_path / "progress.json").write_text(json.dumps(progress))
+    old = read_progress(tmp_path, 3)
+    assert old["records"] == [None] * 3
+    figures = class_figures(old["rows"], "lda")
+    assert set(figures) == {"accuracy"} and len(figures["accuracy"]) == 5
+    assert class_figures(old["rows"][:2], "lda") == {}
+    assert "classes" not in results_of(old | {"rows": old["rows"][:2]})
