@@ -88,31 +88,29 @@ def _absent_or_empty(path: Path) -> bool:
 def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str, Any], replace: bool = False) -> None:
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`.
 
+    What an earlier call wrote to `folder` is replaced. Files that somebody else put there stay, and so does a model
+    card that somebody edited.
+
     Args:
-        folder: the folder to make; one that an earlier call made is replaced.
+        folder: the folder to make; a link is followed.
         write: called with the temporary folder.
         fields: JSON-ready entries of the manifest beside `format_version`, `versions`, `files` and `sha256`.
-        replace: replace also a folder without a manifest, such as a damaged one.
+        replace: replace everything in the folder, whoever wrote it.
 
     Raises:
-        FileExistsError: `folder` is a file, or holds something else than what an earlier call wrote.
+        FileExistsError: `folder` is a file, holds something and no manifest of an earlier call, or holds somebody
+            else's file where one is to be written.
         OSError: the disk is full or not writable; nothing is left behind and `folder` is as it was.
     """
-    if (
-        not replace
-        and folder.exists()
-        and not (folder / MANIFEST).is_file()
-        and (not folder.is_dir() or any(folder.iterdir()))
-    ):
-        raise FileExistsError(
-            f"{str(folder)!r} exists and holds no {MANIFEST}: choose another folder, nothing is replaced"
-        )
+    folder = folder.resolve()
+    others = [] if replace else _others(folder)
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_folder(folder)
         try:
             write(temporary)
             _seal(temporary, fields)
+            _carry_over(folder, others, temporary)
             _put_in_place(temporary, folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +124,7 @@ def commit_alone(folder: Path, write: Callable[[Path], None], fields: dict[str, 
         CheckpointError: another process or thread is writing `folder`.
         OSError: as `commit_folder`.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
     with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
         clear_leftovers(folder.parent, re.escape(folder.name))
         commit_folder(folder, write, fields)
@@ -150,15 +148,7 @@ def commit_export(folder: str | Path, kind: str, write: Callable[[Path], None]) 
     """
     target = Path(folder).resolve()
     _check_only_an_export(target)
-    about = {"format": kind}
-
-    def fill(temporary: Path) -> None:
-        write(temporary)
-        card = temporary / MODEL_CARD
-        if card.is_file():  # the manifest's list leaves it out
-            about["card_sha256"] = _sha256(card)
-
-    commit_alone(target, fill, {"export": about})
+    commit_alone(target, write, {"export": {"format": kind}})
     return Path(folder)
 
 
@@ -167,19 +157,66 @@ def _check_only_an_export(folder: Path) -> None:
     for place in (folder, *folder.parents):
         if (place / LEARNER_FILE).is_file():
             raise FileExistsError(f"{place} holds a saved learner: export to a folder outside of it")
-    written: dict[str, Any] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # then no export wrote the folder
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        card = {MODEL_CARD: manifest["export"].get("card_sha256")}
-        written = {name: entry["sha256"] for name, entry in manifest["files"].items()} | card
+    others, changed = _others(folder), []
+    if folder.is_dir() and any(folder.iterdir()):
+        manifest = _parsed_manifest(folder)
+        if "export" not in manifest:
+            raise FileExistsError(f"{folder} was not written by an export: choose another folder, nothing is replaced")
+        digests = {Path(name): entry["sha256"] for name, entry in manifest["files"].items()}
+        changed = [n for n, digest in digests.items() if (folder / n).is_file() and _sha256(folder / n) != digest]
+    if others or changed:
+        name = str([*others, *changed][0])
+        raise FileExistsError(
+            f"{folder} holds {name!r}, which no export wrote or which was changed since: choose another folder, "
+            "nothing is replaced"
+        )
+
+
+def _others(folder: Path) -> list[Path]:
+    """Files and empty folders in `folder`, relative to it, that no earlier call wrote.
+
+    Raises:
+        FileExistsError: there is something, and no manifest of an earlier call.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return []
+    try:
+        manifest = _parsed_manifest(folder)
+    except CheckpointError as error:
+        raise FileExistsError(
+            f"{str(folder)!r} exists and was not written by this library: choose another folder, nothing is replaced"
+        ) from error
+    ours = {Path(name) for name in manifest["files"]} | {Path(MANIFEST)}
+    card = folder / MODEL_CARD
+    unnoted = "card_sha256" not in manifest and "export" not in manifest  # version 0.1 did not note the digest
+    if card.is_file() and (unnoted or manifest.get("card_sha256") == _sha256(card)):
+        ours.add(Path(MODEL_CARD))
+    folders = {parent for name in ours for parent in name.parents}
+    found = []
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        ours = path.is_file() and (name == MANIFEST or written.get(name) == _sha256(path))
-        if path.is_symlink() or not (path.is_dir() or (written and ours)):
-            raise FileExistsError(
-                f"{folder} holds {name!r}, which no export wrote or which was changed since: choose another folder, "
-                "nothing is replaced"
-            )
+        name = path.relative_to(folder)
+        whole = path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+        if whole and name not in ours and name not in folders:
+            found.append(name)
+    return found
+
+
+def _carry_over(folder: Path, names: list[Path], temporary: Path) -> None:
+    """Put somebody else's files into the folder that takes the place of `folder`."""
+    for name in names:
+        source, target = folder / name, temporary / name
+        if name == Path(MODEL_CARD):
+            target.unlink(missing_ok=True)
+        elif target.exists():
+            raise FileExistsError(f"{source} was not written by this library and is in the way: move it elsewhere")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir() and not source.is_symlink():
+            target.mkdir()
+            continue
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:  # a file system without links
+            shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _seal(folder: Path, fields: dict[str, Any]) -> None:
@@ -189,6 +226,8 @@ def _seal(folder: Path, fields: dict[str, Any]) -> None:
         path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size} for path in files
     }
     manifest = {"format_version": FORMAT_VERSION, "versions": library_versions(), "files": listing, **fields}
+    if (folder / MODEL_CARD).is_file():
+        manifest["card_sha256"] = _sha256(folder / MODEL_CARD)
     write_json(folder / MANIFEST, {**manifest, "sha256": json_sha256(manifest)})
     mask = os.umask(0)
     os.umask(mask)
@@ -243,25 +282,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder, its manifest or one of its files is missing, damaged or of a newer format.
     """
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
-        if version == FORMAT_VERSION and manifest.pop("sha256") != json_sha256(manifest):
-            raise ValueError("its SHA-256 differs from the one it holds")
-        expected = {str(name): (entry["sha256"], entry["size"]) for name, entry in manifest["files"].items()}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")
+    manifest = _parsed_manifest(folder)
+    expected = {str(name): (entry["sha256"], entry["size"]) for name, entry in manifest["files"].items()}
     for name, (digest, size) in expected.items():
         file = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or not file.is_file():
             raise CheckpointError(f"{folder} misses {name!r}, which its manifest lists")
         if file.stat().st_size != size or _sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
+    return manifest
+
+
+def _parsed_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder` after a check of itself, but not of the files that it lists.
+
+    Raises:
+        CheckpointError: it is missing, damaged, somebody else's or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+        if version == FORMAT_VERSION and manifest.pop("sha256") != json_sha256(manifest):
+            raise ValueError("its SHA-256 differs from the one it holds")
+        for entry in manifest["files"].values():
+            _ = entry["sha256"], entry["size"]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")
     return manifest
 
 

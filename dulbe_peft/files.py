@@ -118,6 +118,8 @@ def naming(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     except OSError as error:
+        if isinstance(error, FileExistsError) and error.errno is None:
+            raise  # our own, which names the file
         if error.errno is None:
             raise OSError(f"{path} cannot be written: {error}") from error
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import TIMINGS_FILE, CheckpointError
+from dulbe_peft.checkpoint import LEARNER_FILE, TIMINGS_FILE, CheckpointError
 from dulbe_peft.streams.metrics import percent
 
 PROGRESS_FILE = "progress.json"
@@ -67,7 +67,7 @@ def read_past(folder: Path) -> Past | None:
     """
     if not (folder / PROGRESS_FILE).is_file():
         return None
-    tasks = json.loads((folder / "learner.json").read_text(encoding="utf-8"))["tasks"]
+    tasks = json.loads((folder / LEARNER_FILE).read_text(encoding="utf-8"))["tasks"]
     progress = read_progress(folder, len(tasks))
     timings, sources = (read_entries(folder.parent / file) for file in (TIMINGS_FILE, SOURCES_FILE))
     return Past([tuple(task) for task in tasks], **progress, timings=timings, sources=sources)

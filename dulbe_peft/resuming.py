@@ -163,18 +163,18 @@ def _check_beginning(folder: Path, tasks: list[list[str]], start: dict[str, Any]
 def _check_finished(folder: Path, identity: dict[str, Any], stream: Sequence[Task], look: bool) -> None:
     """Raise unless the stream begins with the finished tasks, by class names and by data."""
     before, first = identity["classes"], len(identity["start"]["tasks"])
-    if len(stream) < len(before):
-        raise ValueError(
-            f"{folder} belongs to a run of at least {len(before)} tasks, the stream has {len(stream)}: the stream "
-            f"must begin with the finished tasks; give all of them, or {ELSEWHERE}"
-        )
-    for index, names in enumerate(before):
+    for index, names in enumerate(before[: len(stream)]):
         if names != list(stream[index].class_names):
             raise ValueError(
                 f"{folder} belongs to another run: task {first + index + 1} has the classes {names!r:.200} there, and "
                 f"{list(stream[index].class_names)!r:.200} in the stream now given. The stream must begin with the "
                 f"finished tasks; {ELSEWHERE}"
             )
+    if len(stream) < len(before):
+        raise ValueError(
+            f"{folder} belongs to a run of at least {len(before)} tasks, the stream has {len(stream)}: the stream "
+            f"must begin with the finished tasks; give all of them, or {ELSEWHERE}"
+        )
     for index, saved in enumerate(identity["data"]):
         current = task_fingerprints(stream[index], look)
         for split, was, now in zip(SPLITS, saved, current, strict=True):

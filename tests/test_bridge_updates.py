@@ -94,8 +94,9 @@ def test_the_mean_is_exact_where_nothing_else_changed():
     torch.testing.assert_close(parts(along), whole(along), rtol=0, atol=1e-4)
 
 
-def test_a_depth_without_weight_does_not_become_nan():
-    head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE, reliability_temperature=1e-4)
+@pytest.mark.parametrize("beta", [1e-4, 1e-40, 1e-300])
+def test_a_depth_without_weight_does_not_become_nan(beta):
+    head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE, reliability_temperature=beta)
     head.add_classes(["a", "b", "c"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
     assert (head.reliability == 0).any()
     head.update_classes(*photos([0, 1, 2], 6, 3))

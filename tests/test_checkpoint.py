@@ -131,9 +131,64 @@ def test_a_missing_or_changed_file_is_named(folder):
 def test_a_folder_of_others_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    with pytest.raises(FileExistsError, match="mine' exists and holds no manifest"):
+    with pytest.raises(FileExistsError, match=r"mine' exists and was not written by this library"):
         commit_folder(tmp_path / "mine", fill("new"), {})
     assert content(tmp_path) == {"mine/thesis.txt": b"all of it"}
+    (tmp_path / "mine" / "manifest.json").write_text('{"name": "a web app", "icons": []}')
+    with pytest.raises(FileExistsError, match=r"mine' exists and was not written by this library"):
+        commit_folder(tmp_path / "mine", fill("new"), {})
+    assert len(content(tmp_path)) == 2
+    with pytest.raises(FileExistsError, match=r"thesis\.txt' exists and was not written by this library"):
+        commit_folder(tmp_path / "mine" / "thesis.txt", fill("new"), {})
+
+
+def test_files_that_somebody_put_beside_ours_stay(folder):
+    (folder / "notes.txt").write_text("mine")
+    (folder / "inner" / "photo.jpg").write_bytes(b"jpg")
+    (folder / "plans").mkdir()
+    (folder / "link").symlink_to("/nowhere")
+    for text in ("new", "newer"):
+        commit_folder(folder, fill(text), {})
+        assert read_manifest(folder)["files"].keys() == {"b.json", "inner/a.txt"}
+        assert (folder / "inner" / "a.txt").read_text() == text
+        assert (folder / "notes.txt").read_text() == "mine" and (folder / "inner" / "photo.jpg").read_bytes() == b"jpg"
+        assert (folder / "plans").is_dir() and os.readlink(folder / "link") == "/nowhere"
+        assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+def test_somebody_s_file_is_not_overwritten(folder):
+    (folder / "c.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"c\.txt was not written by this library and is in the way"):
+        commit_folder(folder, lambda temporary: (temporary / "c.txt").write_text("ours") and None, {})
+    assert (folder / "c.txt").read_text() == "mine" and (folder / "inner" / "a.txt").read_text() == "old"
+    assert len(list(folder.parent.iterdir())) == 1
+
+
+def test_an_edited_model_card_stays_and_another_one_is_replaced(tmp_path):
+    def write(text):
+        return lambda temporary: (temporary / "README.md").write_text(text) and None
+
+    folder = tmp_path / "saved"
+    commit_folder(folder, write("first"), {})
+    commit_folder(folder, write("second"), {})
+    assert (folder / "README.md").read_text() == "second"
+    (folder / "README.md").write_text("edited")
+    for text in ("third", "fourth"):
+        commit_folder(folder, write(text), {})
+        assert (folder / "README.md").read_text() == "edited"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_a_folder_stays_one(tmp_path, there):
+    (tmp_path / "disk").mkdir()
+    if there:
+        commit_alone(tmp_path / "disk" / "saved", fill("old"), {})
+    (tmp_path / "saved").symlink_to(tmp_path / "disk" / "saved")
+    for text in ("new", "newer"):
+        commit_alone(tmp_path / "saved", fill(text), {})
+        assert (tmp_path / "saved").is_symlink()
+        assert (tmp_path / "disk" / "saved" / "inner" / "a.txt").read_text() == text
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["saved"] and len(list(tmp_path.iterdir())) == 2
 
 
 # ---------------------------------------------------------------------- writing that fails

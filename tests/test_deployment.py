@@ -309,6 +309,14 @@ def test_a_graph_gives_torch_s_probabilities_for_every_batch_size(clip, tmp_path
         )
 
 
+@pytest.mark.slow
+def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "LARGEST_FILE", 0)
+    folder = export_onnx(learners["vit"], tmp_path / "plain", "prototype")
+    assert (folder / "model.onnx.data").stat().st_size > (folder / "model.onnx").stat().st_size / 10
+    assert "model.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
+
+
 def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
@@ -382,8 +390,8 @@ def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, t
     web = tmp_path / "web"
     web.mkdir()
     (web / "manifest.json").write_text('{"files": {}, "name": "an app"}')
-    for folder, name in ((run, "results.json"), (web, "manifest.json")):
-        with pytest.raises(FileExistsError, match=f"{folder} holds '{name}', which no export wrote"):
+    for folder in (run, web):
+        with pytest.raises(FileExistsError, match=f"{folder}' exists and was not written by this library"):
             export(clip, folder)
     assert content(saved) == before and content(run) and content(web)
     out = export(clip, tmp_path / "out")
@@ -397,6 +405,8 @@ def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, t
             export(clip, out)
         assert (out / name).read_text() == "mine"
         (out / name).unlink() if kept is None else (out / name).write_bytes(kept)
+        if name.startswith("sub/"):
+            (out / "sub").rmdir()
     assert content(out) == first and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -156,7 +156,10 @@ class BridgeEnsembleHead(Classifier):
         before = self.reliability[present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
         share = (old / (old + new)).to(before)[:, None]
         weights = self.reliability.float().clone()
-        weights[present] = (share * before + (1 - share) * rho / self.reliability_temperature).softmax(dim=1)
+        # As in `reliability_weights`, beta may be 0 in the tensor's type; less its maximum, rho is then 0 or -inf.
+        beta = max(self.reliability_temperature, torch.finfo(rho.dtype).tiny)
+        over = (rho - rho.amax(dim=1, keepdim=True)) / beta
+        weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
         lengths = self.lengths.index_copy(0, present.to(device), sums.norm(dim=1))
         return {
             "visual_prototypes": visual,

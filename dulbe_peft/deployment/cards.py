@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -49,17 +50,23 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
         code: the lines that use the folder.
     """
     count = f"{len(classifier.class_names)} classes"
-    base = state.base_name[0]
+    base = state.base_name[0] or "a base model without a name"
+    shown = base if is_repo_id(base) else Path(base).name
     sections = [
         f"# {encoder_of(state.base).title} with {count}",
-        f"This folder holds {WHAT[kind]}. The model is `{base or 'a base model without a name'}` after it learned "
-        f"{count} with the strategy `{state.strategy.name}`; the classifier is `{spec(classifier)}`. {project()} "
+        f"This folder holds {WHAT[kind]}. The model is `{shown}` after it learned {count} with the strategy "
+        f"`{state.strategy.name}`; the classifier is `{spec(classifier)}`. {project()} "
         "exported it, and is not needed to use it.",
         "## Install",
         fenced("bash", f"pip install {INSTALL[kind]}"),
         "## Use",
         fenced("python", code),
     ]
+    if kind == "lora":
+        sections.append(
+            "The lines load the base model from where it was at the export. Where it is elsewhere, put its folder or "
+            "its name on the Hub into them."
+        )
     if kind != "onnx":
         sections.append(OTHER_ANSWER if has_text(state.base) else FEATURES_ALONE)
     names = json.dumps(classifier.class_names, ensure_ascii=False)

@@ -1,0 +1,209 @@
+"""The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.cli import main
+from dulbe_peft.demo import DIGITS, demo_model_folder
+
+FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", "--device", "cpu", "--no-progress"]
+MACHINE = ["--device", "cpu", "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def photos(digit_folders):
+    """Handwritten digits zero to five, four images of each to learn from and two to test on."""
+    return digit_folders(6, 4, 2)
+
+
+def some(photos, folder, classes, first=0, last=9):
+    """A folder with some classes, and of the training images those from `first` to before `last`."""
+    for split in ("train", "test"):
+        for name in classes:
+            for file in sorted((photos / split / name).iterdir()):
+                if split == "test" or first <= int(file.stem) < last:
+                    (folder / split / name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, folder / split / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def june(photos, tmp_path_factory):
+    """A run over zero to three, learned from all but the last image of each, and its data."""
+    root = tmp_path_factory.mktemp("june")
+    data = some(photos, root / "photos", DIGITS[:4], 0, 3)
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(data), "--output", str(root / "run")]
+    assert main([*command, "--increment", "2", *FROZEN]) == 0
+    return root
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def content(root):
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+def learn(learner, data, output, *flags):
+    return main(["learn", str(learner), "--data", str(data), "--output", str(output), *MACHINE, *flags])
+
+
+def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
+    data = some(photos, tmp_path / "july", ["five", "one", "four"], 3)
+    some(photos, data, ["five", "four"])
+    before = content(june)
+    assert learn(june / "run", data, tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "known classes get 1 further images, without training: one (1)" in said
+    assert "task 3/3: 6 classes" in said and "written: " in said
+    assert content(june) == before, "the learner stays as it was"
+    found, old = results_of(tmp_path / "run"), results_of(june / "run")
+    assert found["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]] and found["known_tasks"] == 2
+    assert found["head"]["matrix"][:2] == old["head"]["matrix"]
+    assert found["head"]["overall"][:2] == old["head"]["overall"]
+    assert len(found["head"]["matrix"][2]) == 3 and None not in found["head"]["matrix"][2]
+    assert found["zero_shot"]["overall"][:2] == old["zero_shot"]["overall"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "results.json",
+        "sources.json",
+        "task-003",
+        "timings.json",
+    ]
+    assert len(json.loads((tmp_path / "run" / "timings.json").read_text())["tasks"]) == 3
+    july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
+    assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]
+
+    august = some(photos, tmp_path / "august", ["two"], 3)
+    assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
+    third = results_of(tmp_path / "august-run")
+    assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
+    assert third["class_names"] == found["class_names"]
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "august-run")
+    assert loaded.head.counts.tolist() == [4, 3, 4, 3, 4, 4]
+
+
+def test_it_equals_learning_by_hand(photos, june, tmp_path):
+    data = some(photos, tmp_path / "july", ["five", "four"])
+    some(photos, data, ["one"], 3)
+    assert learn(june / "run", data, tmp_path / "run", "--increment", "1") == 0
+    from dulbe_peft import load_data
+    from dulbe_peft.streams.tasks import select_classes
+
+    learner = ClassIncrementalLearner.from_pretrained(june / "run")
+    learner.update_classes(select_classes(load_data(data), ["one"]))
+    for name in ("five", "four"):
+        learner.learn_task(select_classes(load_data(data), [name]))
+    found = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
+    assert found.tasks == learner.tasks and len(found.tasks) == 4
+    for name, classifier in learner.classifiers.items():
+        state = found.classifiers[name].state_dict()
+        assert all(bool((value == state[key]).all()) for key, value in classifier.state_dict().items()), name
+
+
+def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, capsys):
+    root = shutil.copytree(june, tmp_path / "june")
+    sources = json.loads((root / "run" / "sources.json").read_text())
+    assert sources["tasks"][0]["data"] == str(june / "photos") and len(sources["tasks"]) == 2
+    sources["tasks"][0]["data"] = str(tmp_path / "nowhere")
+    sources["tasks"][1]["data"] = str(root / "photos")
+    (root / "run" / "sources.json").write_text(json.dumps(sources))
+    (root / "photos" / "test" / "two" / "5.png").unlink()
+    data = some(photos, tmp_path / "july", ["five", "four"])
+    assert learn(root / "run", data, tmp_path / "run") == 0
+    said = capsys.readouterr().err
+    assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said
+    assert f"the test images of task 2 are not used again: those in {root / 'photos'} are not the ones of then" in said
+    found = results_of(tmp_path / "run")
+    assert found["head"]["matrix"][2][:2] == [None, None] and found["head"]["matrix"][2][2] is not None
+    assert found["head"]["matrix"][:2] == results_of(root / "run")["head"]["matrix"]
+
+
+def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, june, tmp_path, capsys):
+    ClassIncrementalLearner.from_pretrained(june / "run").save_pretrained(tmp_path / "saved")
+    data = some(photos, tmp_path / "july", ["five", "one"])
+    assert learn(tmp_path / "saved", data, tmp_path / "run", "--no-update") == 0
+    said = capsys.readouterr()
+    assert "left out: images of known classes (one)" in said.out
+    assert "task 1 are not used again: the run did not note where they came from" in said.err
+    assert results_of(tmp_path / "run")["head"]["matrix"][:2] == [[None], [None, None]]
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["run", "run/task-002", "run/new"])
+def test_the_learner_s_own_folder_is_refused(photos, june, tmp_path, capsys, where):
+    before = content(june)
+    for learner in (june / "run", june / "run" / "task-002"):
+        if where == "run/new" and learner.name == "task-002":
+            continue
+        assert learn(learner, photos, june / where) == 2
+        assert "which is never changed: name another folder" in capsys.readouterr().err
+    assert content(june) == before
+
+
+def test_what_cannot_be_learned_is_one_line(photos, june, tmp_path, capsys):
+    known = some(photos, tmp_path / "known", ["one"])
+    assert learn(june / "run", known, tmp_path / "run", "--no-update") == 2
+    assert "has nothing to learn" in capsys.readouterr().err
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(known), "--output", str(tmp_path / "rapf")]
+    assert main([*command, *FROZEN, "--classifiers", "rapf", "--increment", "1"]) == 0
+    assert learn(tmp_path / "rapf", known, tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert "the 'rapf' classifier cannot learn more images" in said and "--no-update leaves the images" in said
+
+
+def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tmp_path, capsys):
+    """five comes before one in the order of names, and yet after it in the run."""
+    root = shutil.copytree(june, tmp_path / "june")
+    some(photos, root / "photos", ["five", "four"])
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(root / "photos"), "--increment", "2"]
+    assert main([*command, "--output", str(root / "run"), *FROZEN]) == 0
+    assert "resuming after task-002" in capsys.readouterr().out
+    assert results_of(root / "run")["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]]
+    assert main([*command, "--output", str(root / "run"), *FROZEN, "--increment", "3"]) == 2
+    assert "task 1 has the classes ['one', 'three'] there" in capsys.readouterr().err
+    assert main([*command, "--output", str(root / "run"), *FROZEN, "--order-seed", "1"]) == 2
+    assert "must begin with the finished tasks" in capsys.readouterr().err
+
+
+def test_forget(june, tmp_path, capsys):
+    before = content(june)
+    assert main(["forget", str(june / "run"), "one", "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
+    assert "2 classes are left" in capsys.readouterr().out
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "less").tasks == [("three",), ("zero",)]
+    assert content(june) == before
+    assert main(["forget", str(june / "run"), "nine", "--output", str(tmp_path / "x"), *MACHINE]) == 2
+    assert "class 'nine' has not been learned" in capsys.readouterr().err
+    assert main(["forget", str(june / "run"), "one", "--output", str(june / "run" / "task-002"), *MACHINE]) == 2
+    assert content(june) == before and not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_killed_on_its_way_the_same_command_ends_alike(photos, june, tmp_path):
+    data = some(photos, tmp_path / "july", ["five", "four"])
+    some(photos, data, ["one"], 3)
+    assert learn(june / "run", data, tmp_path / "whole", "--increment", "1") == 0
+    before = content(june)
+    flags = ["learn", str(june / "run"), "--data", str(data), "--output", str(tmp_path / "run"), "--increment", "1"]
+    command = [sys.executable, "-m", "dulbe_peft", *flags, *MACHINE]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / "run" / "task-003").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
+    assert content(june) == before
