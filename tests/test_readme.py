@@ -36,8 +36,9 @@ def test_python_blocks_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "my-learner" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("page", ["docs/classifiers.md", "docs/strategies.md"])
-def test_python_blocks_of_pages_run(page, monkeypatch):
+@pytest.mark.parametrize("page", ["docs/classifiers.md", "docs/report.md", "docs/strategies.md"])
+def test_python_blocks_of_pages_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
     text = (ROOT / page).read_text(encoding="utf-8")
     assert blocks("python", text)
@@ -45,14 +46,15 @@ def test_python_blocks_of_pages_run(page, monkeypatch):
         exec(compile(code, f"{page} block {number}", "exec"), {"__name__": "__main__"})
 
 
-def test_commands_parse():
+@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/report.md", 2)])
+def test_commands_parse(page, least):
     commands = [
         line.split("dulbe-peft ")[1]
-        for block in blocks("bash")
+        for block in blocks("bash", (ROOT / page).read_text(encoding="utf-8"))
         for line in block.splitlines()
         if "dulbe-peft " in line
     ]
-    assert len(commands) >= 5
+    assert len(commands) >= least
     for command in commands:
         make_parser().parse_args(command.split())
 
