@@ -71,7 +71,7 @@ class ClassIncrementalLearner:
         classifiers: name -> [`Classifier`] over all seen classes.
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
-        record: what learning the last task showed, see [`TaskRecord`]; None before the first one, and after loading.
+        record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
@@ -348,7 +348,7 @@ class ClassIncrementalLearner:
         """Unit features of images, (n, d), float32.
 
         Args:
-            images: whatever [`predict`] takes.
+            images: whatever `predict` takes.
             labels: only for a data set: what its items' labels must be, (n,).
         """
         dataset = Gallery(images) if labels is None else images
