@@ -100,7 +100,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
-    """A few images of the second task, after as few of the first, so that there are old classes; or of the only one."""
+    """A few images of the second task after as few of the first, so that there are old classes; or of the only one."""
     from dulbe_peft.streams.samples import dataset_labels
     from dulbe_peft.streams.tasks import ClassSubset
 
