@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
@@ -274,11 +273,11 @@ class ClassIncrementalLearner:
             names, labels = named_labels(dataset, class_names, default=self.class_names)
             check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
             place = {name: index for index, name in enumerate(self.class_names)}
-            labels = np.array([place[names[label]] for label in labels.tolist()], dtype=np.int64)
-        check_same_in_all(labels.tolist(), "labels")
+            places = torch.tensor([place[names[label]] for label in labels.tolist()])
+        check_same_in_all(places.tolist(), "labels")
         self.profile.clear()
         with self._turn, self.profile.phase("update"):
-            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels))
+            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels), places)
 
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.

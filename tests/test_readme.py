@@ -114,6 +114,8 @@ def test_ci_runs_what_contributors_are_told_to_run():
         line for _, _, code in blocks("CONTRIBUTING.md", "bash") for line in code.splitlines() if "ruff" in line
     )
     assert all(command.strip() in script for command in told.split("&&"))
+    tests = next(line for _, _, code in blocks("README.md", "bash") for line in code.splitlines() if "pytest" in line)
+    assert tests.split("&&")[1].strip() in script
 
 
 def test_start_page_links_every_page():
