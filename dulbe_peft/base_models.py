@@ -15,8 +15,6 @@ from dulbe_peft.checkpoint import CheckpointError
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in KINDS}
-    str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-}
 SAMPLES = 256  # values of each weight that are compared
 
 
