@@ -1,4 +1,4 @@
-"""What version 0.1 and the one before `update_classes` wrote still loads, predicts the same, and its runs go on; see `tests/saved/README.md`."""
+"""What earlier versions wrote still loads, predicts the same, and its runs go on; see `tests/saved/README.md`."""
 
 from __future__ import annotations
 
