@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
+from dulbe_peft.checkpoint import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
 from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.progress import read_progress
 from dulbe_peft.results import stream_results
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
-_LEARNER_FILE, _ADAPTER_FILE = "learner.json", "adapter_config.json"
+_ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 def _read(path: Path) -> Run:
     newest, manifest = newest_task(path, lambda _: None) or (None, {})
     results = _read_json(path / RESULTS_FILE)
-    state = {} if newest is None else _read_json(newest / _LEARNER_FILE)
+    state = {} if newest is None else _read_json(newest / LEARNER_FILE)
     settings: dict[str, Any] = {}
     finished = True
     if newest is None and results is None:
