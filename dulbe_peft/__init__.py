@@ -27,7 +27,9 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics, collect_statistics
 from dulbe_peft.strategies import STRATEGIES, Strategy, register_strategy
+from dulbe_peft.streams.inventory import inspect_images
 from dulbe_peft.streams.readers import ImageFolder, NpzImages, load_data
+from dulbe_peft.streams.splits import hold_out, open_stream_data
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __version__ = "0.1.0"
@@ -64,9 +66,12 @@ __all__ = [
     "export_lora",
     "export_onnx",
     "export_transformers",
+    "hold_out",
+    "inspect_images",
     "load_clip",
     "load_data",
     "load_dual_encoder",
+    "open_stream_data",
     "probe_gradients",
     "register_classifier",
     "register_strategy",

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
     transformers_logging.disable_progress_bar()  # a bar for each model that is loaded says nothing to a person
+    # PEFT reads an attribute that transformers renamed. Nothing that the user does can change that.
+    warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
     arguments = make_parser().parse_args(argv)
     terminated: list[int] = []
     try:

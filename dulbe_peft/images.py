@@ -9,8 +9,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from dulbe_peft.backbone import pixel_values
-from dulbe_peft.streams.readers import to_rgb
-from dulbe_peft.streams.samples import read_sample
+from dulbe_peft.streams.decoding import to_rgb
+from dulbe_peft.streams.samples import item_name, read_sample
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
@@ -18,7 +18,7 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
 
     Args:
         dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs.
-        labels: label of each image, (n,); None: -1.
+        labels: label of each image, (n,), which must be the item's own; None: -1.
         processor: has an `image_processor`.
         image_size: height and width in pixels that the model takes.
         cache_bytes: how much to keep at most.
@@ -39,15 +39,16 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         pixels = self.cache.get(index) if self.cache is not None else None
         if pixels is None:
             try:
-                image, _ = read_sample(self.dataset, index)
-                if isinstance(image, Image.Image) and image.mode != "RGB":
+                image, label = read_sample(self.dataset, index)
+                self._check_label(index, label)
+                if isinstance(image, Image.Image):
                     image = to_rgb(image)
                 pixels = pixel_values(self.processor, image)
                 if pixels.shape[1:] != (self.image_size, self.image_size):
                     size = f"{self.image_size} x {self.image_size}"
                     raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
             except (TypeError, ValueError, OSError) as error:
-                name = getattr(self.dataset, "item_name", "item {}".format)(index)
+                name = item_name(self.dataset, index)
                 raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error
             if self.cache is not None:
                 if pixels.nbytes * len(self) <= self.cache_bytes:
@@ -55,6 +56,14 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                 else:
                     self.cache = None
         return pixels, -1 if self.labels is None else int(self.labels[index]), index
+
+    def _check_label(self, index: int, label: int) -> None:
+        """Raise where the item itself says another label than the data set's list of labels does."""
+        if self.labels is not None and label != int(self.labels[index]):
+            raise ValueError(
+                f"its own label is {label}, but the dataset's list of labels says {int(self.labels[index])}; "
+                "make both the same"
+            )
 
 
 UNREADABLE = -2

@@ -73,7 +73,7 @@ class ClassIncrementalLearner:
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
         record: what learning the last task showed, see [`TaskRecord`]; None before the first one, and after loading.
-        past: what runs have measured so far, see [`Past`]; `run` writes it on.
+        past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
         ValueError: the model does not fit the strategy, or a classifier does not fit the model.

@@ -103,7 +103,7 @@ class TaskTrainer:
         if self.strategy.folds:
             self.adapter.fold_task()
         with self.encoder.profile.phase("close"):
-            features, inputs = self._pass(images, "close", self.strategy.remembers_inputs)
+            features, inputs = self.encode(images, "close", self.strategy.remembers_inputs)
             memory = self.strategy.remember(task, inputs)
         return teacher, features, memory
 
@@ -151,9 +151,9 @@ class TaskTrainer:
                 if GRADIENTS in needs:
                     task.gradients, teacher = self._probe(images, names)
                 if INPUTS in needs:
-                    teacher, task.inputs = self._pass(images, "probe", True)
+                    teacher, task.inputs = self.encode(images, "probe", True)
             if (teacher is None or altered) and (drifts or TEACHER in needs):
-                teacher, _ = self._pass(images, "probe", False)
+                teacher, _ = self.encode(images, "probe", False)
         return teacher
 
     def _probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -175,7 +175,7 @@ class TaskTrainer:
         sum_over_processes(gradients.values())
         return gradients, features
 
-    def _pass(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
+    def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
         return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
 

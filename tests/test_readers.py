@@ -6,16 +6,19 @@ import io
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, ExifTags, Image
 
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data
@@ -86,14 +89,53 @@ def test_image_folder_is_sorted_and_labelled(folder):
         data[4]
 
 
+def test_image_folder_reads_folders_in_class_folders(folder):
+    write(folder / "train" / "zebra" / "2025" / "june" / "z.JFIF", encoded(50, "JPEG"))
+    write(folder / "train" / "zebra" / "2025" / "a.gif", encoded(60, "GIF"))
+    write(folder / "train" / "zebra" / "0.tif", encoded(70, "TIFF"))
+    (folder / "train" / "zebra" / "2025" / "later").mkdir()
+    data = ImageFolder(folder, "train")
+    below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG"]
+    assert [data.relative_name(index) for index in range(2, 7)] == [f"zebra/{name}" for name in below]
+    assert data.labels.tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert np.allclose([red(data[index]) for index in range(2, 7)], [70, 60, 50, 10, 20], atol=4)
+    root = folder / "train"
+    assert sorted(data.left_out) == [
+        (str(root / ".cache"), "hidden"),
+        (str(root / "Ant eater" / "._1.webp"), "hidden"),
+        (str(root / "Ant eater" / "notes.txt"), "files ending in .txt are not read"),
+        (str(root / "zebra" / "2025" / "later"), "an empty folder"),
+    ]
+
+
+def test_image_folder_reads_a_folder_once_however_often_links_lead_to_it(folder, tmp_path):
+    write(tmp_path / "more" / "c.png", encoded(80))
+    (folder / "train" / "zebra" / "more").symlink_to(tmp_path / "more")
+    (folder / "train" / "zebra" / "again").symlink_to(folder / "train" / "zebra")
+    data = ImageFolder(folder, "train")
+    assert len(data) == 5 and red(data[4]) == 80
+    again = str(folder / "train" / "zebra" / "again")
+    assert (again, "a link to a folder that is read already") in data.left_out
+
+
+def test_image_folder_leaves_out_what_is_no_file(folder):
+    os.mkfifo(folder / "train" / "zebra" / "pipe.png")
+    (folder / "train" / "empty").mkdir()
+    data = ImageFolder(folder, "train")
+    assert data.class_names == ("Ant eater", "zebra") and len(data) == 4
+    whys = dict(data.left_out)
+    assert whys[str(folder / "train" / "zebra" / "pipe.png")] == "neither a file nor a folder"
+    assert whys[str(folder / "train" / "empty")] == "an empty folder"
+
+
 def test_image_folder_follows_links_and_reports_dangling_ones(folder, tmp_path):
     link = folder / "train" / "zebra" / "c.png"
     link.symlink_to(folder / "test" / "zebra" / "b.PNG")
     assert red(ImageFolder(folder, "train")[-1]) == 20
     link.unlink()
     link.symlink_to(tmp_path / "gone.png")
-    with pytest.raises(FileNotFoundError, match=r"c\.png is a link to .*gone\.png, which does not exist"):
-        ImageFolder(folder, "train")
+    with pytest.raises(ValueError, match=r"image 4 \(.*c\.png is a link to .*gone\.png, which does not exist"):
+        ImageFolder(folder, "train")[4]
 
 
 def test_image_folder_says_what_is_missing(folder):
@@ -105,8 +147,8 @@ def test_image_folder_says_what_is_missing(folder):
         ImageFolder(folder)
     with pytest.raises(ValueError, match="zebra has no folder"):
         ImageFolder(folder / "train" / "zebra")
-    (folder / "train" / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"class folder .*empty has no \.jpg"):
+    write(folder / "train" / "raw" / "1.heic", b"")
+    with pytest.raises(ValueError, match=r"class folder .*raw has no \.jpg.* \(files ending in \.heic are not read\)"):
         ImageFolder(folder, "train")
 
 
@@ -215,6 +257,100 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path, npz):
         NpzImages(tmp_path / "gone.npz", "train")
 
 
+def damaged(content: bytes, draw: np.random.Generator) -> bytes:
+    """Some bytes changed, cut off or repeated, half of the time near the structure of the archive."""
+    data = bytearray(content)
+    for _ in range(int(draw.integers(1, 4))):
+        near = [content.find(b"PK", int(draw.integers(len(content)))), content.find(b"NUMPY")]
+        place = int(draw.integers(len(data))) if draw.random() < 0.5 else max(0, near[0], near[1]) % len(data)
+        place = min(len(data) - 1, place + int(draw.integers(0, 60)))
+        match int(draw.integers(5)):
+            case 0:
+                data[place] ^= 1 << int(draw.integers(8))
+            case 1:
+                data[place : place + 8] = draw.bytes(8)
+            case 2:
+                data[place : place + 4] = b"\xff" * 4
+            case 3:
+                del data[place : place + int(draw.integers(1, 50))]
+            case _:
+                data[place:place] = data[: int(draw.integers(1, 50))]
+        if not data:
+            return b""
+    return bytes(data)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_whichever_bytes_of_an_npz_are_damaged_the_error_names_the_file(tmp_path, save):
+    path, draw = tmp_path / "x.npz", np.random.default_rng(0)
+    save(path, **npz_arrays())
+    content, refused = path.read_bytes(), 0
+    for _ in range(200):
+        path.write_bytes(damaged(content, draw))
+        try:
+            for split in ("train", "test"):
+                data = NpzImages(path, split)
+                for index in range(len(data)):
+                    assert data[index]["image"].size and data.item_name(index)
+        except ValueError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize(
+    ("key", "header"),
+    [
+        ("blob", "{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776,), }"),
+        ("labels", "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,), }"),
+        ("names", "{'descr': '<U0', 'fortran_order': False, 'shape': (1099511627776,), }"),
+        ("names", "{'descr': '<U99999999', 'fortran_order': False, 'shape': (99999,), }"),
+        ("split", "{'descr': '<i8', 'fortran_order': False, 'shape': (" + "1, " * 3000 + "), }"),
+        ("split", "(" * 9000),
+    ],
+)
+def test_an_npz_takes_no_memory_by_what_it_claims(tmp_path, key, header, compression):
+    path = tmp_path / "x.npz"
+    np.savez(path, **npz_arrays())
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    text = header.encode().ljust(16374) + b"\n"
+    members[f"{key}.npy"] = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 64
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with memory_limit(2**33), pytest.raises(ValueError, match=r"x\.npz is no \.npz file of images"):
+        NpzImages(path, "train")
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """No more than `size` bytes of addresses beside those in use."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_compressed_array_may_not_be_a_thousand_times_as_large_as_the_file(tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, **{**npz_arrays(), "blob": np.zeros(2**26, np.uint8)})
+    assert path.stat().st_size < 2**18
+    with pytest.raises(ValueError, match=r"x\.npz.*blob claims \d+ bytes, more than a file of \d+ bytes can hold"):
+        NpzImages(path, "train")
+
+
+def test_npz_offsets_that_wrap_around_are_refused(tmp_path):
+    wild = np.array([0, 2**62, -(2**63) + 2**62, -(2**62), 0, 40], dtype=np.int64)
+    np.savez(tmp_path / "x.npz", **{**npz_arrays(), "offsets": wild})
+    with pytest.raises(ValueError, match="offsets run from"):
+        NpzImages(tmp_path / "x.npz", "train")
+
+
 def test_readers_go_to_worker_processes(folder, npz):
     readers = [ImageFolder(folder, "train"), NpzImages(npz, "test")]
     for reader in readers:
@@ -264,6 +400,28 @@ def test_load_data_reads_saved_hugging_face_datasets(tmp_path):
         load_data(tmp_path / "dict")
     with pytest.raises(ValueError, match="'fine' .* no class names"):
         HubImages(hub_dataset(datasets, datasets.Value("int64")), "x", **columns)
+
+
+def test_hugging_face_datasets_are_decoded_with_our_formats_and_turned_upright(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    started: list[int] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    lying = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(lying, "JPEG", exif=exif)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    contents = [lying.getvalue(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"]
+    rows = [{"bytes": content, "path": None} for content in contents] + [{"bytes": None, "path": "http://x/y.jpg"}]
+    data = HubImages(datasets.Dataset.from_dict({"image": rows, "label": [0, 1, 1]}, features=features), "birds")
+    assert data[0]["image"].size == (4, 8)
+    with pytest.raises(ValueError, match=r"image 1 \(birds\[1\]\) cannot be read: it is none of the formats"):
+        data[1]
+    assert not started
+    with pytest.raises(ValueError, match=r"image 2 \(birds\[2\]\) has no bytes and no file on this machine"):
+        data[2]
+    with pytest.raises(ValueError, match="column 'label' of birds holds ClassLabel values, and no images"):
+        HubImages(data.dataset.add_column("other", [1, 2, 3]), "birds", image_column="label")
 
 
 def test_load_data_asks_the_hub_by_name(monkeypatch):

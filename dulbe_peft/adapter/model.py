@@ -22,7 +22,8 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
 from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
 
-_TEXT_TOWERS = {record.text_tower for record in ENCODERS.values() if record.text_tower}
+# The projection of a text's features stands beside the tower, and images do not pass through it.
+_TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 _NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -70,7 +71,7 @@ class DualModeLoraModel(BaseTuner):
 
     @staticmethod
     def _in_text_tower(key: str) -> bool:
-        return not _TEXT_TOWERS.isdisjoint(key.split("."))
+        return not _TEXT_PARTS.isdisjoint(key.split("."))
 
     def _in_pooling_head(self, key: str) -> bool:
         record = find_record(self.model)
@@ -474,6 +475,11 @@ def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
         message += f" Note: You specified 'layers_to_transform': {config.layers_to_transform}."
     if config.layers_pattern is not None:
         message += f" You also specified 'layers_pattern': {config.layers_pattern}."
+    if any(check_target_module_exists(config, name) for name in names):
+        message += (
+            " They name parts of the text tower, and target_modules is for the vision tower; text_target_modules is "
+            "for the text tower."
+        )
     wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
     endings = sorted({name.rpartition(".")[2] for name in names})
     close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from dulbe_peft.commands.data import say
 from dulbe_peft.commands.loading import add_learner, load_learner
 from dulbe_peft.commands.parser import Parser
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of
 from dulbe_peft.commands.sources import open_source, reopen_tests, source_of
 
 EXAMPLE = """example:
@@ -29,8 +31,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", required=True, help="folder of the new run; never that of LEARNER")
     parser.add_argument("--increment", type=int, help="new classes per task; without it all are one task")
     parser.add_argument("--no-update", action="store_true", help="leave out images of classes that are known")
-    parser.add_argument("--train-split", default="train", help="name of the split to learn from (%(default)s)")
-    parser.add_argument("--test-split", default="test", help="name of the split to test on (%(default)s)")
+    hints = get_type_hints(StreamArguments)
+    for field in fields_of(StreamArguments):
+        if field.name in ("train_split", "test_split", "test_fraction", "skip_unreadable"):
+            add_flag(parser, field, hints[field.name])
+            parser.set_defaults(**{field.name: field.default})
     parser.set_defaults(call=learn, resumes=True)
 
 
@@ -52,7 +57,7 @@ def learn(arguments: argparse.Namespace) -> int:
     if known and not arguments.no_update:
         _update(learner, train, known)
     elif known:
-        _say(f"left out: images of known classes ({', '.join(known)})")
+        say(f"left out: images of known classes ({', '.join(known)})")
     tests = reopen_tests(past, look=learner.args.teacher == "cached")
     tasks = _tasks(train, test, new, arguments.increment) if new else []
     results = learner.run(tasks, arguments.output, known_tests=tests, source=source)
@@ -91,7 +96,7 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
-    _say(f"known classes get {len(images)} further images, without training: {listed}")
+    say(f"known classes get {len(images)} further images, without training: {listed}")
     learner.update_classes(images)
 
 
@@ -103,10 +108,3 @@ def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
     return class_incremental_tasks(
         select_classes(train, new), held_out, increment=min(increment or len(new), len(new))
     )
-
-
-def _say(text: str) -> None:
-    from dulbe_peft.distributed import world
-
-    if world()[0] == 0:
-        print(text)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.commands.data import fit_increment
+from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
 from dulbe_peft.commands.sources import open_source, source_of
-
-if TYPE_CHECKING:  # torch is imported by the commands that need it
-    from dulbe_peft.strategies import Strategy
-
 
 EXAMPLE = """example:
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --increment 10 --output out
 
-photos holds train/CLASS/*.jpg and test/CLASS/*.jpg.
+photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
 The same command goes on where a run was stopped, and where classes were added.
 """
 # What `--help` shows; `--help-all` shows the rest.
@@ -30,6 +28,7 @@ ESSENTIAL = {
     "strategy",
     "classifiers",
     "increment",
+    "test_fraction",
     "class_order",
     "dry_run",
     "epochs",
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
-    tasks = None if stream.dry_run else stream_tasks(stream)
+    tasks: Any = stream_tasks(stream) if stream.data else None
     model: Any
     model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
@@ -86,10 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
         if config.target_modules is None and strategy.target_modules is not None:
             config.target_modules = sorted(strategy.target_modules)
         model = get_peft_model(model, config, revision=stream.revision)
-    if tasks is None:
-        print(_describe(model, strategy) if strategy.adapts else "nothing is trained, no layer is adapted")
+
+    def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
+        return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+    if stream.dry_run:
+        if tasks is not None:
+            print(describe_tasks(tasks))
+        print(describe_model(model, strategy))
+        if tasks is not None:
+            print(describe_stream(make_learner, args, tasks))
         return 0
-    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    learner = make_learner(args)
     results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream))
     if world()[0] == 0:
         if "classifiers" in results:
@@ -101,71 +108,53 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
-    from dulbe_peft.streams.samples import dataset_class_names
+    from dulbe_peft.streams.samples import carried_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
     train, test = open_source(source_of(stream))
+    names = carried_class_names(train)
     order: Any = stream.class_order
     if order is not None and order != "icarl":
         if not Path(order).is_file():
             raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
         lines = [line.strip() for line in Path(order).read_text(encoding="utf-8").splitlines()]
         order = [line for line in lines if line]
-        if not set(order) <= set(dataset_class_names(train) or ()) and all(line.isdecimal() for line in order):
+        if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
+    finished = _finished_tasks(stream)
+    increment = fit_increment(stream.increment or _finished_increment(stream, finished), len(names))
     return class_incremental_tasks(
         train,
         test,
-        increment=stream.increment,
+        increment=increment,
         initial_increment=stream.initial_increment,
         class_order=order,
         seed=stream.order_seed,
-        first_tasks=_first_tasks(stream, dataset_class_names(train) or ()),
+        first_tasks=finished if _go_on(stream, increment, finished, names) else [],
     )
 
 
-def _first_tasks(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The tasks that a run has finished, which stay the first ones where classes were added to its data.
+def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:
+    """The tasks that a run in the output folder has finished; none where it is not to go on."""
+    from dulbe_peft.resuming import finished_tasks
+
+    return finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
+
+
+def _finished_increment(stream: StreamArguments, finished: list[tuple[str, ...]]) -> int | None:
+    """How many classes a finished task had, so that a run whose increment is not set goes on with the same."""
+    tasks = finished[0 if stream.initial_increment is None else 1 :]
+    return len(tasks[0]) if tasks else None
+
+
+def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
+    """Whether the finished tasks stay the first ones, also where classes were added to the data.
 
     An order that the user gave says itself which classes come first. Tasks of other sizes are those of another run.
     """
-    from dulbe_peft.resuming import finished_tasks
-
-    if not stream.output or not stream.resume or stream.class_order is not None or stream.order_seed is not None:
-        return []
-    tasks = finished_tasks(Path(stream.output))
-    sizes = [stream.initial_increment or stream.increment, *[stream.increment] * len(tasks)]
-    fits = all(len(task) == size for task, size in zip(tasks[:-1], sizes, strict=False))
-    fits = fits and (not tasks or len(tasks[-1]) <= sizes[len(tasks) - 1])
-    return tasks if fits and {name for task in tasks for name in task} <= set(names) else []
-
-
-def _describe(model: Any, strategy: Strategy) -> str:
-    """Adapted layers with their ranks, trainable parameters, and the memory of the statistics, found by one image."""
-    import torch
-
-    from dulbe_peft.backbone import image_size, unit_image_embeds
-    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
-
-    config = model.active_peft_config
-    clip = model.get_base_model()
-    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
-    statistics = collect_statistics(
-        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
-    )
-    lines = []
-    for name, layer in model.dual_mode_layers().items():
-        support = min(config.support_rank, layer.in_features - config.residual_rank)
-        lines.append(
-            f"{name}  {layer.in_features} -> {layer.out_features}  shared {config.shared_rank}  "
-            f"residual {config.residual_rank}  support <= {support}"
-        )
-    bases = sum(layer.dulbe_P["default"].numel() for layer in model.dual_mode_layers().values())
-    visual = sum(p.numel() for p in (*model.shared_parameters(), *model.residual_parameters()))
-    visual += bases * strategy.trains_bases
-    total = sum(p.numel() for p in model.parameters() if p.requires_grad) + bases * strategy.trains_bases
-    lines.append(f"adapted visual layers: {len(model.dual_mode_layers())}")
-    lines.append(f"trainable parameters: {total:,} ({visual:,} visual, {total - visual:,} other)")
-    if strategy.remembers_inputs:
-        lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
-    return "\n".join(lines)
+    if not finished or stream.class_order is not None or stream.order_seed is not None:
+        return False
+    sizes = [stream.initial_increment or increment, *[increment] * len(finished)]
+    fits = all(len(task) == size for task, size in zip(finished[:-1], sizes, strict=False))
+    fits = fits and len(finished[-1]) <= sizes[len(finished) - 1]
+    return fits and {name for task in finished for name in task} <= set(names)

@@ -26,7 +26,10 @@ class StreamArguments:
     )
     data: str = dataclasses.field(
         default="",
-        metadata={"help": "Images: a folder split/class/*.jpg, an .npz file, or hf:NAME for datasets. Required."},
+        metadata={
+            "help": "Images: a folder with train/class/*.jpg or class/*.jpg, an .npz file, or hf:NAME for datasets. "
+            "Required."
+        },
     )
     output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
     strategy: str = dataclasses.field(
@@ -37,12 +40,23 @@ class StreamArguments:
         default=None,
         metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
     )
-    increment: int = dataclasses.field(default=10, metadata={"help": "Classes per task."})
+    increment: int | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Classes per task. None: 10, or about half of the classes where there are fewer than 20."},
+    )
     initial_increment: int | None = dataclasses.field(
         default=None, metadata={"help": "Classes of the first task, where it differs."}
     )
     train_split: str = dataclasses.field(default="train", metadata={"help": "Name of the split to learn from."})
-    test_split: str = dataclasses.field(default="test", metadata={"help": "Name of the split to test on."})
+    test_split: str = dataclasses.field(
+        default="test", metadata={"help": "Name of the split to test on, where there is one."}
+    )
+    test_fraction: float | None = dataclasses.field(
+        default=None, metadata={"help": "Without a test split: how much of each class to hold back for tests."}
+    )
+    skip_unreadable: bool = dataclasses.field(
+        default=False, metadata={"help": "Leave images out that cannot be read, instead of stopping."}
+    )
     class_order: str | None = dataclasses.field(
         default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
     )
@@ -55,7 +69,8 @@ class StreamArguments:
     )
     resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
     dry_run: bool = dataclasses.field(
-        default=False, metadata={"help": "Print adapted layers, ranks, trainable parameters and memory, and exit."}
+        default=False,
+        metadata={"help": "Print tasks, adapted layers, parameters, memory and an estimate of the time, and exit."},
     )
 
     def __post_init__(self) -> None:
@@ -131,7 +146,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _from_yaml(value: Any, hint: Any) -> Any:
     """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
-    if hint is float and isinstance(value, str):
+    if hint in (float, float | None) and isinstance(value, str):
         try:
             return float(value)
         except ValueError:

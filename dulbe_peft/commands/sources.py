@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.commands.data import open_data
+
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.progress import Past
 
@@ -24,12 +26,21 @@ def source_of(settings: Any) -> dict[str, Any]:
     return source
 
 
-def open_source(source: dict[str, Any]) -> tuple[Any, Any]:
-    """Images to learn from and images to test on; all commands that learn open their data here."""
-    from dulbe_peft.streams.readers import load_data
+def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
+    """Images to learn from, and images to test on or None; all commands that learn open their data here.
 
-    train, test = (load_data(source["data"], split=source[name]) for name in ("train_split", "test_split"))
-    return train, test
+    Args:
+        source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
+        report: say what was found.
+    """
+    return open_data(
+        source["data"],
+        source["train_split"],
+        source["test_split"],
+        source.get("test_fraction"),
+        source.get("skip_unreadable", False),
+        report,
+    )
 
 
 def reopen_tests(past: Past, look: bool) -> list[Any]:
@@ -52,7 +63,7 @@ def reopen_tests(past: Past, look: bool) -> list[Any]:
             if names and source["test"] is not None:
                 key = repr({name: source[name] for name in FIELDS if name in source})
                 if key not in opened:
-                    opened[key] = open_source(source)[1]
+                    opened[key] = open_source(source, report=False)[1]
                 test = select_classes(opened[key], names)
                 if fingerprint(test, look=look) != source["test"]:
                     test = None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dulbe_peft.streams.readers import IMAGE_SUFFIXES, decode_image
+from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
 
 
 class Gallery:

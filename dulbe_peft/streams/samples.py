@@ -42,6 +42,31 @@ def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
     return image, int(value)
 
 
+def check_index(index: int, length: int) -> int:
+    """`index` counted from 0, where it may be negative as in a list.
+
+    Raises:
+        IndexError: it is out of range.
+    """
+    if not -length <= index < length:
+        raise IndexError(f"index {index} is out of range for {length} images")
+    return int(index) % length
+
+
+def source_item(dataset: Any, index: int) -> tuple[Any, int]:
+    """The data set that an image comes from, through any subsets of it, and the image's position there."""
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        dataset, index = dataset.dataset, int(dataset.indices[index])
+    return dataset, index
+
+
+def item_name(dataset: Any, index: int) -> str:
+    """Name of an image for messages: its path where the data set knows it."""
+    origin, position = source_item(dataset, index)
+    name = getattr(origin, "item_name", None)
+    return str(name(position)) if name is not None else f"item {position}"
+
+
 def _label_array(values: Any, source: str) -> np.ndarray:
     """Labels as int64, refusing the bools and floats that a cast would let through."""
     if isinstance(values, (list, tuple)):
@@ -101,6 +126,18 @@ def dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         return dataset_class_names(dataset.dataset)
     return None
+
+
+def carried_class_names(dataset: Any) -> tuple[str, ...]:
+    """Class names of a dataset that must carry them.
+
+    Raises:
+        ValueError: it carries none.
+    """
+    names = dataset_class_names(dataset)
+    if names is None:
+        raise ValueError("the dataset carries no class names; give it an attribute class_names, a sequence of strings")
+    return names
 
 
 def checked_labels(dataset: Any, class_names: Sequence[str], name: str = "dataset") -> np.ndarray:

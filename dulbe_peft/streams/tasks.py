@@ -16,7 +16,7 @@ import numpy as np
 from dulbe_peft.checks import check_int, is_int
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.orders import resolve_order
-from dulbe_peft.streams.samples import checked_labels, dataset_class_names, read_sample
+from dulbe_peft.streams.samples import checked_labels, dataset_class_names, item_name, read_sample, source_item
 
 
 class ClassSubset:
@@ -62,14 +62,12 @@ class ClassSubset:
 
     def item_name(self, index: int) -> str:
         """Name of an image for messages: its path where the dataset knows it."""
-        position = int(self.indices[index])
-        name = getattr(self.dataset, "item_name", None)
-        return str(name(position)) if name is not None else f"item {position}"
+        return item_name(self, index)
 
     def content_id(self, index: int) -> str:
         """What tells this image from others without reading it; its position where the dataset knows no better."""
-        position = int(self.indices[index])
-        content_id = getattr(self.dataset, "content_id", None)
+        origin, position = source_item(self, index)
+        content_id = getattr(origin, "content_id", None)
         return str(content_id(position)) if content_id is not None else f"#{position}"
 
 

@@ -1,0 +1,166 @@
+"""What `run --dry-run` prints: tasks, layers, parameters, memory, and an estimate of the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def describe_tasks(tasks: Sequence[Any]) -> str:
+    """One line for each task: its classes and how many images it has."""
+    lines = []
+    for number, task in enumerate(tasks, 1):
+        tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
+        names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
+        counts = f"{len(task.class_names)} classes, {len(task.train)} images to learn from, {tested}"
+        lines.append(f"task {number}: {counts}: {names}")
+    return "\n".join(lines)
+
+
+def describe_model(model: Any, strategy: Any) -> str:
+    """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
+    if not strategy.adapts:
+        return "nothing is trained, no layer is adapted"
+    import torch
+
+    from dulbe_peft.backbone import image_size, unit_image_embeds
+    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+
+    config, clip, layers = model.active_peft_config, model.get_base_model(), model.dual_mode_layers()
+    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
+    # Raises where an image does not pass through a layer: better now than after the first task.
+    statistics = collect_statistics(
+        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
+    )
+    kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
+    lines = []
+    for (kind, width, height), count in kinds.items():
+        support = min(config.support_rank, width - config.residual_rank)
+        lines.append(
+            f"{kind}  {width} -> {height}  {count} layers  shared {config.shared_rank}  "
+            f"residual {config.residual_rank}  support <= {support}"
+        )
+    bases = sum(layer.dulbe_P["default"].numel() for layer in layers.values()) * strategy.trains_bases
+    visual = bases + sum(p.numel() for p in (*model.shared_parameters(), *model.residual_parameters()))
+    total = bases + sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lines.append(f"adapted visual layers: {len(layers)}")
+    lines.append(f"trainable parameters: {total:,} ({visual:,} visual, {total - visual:,} other)")
+    if strategy.remembers_inputs:
+        lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
+    return "\n".join(lines)
+
+
+def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequence[Any]) -> str:
+    """Memory and time of a whole run, from two small tasks of one batch each.
+
+    Args:
+        make_learner: a new learner, from its settings.
+        args: the settings of the run.
+        tasks: the stream.
+    """
+    from dulbe_peft.backbone import image_size
+
+    most = max(len(task.train) for task in tasks)
+    reads_once = args.num_workers == 0 and args.teacher == "cached"
+    quick = dataclasses.replace(args, epochs=1, num_workers=0, progress=False, profile=False, log_with=None)
+    learner = make_learner(quick)
+    pixels = most * 3 * 4 * image_size(learner.clip, learner.processor) ** 2
+    cached = reads_once and pixels <= args.pixel_cache_mb * 2**20
+    if not cached:
+        learner = make_learner(dataclasses.replace(quick, pixel_cache_mb=0))
+    parts = _small_tasks(tasks, args.batch_size)
+    for part in parts:
+        learner.learn_task(part)
+    seconds = _estimate(learner, parts[-1], args, tasks)
+    classes = sum(len(task.class_names) for task in tasks)
+    lines = [f"pixel cache: {pixels / 2**20:.1f} MiB" if cached else "pixel cache: none, images are read each time"]
+    memory = learner.memory or {}
+    kept = getattr(memory, "nbytes", None)
+    kept = sum(tensor.nbytes for tensor in memory.values()) if kept is None else kept
+    lines.append(f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {_count(len(parts))}")
+    for name, classifier in learner.classifiers.items():
+        size = _grown_bytes(classifier, len(learner.class_names), classes)
+        lines.append(f"classifier {name}: {size / 2**20:.2f} MiB with {classes} classes")
+    workers = "; images were read in this process alone" if args.num_workers else ""
+    lines.append(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
+    return "\n".join(lines)
+
+
+def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
+    """One batch of the second task after one of the first, so that there are old classes; or two of a single one."""
+    from dulbe_peft.streams.samples import dataset_labels
+    from dulbe_peft.streams.tasks import ClassSubset
+
+    groups = [(task.train, np.arange(len(task.class_names))) for task in tasks[:2]]
+    if len(groups) == 1 and len(groups[0][1]) > 1:
+        groups = [(groups[0][0], half) for half in np.array_split(groups[0][1], 2)]
+    parts = []
+    for dataset, classes in groups:
+        labels = dataset_labels(dataset)
+        inside = np.flatnonzero(np.isin(labels, classes))
+        chosen = inside[np.linspace(0, len(inside) - 1, min(size, len(inside)), dtype=int)]
+        present, places = np.unique(labels[chosen], return_inverse=True)
+        names = tuple(dataset.class_names[label] for label in present)
+        parts.append(ClassSubset(dataset, chosen, places, names, labels[chosen]))
+    return parts
+
+
+def _estimate(learner: Any, part: Any, args: Any, tasks: Sequence[Any]) -> float:
+    """Seconds of the whole run, from the phases of the task that was just learned."""
+    from dulbe_peft.backbone import has_text
+
+    spent, size = dict(learner.profile.seconds), len(part)
+    read, again = _passes(learner, part)
+    adapts = learner.strategy.adapts
+    closing = (again if adapts else read) / size
+    fixed = spent.get("allocate", 0.0) + max(0.0, spent["close"] - closing * size)
+    step = spent.get("train", 0.0) / math.ceil(size / args.batch_size)
+    total, tested = 0.0, 0
+    for task in tasks:
+        images = len(task.train)
+        steps = args.epochs * math.ceil(images / args.batch_size) if adapts else 0
+        total += fixed + steps * step + images * (spent.get("probe", 0.0) / size + closing)
+        tested += 0 if task.test is None else len(task.test)
+        total += tested * read / size  # after each task, all seen classes
+    zero_shot = tested if has_text(learner.clip) and all(task.test is not None for task in tasks) else 0
+    return total + zero_shot * read / size
+
+
+def _passes(learner: Any, part: Any) -> tuple[float, float]:
+    """Seconds of a pass that reads the images, and of a second one as it closes a task."""
+    from dulbe_peft.training import TaskTrainer
+
+    images = learner.encoder.images(part, part.labels, keep=True)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda figures, steps: None)
+    times = []
+    for collect in (False, learner.strategy.remembers_inputs):
+        started = time.perf_counter()
+        trainer.encode(images, "close", collect)
+        times.append(time.perf_counter() - started)
+    return times[0], times[1]
+
+
+def _grown_bytes(classifier: Any, seen: int, classes: int) -> float:
+    """Bytes of a classifier's tensors, those with a row for each class grown to all classes."""
+    total = 0.0
+    for buffer in classifier.buffers():
+        rows = seen in buffer.shape
+        total += buffer.numel() * buffer.element_size() * (classes / seen if rows else 1)
+    return total
+
+
+def _count(tasks: int) -> str:
+    return "one task" if tasks == 1 else "two tasks"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

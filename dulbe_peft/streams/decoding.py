@@ -1,0 +1,197 @@
+"""One image file as an upright RGB image, and a quick look at its header.
+
+Pillow gets a fixed list of formats. Without it, a PostScript file that is named like a photograph starts Ghostscript.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from typing import IO, Any
+
+import numpy as np
+from PIL import ExifTags, Image, features
+
+_SUFFIXES = {
+    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "AVIF": (".avif",),
+}
+_OPTIONAL = {"WEBP", "AVIF"}  # not in every build of Pillow
+IMAGE_FORMATS = tuple(
+    name for name in _SUFFIXES if name not in _OPTIONAL or name.lower() in features.get_supported_modules()
+)
+IMAGE_SUFFIXES = tuple(suffix for name in IMAGE_FORMATS for suffix in _SUFFIXES[name])
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Pillow refuses images of more than twice `Image.MAX_IMAGE_PIXELS`, and warns from half of that on. The refusal is
+# our limit: cameras of 100 million pixels exist. Damaged EXIF is no news either, where the pixels are whole. These
+# filters stand behind the user's own.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
+warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
+_one_at_a_time = threading.Lock()
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits.
+
+    Raises:
+        ValueError: the image is 32-bit, which says nothing about where white is.
+    """
+    image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
+    turn = _UPRIGHT.get(_orientation(image))
+    if turn is None and type(image) is Image.Image and image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns about the direct way
+    image = image.convert("RGB")
+    if turn is not None:
+        image = image.transpose(turn)
+    image.info.clear()  # the tag, too: a second call must not turn the image again
+    return image
+
+
+def _orientation(image: Image.Image) -> Any:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # damaged EXIF raises almost anything, and the pixels may be whole
+        return None
+
+
+def open_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
+    """Open a path or binary file with the decoders of `IMAGE_FORMATS` alone; decodes no pixel.
+
+    Raises:
+        ValueError: the image has more pixels than Pillow decodes, 178,956,970 unless `PIL.Image.MAX_IMAGE_PIXELS`
+            has been changed.
+    """
+    try:
+        try:
+            return Image.open(source, formats=IMAGE_FORMATS)
+        except Warning:  # where a program makes errors of warnings, it must read the same images
+            with _one_at_a_time, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return Image.open(source, formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise ValueError(f"it is {_size(source) or error} large; at most {most} pixels are read") from error
+
+
+def _size(source: str | os.PathLike[str] | IO[bytes]) -> str:
+    """Width and height in words, of an image that Pillow has refused to open for its size."""
+    if isinstance(source, (str, os.PathLike)):
+        with open(source, "rb") as file:
+            return _size(file)
+    source.seek(0)
+    prefix = source.read(16)
+    for factory, accept in (Image.OPEN[name] for name in IMAGE_FORMATS):
+        if accept is not None and accept(prefix) is True:
+            try:
+                source.seek(0)
+                width, height = factory(source, "").size
+            except Exception:
+                continue
+            return f"{width} x {height} = {width * height} pixels"
+    return ""
+
+
+def decode_image(source: Any, index: int, name: str) -> Image.Image:
+    """Open a path or binary file as an upright RGB image; of several frames, the first.
+
+    Raises:
+        ValueError: it cannot be read; the message has `index` and `name`.
+    """
+    try:
+        with open_image(source) as image:
+            return to_rgb(image)
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
+        raise ValueError(f"image {index} ({name}) cannot be read: {_reason(error, source)}") from error
+
+
+def header_problem(source: str | IO[bytes]) -> str | None:
+    """Why an image cannot be read, as far as its header and its length say; None where they say that it can.
+
+    A file that ends as its format demands is not decoded. Any other one is decoded in full to be sure: it may be
+    truncated, or it may have other data after the image. What stays unseen is damage between header and end.
+
+    Args:
+        source: a path, or a binary file, which is read from its beginning.
+    """
+    try:
+        if isinstance(source, (str, os.PathLike)):
+            with open(source, "rb") as file:
+                _look(file)
+        else:
+            _look(source)
+    except Exception as error:  # as in decode_image
+        return _reason(error, source)
+    return None
+
+
+def _look(file: IO[bytes]) -> None:
+    file.seek(0)
+    image = open_image(file)
+    if image.mode in ("I", "F"):
+        to_rgb(image)  # raises, unless the file turns out to have another mode
+    if not _is_whole(image, file):
+        file.seek(0)
+        open_image(file).load()
+
+
+def _is_whole(image: Image.Image, file: IO[bytes]) -> bool:
+    """Whether the file reaches to where its format says that it ends."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 64))
+    tail = file.read()
+    file.seek(0)
+    head = file.read(12)
+    match image.format:
+        case "JPEG" | "MPO":
+            return tail.endswith(b"\xff\xd9")
+        case "PNG":
+            return tail.endswith(b"IEND\xaeB`\x82")
+        case "GIF":
+            return tail.endswith(b";")
+        case "WEBP":
+            return int.from_bytes(head[4:8], "little") + 8 <= size
+        case "BMP":
+            return 0 < int.from_bytes(head[2:6], "little") <= size
+        case "TIFF":
+            return _tiff_end(image) <= size
+    return True
+
+
+def _tiff_end(image: Any) -> int:
+    """Where the last strip or tile of a TIFF ends, in bytes."""
+    for offsets, counts in ((273, 279), (324, 325)):
+        if offsets in image.tag_v2 and counts in image.tag_v2:
+            return max(a + b for a, b in zip(image.tag_v2[offsets], image.tag_v2[counts]))
+    return 2**63  # unknown: decode it
+
+
+def _reason(error: Exception, source: Any) -> str:
+    """An error in words that need no path, which the caller gives."""
+    if isinstance(source, (str, os.PathLike)) and os.path.islink(source) and not os.path.exists(source):
+        return f"{os.path.basename(source)} is a link to {os.readlink(str(source))}, which does not exist"
+    if isinstance(error, Image.UnidentifiedImageError):
+        return f"it is none of the formats {', '.join(IMAGE_FORMATS)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

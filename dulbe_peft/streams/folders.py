@@ -1,0 +1,180 @@
+"""Images in folders, one folder per class."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.samples import check_index
+
+# Names that people give to the splits of a data set, in lower case.
+SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
+
+
+class Found:
+    """What one folder holds: the images, by their path below it with "/" between the parts, and what is left out.
+
+    Args:
+        folder: where to look, in folders within it too. Links to folders are followed, and each folder is read once.
+
+    Attributes:
+        images: paths below `folder`, sorted by code point.
+        left_out: path and reason of every other file, and of folders that hold nothing.
+        seen: how many files and folders there are that are not hidden.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.images: list[str] = []
+        self.left_out: list[tuple[str, str]] = []
+        self.seen = 0
+        self._entered: set[tuple[int, int]] = set()
+        self._walk(str(folder), "")
+        self.images.sort()
+
+    def _walk(self, folder: str, prefix: str) -> None:
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in self._entered:
+            self.left_out.append((folder, "a link to a folder that is read already"))
+            return
+        self._entered.add((status.st_dev, status.st_ino))
+        with os.scandir(folder) as entries:
+            rows = sorted(entries, key=lambda entry: entry.name)
+        for entry in rows:
+            if entry.name.startswith("."):
+                self.left_out.append((entry.path, "hidden"))
+                continue
+            self.seen += 1
+            if entry.is_dir():
+                before = self.seen
+                self._walk(entry.path, f"{prefix}{entry.name}/")
+                if self.seen == before:
+                    self.left_out.append((entry.path, "an empty folder"))
+            elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
+                self.left_out.append((entry.path, _suffix(entry.name)))
+            elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
+                self.images.append(prefix + entry.name)  # a link to nothing too: reading it says so
+            else:
+                self.left_out.append((entry.path, "neither a file nor a folder"))
+
+
+def _suffix(name: str) -> str:
+    suffix = os.path.splitext(name)[1].lower()
+    return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
+
+
+def subfolders(path: Path) -> list[str]:
+    """Names of the folders in `path` that are not hidden, sorted by code point on every system."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def holds_only_folders(path: Path) -> bool:
+    """Whether a folder holds folders, and no image beside them."""
+    with os.scandir(path) as entries:
+        images = any(entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.is_file() for entry in entries)
+    return not images and bool(subfolders(path))
+
+
+class ImageFolder:
+    """Images in `root/split/class name/**`, or `root/class name/**` without a split.
+
+    A class folder may hold folders of any depth. Files are .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first
+    frame), .tif, .tiff and, where Pillow reads it, .avif, in either case. Classes and files are sorted by name.
+
+    Args:
+        root: folder that holds the splits, or the classes.
+        split: name of the folder of the split; None where there are no splits.
+
+    Attributes:
+        left_out: (path, reason) of every file and folder that is no part of the data: other suffixes, hidden ones,
+            empty folders, files beside the class folders.
+
+    Raises:
+        FileNotFoundError: `root` or the split is not there.
+        ValueError: there is no class folder with an image, or a class folder holds files and none is an image.
+
+    Example:
+        >>> photos = ImageFolder("photos", "train")
+        >>> len(photos), photos.class_names, photos.left_out
+        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'files ending in .txt are not read')])
+    """
+
+    def __init__(self, root: str | os.PathLike[str], split: str | None = None) -> None:
+        folder = Path(root)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder of images")
+        if split is not None:
+            splits = subfolders(folder)
+            if split not in splits:
+                raise FileNotFoundError(f"{folder} has no split {split!r}; its folders are {splits}")
+            folder = folder / split
+        self.root, self.split = folder, split
+        names = subfolders(folder)
+        if not names:
+            raise ValueError(f"{folder} has no folder; one folder per class is needed")
+        if split is None:
+            _refuse_splits(folder, names)
+        self.left_out = _beside(folder)
+        found = {name: Found(folder / name) for name in names}
+        for name, inside in found.items():
+            self.left_out += inside.left_out
+            if inside.images:
+                continue
+            if inside.seen:
+                _, why = next(row for row in inside.left_out if row[1] != "hidden")
+                raise ValueError(f"class folder {folder / name} has no {', '.join(IMAGE_SUFFIXES)} file ({why})")
+            self.left_out.append((str(folder / name), "an empty folder"))
+        kept = [name for name in names if found[name].images]
+        if not kept:
+            raise ValueError(f"no class folder in {folder} has an image; its folders are {names}")
+        self.class_names = check_class_names(kept)
+        self._files = [(label, file) for label, name in enumerate(self.class_names) for file in found[name].images]
+        self.labels = np.array([label for label, _ in self._files], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        index = check_index(index, len(self))
+        path = self.item_name(index)
+        return {"image": decode_image(path, index, path), "label": self._files[index][0]}
+
+    def item_name(self, index: int) -> str:
+        """Path of an image."""
+        return str(self.root / self.relative_name(index))
+
+    def item_source(self, index: int) -> str:
+        """What Pillow opens: the path of an image."""
+        return self.item_name(index)
+
+    def relative_name(self, index: int) -> str:
+        """Path of an image below the folder of the classes, with "/" between its parts."""
+        label, file = self._files[index]
+        return f"{self.class_names[label]}/{file}"
+
+    def content_id(self, index: int) -> str:
+        """Name and size of an image's file, wherever the root folder stands."""
+        return f"{self.relative_name(index)}:{os.path.getsize(self.item_name(index))}"
+
+
+def _refuse_splits(folder: Path, names: list[str]) -> None:
+    """Raise where what should be classes are splits: folders with the names of splits that hold folders alone."""
+    splits = [name for name in names if name.lower() in SPLIT_NAMES and holds_only_folders(folder / name)]
+    if len(splits) > 1 or splits == names:
+        raise ValueError(f"{folder / splits[0]} has no image, it holds folders: {splits[0]!r} may be a split, name it")
+
+
+def _beside(folder: Path) -> list[tuple[str, str]]:
+    """What lies beside the class folders."""
+    with os.scandir(folder) as entries:
+        rows = sorted(entries, key=lambda entry: entry.name)
+    return [
+        (entry.path, "hidden" if entry.name.startswith(".") else "not in a class folder")
+        for entry in rows
+        if entry.name.startswith(".") or not entry.is_dir()
+    ]

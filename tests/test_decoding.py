@@ -1,0 +1,223 @@
+"""Upright RGB images from files of every kind, refusals of what is no photograph, and what a header shows."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import EpsImagePlugin, ExifTags, Image
+
+from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.images import PixelDataset
+from dulbe_peft.streams import decoding
+from dulbe_peft.streams.decoding import IMAGE_FORMATS, IMAGE_SUFFIXES, decode_image, header_problem, to_rgb
+
+# A corner in each colour; Pillow's own rule for each orientation is the reference.
+CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)
+CORNERS[:20, :30], CORNERS[:20, 30:], CORNERS[20:, :30] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def corners(image: Image.Image) -> list[str]:
+    """Letters of the four corners' colours, row by row."""
+    width, height = image.size
+    letters = []
+    for x, y in ((4, 4), (width - 5, 4), (4, height - 5), (width - 5, height - 5)):
+        pixel = image.getpixel((x, y))
+        letters.append("".join(letter for letter, value in zip("RGB", pixel) if value > 128) or "-")
+    return letters
+
+
+UPRIGHT = {
+    1: ["R", "G", "B", "-"],
+    2: ["G", "R", "-", "B"],
+    3: ["-", "B", "G", "R"],
+    4: ["B", "-", "R", "G"],
+    5: ["R", "B", "G", "-"],
+    6: ["B", "R", "-", "G"],
+    7: ["-", "G", "B", "R"],
+    8: ["G", "-", "R", "B"],
+}
+
+
+def tagged(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tiff", "webp"])
+def test_the_exif_tag_turns_an_image_once(tmp_path, orientation, suffix):
+    path = tmp_path / f"photo.{suffix}"
+    Image.fromarray(CORNERS).save(path, exif=tagged(orientation))
+    image = decode_image(path, 0, "photo")
+    assert corners(image) == UPRIGHT[orientation]
+    assert image.size == ((40, 60) if orientation >= 5 else (60, 40))
+    assert to_rgb(image) is image and corners(to_rgb(image)) == UPRIGHT[orientation]
+    with Image.open(path) as opened:  # given directly, decoded or not
+        assert corners(to_rgb(opened)) == UPRIGHT[orientation]
+        assert corners(to_rgb(to_rgb(opened))) == UPRIGHT[orientation]
+
+
+def test_damaged_exif_leaves_the_pixels_as_they_are(tmp_path):
+    Image.fromarray(CORNERS).save(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
+    assert corners(decode_image(tmp_path / "a.jpg", 0, "a")) == UPRIGHT[1]
+
+
+def test_pil_images_given_directly_are_turned_before_the_model_sees_them(tmp_path):
+    class Keep:
+        """An image processor that shows what it was given."""
+
+        seen: list[Image.Image] = []
+
+        @property
+        def image_processor(self):
+            return self
+
+        def __call__(self, images, return_tensors):
+            import torch
+
+            self.seen.append(images)
+            return {"pixel_values": [torch.zeros(3, 8, 8)]}
+
+    Image.fromarray(CORNERS).save(tmp_path / "a.jpg", exif=tagged(6))
+    processor = Keep()
+    with Image.open(tmp_path / "a.jpg") as image:
+        PixelDataset([(image, 0)], None, processor, 8, 0)[0]
+    assert corners(processor.seen[0]) == UPRIGHT[6]
+
+
+def test_items_that_contradict_the_list_of_labels_are_named():
+    class Contrary:
+        targets = [0, 1, 0]
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return Image.new("RGB", (8, 8)), 1
+
+        def item_name(self, index):
+            return f"photo-{index}.jpg"
+
+    from dulbe_peft.backbone import load_clip
+
+    clip, processor = load_clip(demo_model_folder())
+    images = PixelDataset(Contrary(), np.array([0, 1, 0]), processor, clip.config.vision_config.image_size, 0)
+    assert images[1][1] == 1
+    with pytest.raises(ValueError, match=r"image 2 \(photo-2\.jpg\).* its own label is 1, .* list of labels says 0"):
+        images[2]
+
+
+def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
+    started = []
+    drawn = Image.new("RGB", (9, 9)).im
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1) or drawn)
+    content = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(ValueError, match=r"image 3 \(a\) cannot be read: it is none of the formats JPEG, PNG"):
+        decode_image(tmp_path / "a.jpg", 3, "a")
+    assert "none of the formats" in header_problem(str(tmp_path / "a.jpg"))
+    assert not started
+    with Image.open(tmp_path / "a.jpg") as image:  # what Pillow does without the list
+        image.load()
+    assert started
+
+
+def png_of(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def test_a_decompression_bomb_is_named_with_its_size(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(png_of(60000, 60000))
+    size = "60000 x 60000 = 3600000000 pixels large; at most 178956970 pixels are read"
+    with pytest.raises(ValueError, match=rf"image 0 \(bomb\.png\) cannot be read: it is {size}"):
+        decode_image(tmp_path / "bomb.png", 0, "bomb.png")
+    with pytest.raises(ValueError, match=size):
+        decode_image(io.BytesIO(png_of(60000, 60000)), 0, "x")
+    assert size in header_problem(str(tmp_path / "bomb.png"))
+
+
+@pytest.mark.parametrize("action", ["default", "error"])
+def test_what_pillow_warns_of_is_read_all_the_same(action, recwarn):
+    """An image of a hundred million pixels, in a program that shows warnings and in one that makes them errors."""
+    with warnings.catch_warnings():
+        if action == "error":
+            warnings.simplefilter("error")
+        else:
+            warnings.resetwarnings()
+            importlib.reload(decoding)  # its filters go behind those that are there
+        assert header_problem(io.BytesIO(png_of(10000, 10000))) is None
+        assert decoding.open_image(io.BytesIO(png_of(10000, 10000))).size == (10000, 10000)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("suffix", IMAGE_SUFFIXES)
+def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
+    path = tmp_path / f"image{suffix.upper()}"
+    Image.fromarray(CORNERS).save(path, {".jfif": "JPEG"}.get(suffix))
+    assert header_problem(str(path)) is None
+    assert decode_image(path, 0, "x").size == (60, 40)
+
+
+def test_formats():
+    assert set(IMAGE_FORMATS) <= {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF"}
+    assert {".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".tif", ".tiff"} <= set(IMAGE_SUFFIXES)
+
+
+def test_of_several_frames_the_first_is_read(tmp_path):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert decode_image(tmp_path / "a.gif", 0, "a").getpixel((0, 0)) == (255, 0, 0)
+    assert header_problem(str(tmp_path / "a.gif")) is None
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "tiff", "gif"])
+@pytest.mark.parametrize("part", [0.5, 0.9])
+def test_a_header_check_finds_truncated_files(tmp_path, suffix, part):
+    path = tmp_path / f"a.{suffix}"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(part * len(content))])
+    try:
+        decode_image(path, 0, "a")
+        whole = True  # some decoders fill in what is not there
+    except ValueError:
+        whole = False
+    assert (header_problem(str(path)) is None) == whole
+    assert suffix == "gif" or not whole
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif"])
+def test_data_after_an_image_is_no_damage(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(CORNERS).save(path)
+    path.write_bytes(path.read_bytes() + b"a camera's own notes")
+    assert header_problem(str(path)) is None and decode_image(path, 0, "a").size == (60, 40)
+
+
+def test_a_header_check_decodes_no_whole_file(tmp_path, monkeypatch):
+    Image.fromarray(CORNERS).save(tmp_path / "a.jpg")
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
+    assert header_problem(str(tmp_path / "a.jpg")) is None
+
+
+def test_what_a_header_check_says_of_files_that_are_not_there(tmp_path):
+    assert header_problem(str(tmp_path / "gone.jpg")) == "No such file or directory"
+    (tmp_path / "link.jpg").symlink_to(tmp_path / "gone.jpg")
+    assert header_problem(str(tmp_path / "link.jpg")).endswith("gone.jpg, which does not exist")
+    Path(tmp_path / "empty.jpg").write_bytes(b"")
+    assert "none of the formats" in header_problem(str(tmp_path / "empty.jpg"))
+    Image.new("F", (4, 4)).save(tmp_path / "float.tiff")
+    assert "no fixed range" in header_problem(str(tmp_path / "float.tiff"))

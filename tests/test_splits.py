@@ -1,0 +1,320 @@
+"""Taking stock of images, holding some of them back, and finding out what a folder holds."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dulbe_peft.streams import inventory
+from dulbe_peft.streams.fingerprint import fingerprint
+from dulbe_peft.streams.inventory import inspect_images, without
+from dulbe_peft.streams.readers import ImageFolder, NpzImages
+from dulbe_peft.streams.splits import hold_out, open_stream_data
+from dulbe_peft.streams.tasks import class_incremental_tasks
+
+
+def photo(path: Path, value: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (6, 5), (value % 256, 0, 90)).save(path)
+    return path
+
+
+def photos(root: Path, counts: dict[str, int]) -> Path:
+    for name, count in counts.items():
+        for number in range(count):
+            photo(root / name / f"{number}.jpg", number)
+    return root
+
+
+def names(dataset) -> set[str]:
+    return {Path(dataset.item_name(index)).as_posix() for index in range(len(dataset))}
+
+
+# ---------------------------------------------------------------------- what there is
+
+
+def test_an_inventory_counts_and_names(tmp_path):
+    photos(tmp_path / "train", {"cat": 3, "dog": 2})
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("x")
+    (tmp_path / "train" / "cat" / "raw.CR2").write_text("x")
+    (tmp_path / "train" / "cat" / ".hidden.jpg").write_text("x")
+    (tmp_path / "train" / "readme.md").write_text("x")
+    (tmp_path / "train" / "fox").mkdir()
+    (tmp_path / "train" / "dog" / "0.jpg").write_bytes(b"no image")
+    data = ImageFolder(tmp_path, "train")
+    found = inspect_images(data)
+    assert found.counts == {"train": {"cat": 3, "dog": 2}} and found.unchecked == 0
+    bad = str(tmp_path / "train" / "dog" / "0.jpg")
+    assert [name for name, _ in found.unreadable] == [bad] and found.positions == {"train": [3]}
+    whys = {Path(path).name: why for path, why in found.left_out}
+    assert whys == {
+        "notes.txt": "files ending in .txt are not read",
+        "raw.CR2": "files ending in .cr2 are not read",
+        ".hidden.jpg": "hidden",
+        "readme.md": "not in a class folder",
+        "fox": "an empty folder",
+    }
+    assert found.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
+    assert found.format().splitlines()[:4] == [
+        "class       train",
+        "cat             3",
+        "dog             2",
+        "2 classes       5",
+    ]
+    assert f"  {bad}: it is none of the formats JPEG, PNG" in found.format()
+    kept = without(data, found.positions["train"])
+    assert names(kept) == names(data) - {bad} and kept.labels.tolist() == [0, 0, 0, 1]
+    assert [kept[index]["label"] for index in range(4)] == [0, 0, 0, 1]
+    with pytest.raises(ValueError, match=r"positions \[7, 7\] are out of range for 5 images"):
+        without(data, [7])
+
+
+def test_a_table_of_many_classes_and_files_stays_short(tmp_path):
+    photos(tmp_path, {f"class {number:02}": 1 for number in range(50)})
+    for number in range(30):
+        (tmp_path / f"class {number:02}" / "0.jpg").write_bytes(b"no image")
+    lines = inspect_images(ImageFolder(tmp_path)).format().splitlines()
+    assert "... and 10 more" in lines[41] and "50 classes" in lines[42]
+    assert "cannot be read: 30" in lines and lines[-1] == "  ... and 10 more" and len(lines) == 66
+
+
+@pytest.mark.parametrize("processes", [None, 1, 4])
+def test_headers_are_read_in_any_number_of_threads(tmp_path, processes, monkeypatch):
+    photos(tmp_path, {"a": 7, "b": 8})
+    (tmp_path / "b" / "3.jpg").write_bytes(b"")
+    monkeypatch.setattr(inventory, "_FIRST", 3)
+    monkeypatch.setattr(inventory, "_SLOW", 0)  # as if every file took long
+    assert inspect_images(ImageFolder(tmp_path), processes).positions == {"images": [10]}
+    with pytest.raises(ValueError, match="processes must be at least 1"):
+        inspect_images(ImageFolder(tmp_path), 0)
+
+
+def test_threads_wait_together_for_a_slow_disk(tmp_path, monkeypatch):
+    photos(tmp_path, {"a": 30})
+    running, most = [], []
+
+    def slow(_):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+
+    monkeypatch.setattr(inventory, "_FIRST", 5)
+    monkeypatch.setattr(inventory, "header_problem", slow)
+    inspect_images(ImageFolder(tmp_path))
+    assert max(most[:5]) == 1 and max(most) > 4
+
+
+def test_an_inventory_of_npz_files_tasks_and_lists(tmp_path):
+    files = [photo(tmp_path / f"{number}.png").read_bytes() for number in range(3)] + [b"damaged"]
+    np.savez(
+        tmp_path / "x.npz",
+        blob=np.frombuffer(b"".join(files), np.uint8),
+        offsets=np.cumsum([0] + [len(file) for file in files]),
+        labels=np.array([0, 1, 1, 1]),
+        split=np.array([0, 0, 1, 0]),
+        names=np.array(["finch", "robin"]),
+    )
+    data = NpzImages(tmp_path / "x.npz", "train")
+    found = inspect_images(data)
+    assert found.counts == {"train": {"finch": 1, "robin": 2}} and found.positions == {"train": [2]}
+    assert found.unreadable[0][0] == f"{tmp_path / 'x.npz'}[3]"
+    tasks = class_incremental_tasks(data, increment=1)
+    assert inspect_images(tasks[1].train).positions == {"train": [1]}
+    rows = [(Image.new("RGB", (4, 4)), 1), (Image.new("RGB", (4, 4)), 0)]
+    plain = inspect_images(rows)
+    assert plain.unchecked == 2 and plain.counts == {"images": {"0": 1, "1": 1}}
+    assert "not looked at before training: 2 images" in plain.format()
+
+
+def test_an_inventory_of_a_hugging_face_dataset(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    from dulbe_peft.streams.readers import HubImages
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    good = photo(tmp_path / "a.png")
+    images = [{"bytes": good.read_bytes(), "path": None}, {"bytes": b"x", "path": None}, {"bytes": None, "path": good}]
+    images[2]["path"] = str(good)
+    data = HubImages(datasets.Dataset.from_dict({"image": images, "label": [0, 1, 1]}, features=features), "birds")
+    assert inspect_images(data).positions == {"images": [1]}
+    assert data[2]["image"].size == (6, 5)
+
+
+# ---------------------------------------------------------------------- held-back images
+
+
+def test_hold_out_is_a_division_that_ignores_order_and_place(tmp_path):
+    data = ImageFolder(photos(tmp_path / "one", {"a": 60, "b": 60, "c": 1, "d": 2}))
+    train, test = hold_out(data, 0.25)
+    assert names(train) | names(test) == names(data) and not names(train) & names(test)
+    labels = np.bincount(test.labels, minlength=4)
+    assert 6 <= labels[0] <= 26 and 6 <= labels[1] <= 26 and labels[2] == 0 and labels[3] == 1
+    assert all(test[index]["label"] == test.labels[index] for index in range(len(test)))
+    again = hold_out(ImageFolder(photos(tmp_path / "two", {"d": 2, "c": 1, "b": 60, "a": 60})), 0.25)[1]
+    here, there = (
+        {name.split("/", maxsplit=name.count("/") - 1)[-1] for name in names(part)} for part in (test, again)
+    )
+    assert here == there
+    assert names(hold_out(data, 0.25, seed=1)[1]) != names(test)
+    rows = list(range(len(data)))
+    random.Random(0).shuffle(rows)
+    shuffled = inventory.images_at(data, np.array(rows))
+    assert names(hold_out(shuffled, 0.25)[1]) == names(test)
+
+
+def test_hold_out_keeps_its_choice_when_photographs_come(tmp_path):
+    root = photos(tmp_path, {"a": 40, "b": 40})
+    train, test = (names(part) for part in hold_out(ImageFolder(root), 0.3))
+    for number in range(40):
+        photo(root / "a" / f"later-{number}.jpg", number)
+    photos(root, {"aa": 5})
+    later_train, later_test = (names(part) for part in hold_out(ImageFolder(root), 0.3))
+    assert train <= later_train and test <= later_test and len(later_test) > len(test)
+
+
+def test_hold_out_leaves_something_to_learn_from(tmp_path):
+    data = ImageFolder(photos(tmp_path, {"a": 2, "b": 5}))
+    train, _ = hold_out(data, 0.99)
+    assert np.bincount(train.labels).tolist() == [1, 1]
+    for wrong in (0, 1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="fraction must be"):
+            hold_out(data, wrong)
+    with pytest.raises(ValueError, match="no class has enough images"):
+        hold_out(ImageFolder(photos(tmp_path / "few", {"a": 1, "b": 1})), 0.5)
+    with pytest.raises(ValueError, match="carries no class names"):
+        hold_out([(Image.new("RGB", (4, 4)), 0)] * 3, 0.5)
+
+
+def test_held_out_images_keep_their_fingerprint(tmp_path):
+    root = photos(tmp_path, {"a": 20, "b": 20})
+    prints = {fingerprint(hold_out(ImageFolder(root), 0.3)[0]) for _ in range(2)}
+    assert len(prints) == 1
+
+
+# ---------------------------------------------------------------------- what a folder holds
+
+
+def test_splits_are_found(tmp_path):
+    photos(tmp_path / "train", {"cat": 3, "dog": 2})
+    photos(tmp_path / "test", {"cat": 1, "dog": 1})
+    photos(tmp_path / "val", {"cat": 4, "dog": 1})
+    train, test, found = open_stream_data(tmp_path)
+    assert (len(train), len(test)) == (5, 2)
+    assert found.counts == {"train": {"cat": 3, "dog": 2}, "test": {"cat": 1, "dog": 1}}
+    why = "the split 'val', neither learned from nor tested on, 5 images"
+    assert found.left_out == [(str(tmp_path / "val"), why)]
+    assert len(open_stream_data(tmp_path, "val", "test")[0]) == 5
+    with pytest.raises(ValueError, match=r"test_fraction is 0\.2, but .* has the test split 'test'"):
+        open_stream_data(tmp_path, test_fraction=0.2)
+    with pytest.raises(FileNotFoundError, match=r"no split 'tests'; its folders are \['test', 'train', 'val'\]"):
+        open_stream_data(tmp_path, test_split="tests")
+    with pytest.raises(FileNotFoundError, match=r"no split 'training'.*--train-split"):
+        open_stream_data(tmp_path, train_split="training")
+
+
+def test_a_folder_of_classes_is_all_there_to_learn_from(tmp_path):
+    photos(tmp_path, {"cat": 30, "dog": 30})
+    train, test, found = open_stream_data(tmp_path)
+    assert len(train) == 60 and test is None and found.summary() == "2 classes; images: 60 in train"
+    train, test, found = open_stream_data(tmp_path, test_fraction=0.3)
+    assert len(train) + len(test) == 60 and found.counts["test"] == {
+        "cat": int((test.labels == 0).sum()),
+        "dog": int((test.labels == 1).sum()),
+    }
+
+
+def test_without_a_test_split_there_are_no_test_images(tmp_path):
+    photos(tmp_path / "train", {"cat": 20, "dog": 20})
+    train, test, _ = open_stream_data(tmp_path)
+    assert len(train) == 40 and test is None
+    assert len(open_stream_data(tmp_path, test_fraction=0.5)[1]) > 5
+
+
+def test_a_class_may_be_called_like_a_split(tmp_path):
+    photos(tmp_path, {"bus": 2, "train": 3})
+    assert open_stream_data(tmp_path)[0].class_names == ("bus", "train")
+    photo(tmp_path / "plain" / "old" / "x.jpg")  # folders in a class folder do no harm
+    assert open_stream_data(tmp_path)[0].class_names == ("bus", "plain", "train")
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (["train/cat", "extra/x"], "'train', in which there are folders alone, and beside it 'extra'"),
+        (["Train/cat", "Test/cat"], r"no split 'train'; its folders are \['Test', 'Train'\].*--train-split"),
+        (["test/cat", "val/cat"], r"no split 'train'.*if 'test' is a split"),
+        (["train/cat", "test/dog"], "class 'dog' has test images and no training image"),
+    ],
+)
+def test_folders_that_could_mean_two_things_are_refused(tmp_path, folders, words):
+    for folder in folders:
+        photo(tmp_path / folder / "1.jpg")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        open_stream_data(tmp_path)
+
+
+def test_a_class_without_test_images_is_learned_all_the_same(tmp_path):
+    photos(tmp_path / "train", {"ant": 2, "cat": 3, "dog": 2})
+    photos(tmp_path / "test", {"ant": 1, "dog": 2})
+    train, test, found = open_stream_data(tmp_path)
+    assert test.class_names == train.class_names and test.labels.tolist() == [0, 2, 2]
+    assert [test[index]["label"] for index in range(3)] == [0, 2, 2]
+    assert "cat             3       0" in found.format()
+
+
+def test_unreadable_images_are_one_error_or_left_out(tmp_path):
+    photos(tmp_path / "train", {"cat": 4, "dog": 4})
+    photos(tmp_path / "test", {"cat": 2, "dog": 2})
+    bad = [tmp_path / "train" / "cat" / "1.jpg", tmp_path / "test" / "dog" / "0.jpg"]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError) as error:
+        open_stream_data(tmp_path)
+    message = str(error.value)
+    assert message.startswith("2 of the images") and "--skip-unreadable" in message
+    assert all(str(path) in message for path in bad)
+    train, test, found = open_stream_data(tmp_path, skip_unreadable=True)
+    assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
+    assert not {path.as_posix() for path in bad} & (names(train) | names(test))
+    assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_npz_files_have_the_splits_that_have_images(tmp_path):
+    content = photo(tmp_path / "a.png").read_bytes()
+
+    def save(path, split):
+        count = len(split)
+        blob = np.frombuffer(content * count, np.uint8)
+        offsets = np.arange(count + 1) * len(content)
+        np.savez(path, blob=blob, offsets=offsets, labels=np.arange(count) % 2, split=split, names=["a", "b"])
+
+    save(tmp_path / "both.npz", [0, 0, 1, 1])
+    save(tmp_path / "one.npz", [0] * 20)
+    assert [len(part) for part in open_stream_data(tmp_path / "both.npz")[:2]] == [2, 2]
+    train, test, _ = open_stream_data(tmp_path / "one.npz")
+    assert len(train) == 20 and test is None
+    train, test, _ = open_stream_data(tmp_path / "one.npz", test_fraction=0.4)
+    assert len(train) + len(test) == 20
+    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
+        open_stream_data(tmp_path / "both.npz", "val")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        open_stream_data(tmp_path / "gone.npz")
+
+
+def test_saved_hugging_face_datasets_have_the_splits_that_were_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    content = {"bytes": photo(tmp_path / "a.png").read_bytes(), "path": None}
+    data = datasets.Dataset.from_dict({"image": [content] * 4, "label": [0, 1, 0, 1]}, features=features)
+    datasets.DatasetDict(train=data, test=data, val=data).save_to_disk(tmp_path / "three")
+    data.save_to_disk(tmp_path / "single")
+    train, test, found = open_stream_data(tmp_path / "three")
+    assert len(train) == len(test) == 4 and found.left_out[0][0].endswith("three[val]")
+    train, test, _ = open_stream_data(tmp_path / "single")
+    assert len(train) == 4 and test is None
