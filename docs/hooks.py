@@ -1,4 +1,4 @@
-"""What the pages take from the code while they are built: tables of settings, formulas as MathML, links."""
+"""What the pages get while they are built: tables of settings, parts of the README, formulas, links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put a table of fields where a page says `{{ settings module.Class }}`."""
+    """Put a table of fields for `{{ settings module.Class }}`, and a part of the README for `{{ readme part }}`."""
+    markdown = re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: _readme(m[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: _table(m[1], m[2]), markdown, flags=re.MULTILINE)
 
 
@@ -24,6 +25,15 @@ def on_page_content(content: str, **_: Any) -> str:
         inside = re.compile(rf'(class="arithmatex">)\s*{pattern}\s*(?=<)', re.DOTALL)
         content = inside.sub(lambda m, display=display: m[1] + convert(html.unescape(m[2]), display=display), content)
     return re.sub(r"\[<code>(\w+)</code>\]", r'<autoref identifier="dulbe_peft.\1"><code>\1</code></autoref>', content)
+
+
+def _readme(part: str) -> str:
+    """What stands between two comments of the README, with its links as a page of the docs needs them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {part} -->\n(.*?)<!-- /{part} -->", text, flags=re.DOTALL)
+    if found is None:
+        raise ValueError(f"README.md has no part {part!r}")
+    return found[1].replace("](docs/", "](")
 
 
 def _table(module: str, name: str) -> str:

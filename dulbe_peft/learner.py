@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
@@ -72,7 +71,7 @@ class ClassIncrementalLearner:
         classifiers: name -> [`Classifier`] over all seen classes.
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
-        record: what learning the last task showed, see [`TaskRecord`]; None before the first one, and after loading.
+        record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
@@ -274,11 +273,11 @@ class ClassIncrementalLearner:
             names, labels = named_labels(dataset, class_names, default=self.class_names)
             check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
             place = {name: index for index, name in enumerate(self.class_names)}
-            labels = np.array([place[names[label]] for label in labels.tolist()], dtype=np.int64)
-        check_same_in_all(labels.tolist(), "labels")
+            places = torch.tensor([place[names[label]] for label in labels.tolist()])
+        check_same_in_all(places.tolist(), "labels")
         self.profile.clear()
         with self._turn, self.profile.phase("update"):
-            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels))
+            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels), places)
 
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.
@@ -349,7 +348,7 @@ class ClassIncrementalLearner:
         """Unit features of images, (n, d), float32.
 
         Args:
-            images: whatever [`predict`] takes.
+            images: whatever `predict` takes.
             labels: only for a data set: what its items' labels must be, (n,).
         """
         dataset = Gallery(images) if labels is None else images

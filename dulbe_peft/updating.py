@@ -31,19 +31,22 @@ def check_update(state: LearnerState, names: Sequence[str]) -> None:
 
 
 @torch.no_grad()
-def with_more_images(state: LearnerState, encoder: Encoder, images: PixelDataset) -> LearnerState:
+def with_more_images(
+    state: LearnerState, encoder: Encoder, images: PixelDataset, labels: torch.Tensor
+) -> LearnerState:
     """The state with further images of known classes in its classifiers and in the strategy's memory.
 
     Args:
         state: the learner as it is; the model encodes the images as it is, and is not changed.
         encoder: the model's towers.
-        images: their labels index `state.class_names`.
+        images: the further images.
+        labels: (n,), integers that index `state.class_names`.
     """
     strategy, adapter = state.strategy, state.adapter
     # A learner that was published without its memory has no sum to add to.
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
-    labels = torch.as_tensor(images.labels, device=features.device)
+    labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
         classifier.update_classes(features, labels)

@@ -97,7 +97,7 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, tmp_path, monkeypatc
     if strategy in ("frozen", "rapf"):
         assert "nothing is trained, no layer is adapted" in said
     elif strategy == "bofa":
-        assert "visual_projection  96 -> 64  1 layers" in said
+        assert "visual_projection  96 -> 64  1 layer " in said
     else:
         assert "k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8" in said
         assert "fc2  256 -> 96  4 layers" in said and "kept from task to task beside the adapter: " in said
@@ -110,7 +110,7 @@ def test_a_dry_run_of_a_single_class_and_of_images_that_are_read_each_time(photo
             shutil.rmtree(photos / split / name)
     assert run(photos, "--dry-run", "--pixel-cache-mb", "0", "--num-workers", "1") == 0
     said = capsys.readouterr().out
-    assert "task 1: 1 classes" in said and "pixel cache: none" in said and "in this process alone" in said
+    assert "task 1: 1 class," in said and "pixel cache: none" in said and "in this process alone" in said
 
 
 @pytest.mark.parametrize("names", ["text_projection", "text_model.encoder.layers.0.mlp.fc1", "k_porj"])
@@ -124,7 +124,7 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
 
 def test_an_expression_that_reaches_into_the_text_side_adapts_the_visual_layers(capsys):
     assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--target-modules", r".*_projection"]) == 0
-    assert "visual_projection  96 -> 64  1 layers" in capsys.readouterr().out
+    assert "visual_projection  96 -> 64  1 layer " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

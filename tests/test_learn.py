@@ -75,12 +75,9 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert found["head"]["overall"][:2] == old["head"]["overall"]
     assert len(found["head"]["matrix"][2]) == 3 and None not in found["head"]["matrix"][2]
     assert found["zero_shot"]["overall"][:2] == old["zero_shot"]["overall"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "results.json",
-        "sources.json",
-        "task-003",
-        "timings.json",
-    ]
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"results.json", "sources.json", "task-003", "timings.json"} <= written
+    assert not written & {"task-001", "task-002"}
     assert len(json.loads((tmp_path / "run" / "timings.json").read_text())["tasks"]) == 3
     july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]

@@ -21,7 +21,10 @@ import torch
 from PIL import EpsImagePlugin, ExifTags, Image
 
 from dulbe_peft.streams.fingerprint import fingerprint
-from dulbe_peft.streams.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data
+from dulbe_peft.streams.gallery import Gallery
+from dulbe_peft.streams.inventory import inspect_images
+from dulbe_peft.streams.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data, to_rgb
+from dulbe_peft.streams.samples import read_sample
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -413,7 +416,15 @@ def test_hugging_face_datasets_are_decoded_with_our_formats_and_turned_upright(t
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
     contents = [lying.getvalue(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"]
     rows = [{"bytes": content, "path": None} for content in contents] + [{"bytes": None, "path": "http://x/y.jpg"}]
-    data = HubImages(datasets.Dataset.from_dict({"image": rows, "label": [0, 1, 1]}, features=features), "birds")
+    plain = datasets.Dataset.from_dict({"image": rows, "label": [0, 1, 1]}, features=features)
+    assert to_rgb(read_sample(plain, 0)[0]).size == (4, 8) and read_sample(plain, 0)[1] == 0
+    tasks = class_incremental_tasks(plain, increment=2)
+    for refused in (lambda: read_sample(plain, 1), lambda: tasks[0].train[1], lambda: Gallery(plain)[1]):
+        with pytest.raises((ValueError, OSError), match="cannot identify image file"):
+            refused()
+    assert inspect_images(plain).positions == {"images": [1, 2]}
+    assert read_sample(plain.with_transform(lambda batch: {"image": ["x"], "label": [7]}), 0) == ("x", 7)
+    data = HubImages(plain, "birds")
     assert data[0]["image"].size == (4, 8)
     with pytest.raises(ValueError, match=r"image 1 \(birds\[1\]\) cannot be read: it is none of the formats"):
         data[1]

@@ -1,8 +1,10 @@
-"""The README's Python, block after block in one namespace, and the spelling of commands and options in all pages."""
+"""The README and the pages: their Python runs, their commands parse, and their options, messages and links exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,65 +12,123 @@ import yaml
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.cli import make_parser
+from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.settings import StreamArguments, fields_of
 from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+# A block of Python with one of these titles is not run. It must compile.
+NOT_RUN = ("needs the Hub",)
+# Pages whose Python another test runs, and looks at what comes out.
+ELSEWHERE = {
+    "docs/classifiers.md": "test_classifiers.py",
+    "docs/data.md": "test_data_command.py",
+    "docs/deploying.md": "test_deployment.py",
+    "docs/next-month.md": "test_next_month.py",
+}
+# Pages whose commands run, too, block after block together with their Python.
+WALKED = ("docs/photographs.md",)
+WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
 SETTINGS = {
     field.name: field for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for field in fields_of(cls)
 }
 
 
-def blocks(language, text=README):
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_python_blocks_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {"__name__": "readme"}
-    assert len(blocks("python")) >= 4
-    for number, code in enumerate(blocks("python"), 1):
-        exec(compile(code, f"README block {number}", "exec"), namespace)
-    assert "trainable params" in capsys.readouterr().out
-    assert (tmp_path / "my-learner" / "manifest.json").is_file()
+def blocks(page, *languages):
+    """(language, title, code) of each block of code, in order; a block of two names is one of the first."""
+    found = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return [block for block in found if block[0] in languages]
 
 
-@pytest.mark.parametrize("page", ["docs/classifiers.md", "docs/report.md", "docs/strategies.md"])
-def test_python_blocks_of_pages_run(page, monkeypatch, tmp_path):
+def commands(page):
+    """Every dulbe-peft command of a page, as a list of arguments; a line that ends in a backslash goes on."""
+    lines = [line for _, _, code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
+    called = [re.split(r"dulbe-peft |-m dulbe_peft ", line, maxsplit=1) for line in lines]
+    return [shlex.split(parts[1].split("#")[0]) for parts in called if len(parts) == 2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder to work in; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert blocks("python", text)
-    for number, code in enumerate(blocks("python", text), 1):
-        exec(compile(code, f"{page} block {number}", "exec"), {"__name__": "__main__"})
+    return tmp_path
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/report.md", 2)])
-def test_commands_parse(page, least):
-    commands = [
-        line.split("dulbe-peft ")[1]
-        for block in blocks("bash", (ROOT / page).read_text(encoding="utf-8"))
-        for line in block.splitlines()
-        if "dulbe-peft " in line
-    ]
-    assert len(commands) >= least
-    for command in commands:
-        make_parser().parse_args(command.split())
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in (*WALKED, *ELSEWHERE)])
+def test_python_of_pages_runs(page, elsewhere, capsys):
+    namespace: dict = {"__name__": "__main__"}
+    for number, (_, title, code) in enumerate(blocks(page, "python"), 1):
+        compiled = compile(code, f"{page} block {number}", "exec")
+        if title not in NOT_RUN:
+            exec(compiled, namespace)
+    if page == "README.md":
+        assert "trainable params" in capsys.readouterr().out
+        assert (elsewhere / "my-learner" / "manifest.json").is_file()
 
 
-def test_ci_runs_the_readme_s_test_command():
+def test_few_blocks_are_not_run():
+    titles = [title for page in PAGES for _, title, _ in blocks(page, "python")]
+    assert len(titles) >= 12
+    assert sum(title in NOT_RUN for title in titles) <= 2
+    assert {title for title in titles if title} <= set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", [page for page in ELSEWHERE if page in PAGES])
+def test_pages_that_are_run_elsewhere_are(page):
+    assert Path(page).name in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WALKED)
+def test_commands_of_a_page_run(page, elsewhere, capsys):
+    """The page from top to bottom, as a person types it."""
+    namespace: dict = {"__name__": "__main__"}
+    called = 0
+    for number, (language, _, code) in enumerate(blocks(page, "python", "bash"), 1):
+        if language == "python":
+            exec(compile(code, f"{page} block {number}", "exec"), namespace)
+            continue
+        for line in code.replace("\\\n", " ").splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "dulbe-peft", line
+            assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+            called += 1
+    assert called >= 5
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_parse(page):
+    for command in commands(page):
+        make_parser().parse_args(command)
+
+
+def test_ci_runs_what_contributors_are_told_to_run():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    command = next(line for block in blocks("bash") for line in block.splitlines() if "pytest" in line)
-    assert command.split("&&")[1].strip() in script
+    told = next(
+        line for _, _, code in blocks("CONTRIBUTING.md", "bash") for line in code.splitlines() if "ruff" in line
+    )
+    assert all(command.strip() in script for command in told.split("&&"))
+    tests = next(line for _, _, code in blocks("README.md", "bash") for line in code.splitlines() if "pytest" in line)
+    assert tests.split("&&")[1].strip() in script
+
+
+def test_start_page_links_every_page():
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md"))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
+    assert set(linked) == pages
+    assert pages <= set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_that_pages_name_exist(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for block in blocks("yaml", text):
+    text = text_of(page)
+    for _, _, block in blocks(page, "yaml"):
         assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):
         assert value in SETTINGS[name].metadata.get("choices", (value,)), f"{name}={value!r}"
@@ -78,6 +138,25 @@ def test_options_that_pages_name_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / page).parent.joinpath(target).is_file(), target
+
+
+def test_messages_that_troubleshooting_explains_are_the_code_s():
+    fragments = set()
+    for path in (ROOT / "dulbe_peft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 12:
+                fragments.add(node.value.strip())
+    messages = re.findall(r"^\| `([^`]+)`", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
+    assert len(messages) >= 30
+    foreign = {"KeyError: 'DULBE'"}
+    unknown = [text for text in messages if not any(f in text or text in f for f in fragments) and text not in foreign]
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_narrow_enough_not_to_scroll(page):
+    lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
+    assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)

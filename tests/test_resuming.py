@@ -242,7 +242,7 @@ def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
 
 
 def test_what_was_measured_is_forgotten_with_the_tasks_it_was_of():
-    past = Past([("a", "b"), ("c",)], [{"accuracy": 1.0}, {}], [0.5], ["seconds"], [])
+    past = Past([("a", "b"), ("c",)], [{"accuracy": 1.0}, {}], [0.5], timings=["seconds"])
     longer = past.of([("a", "b"), ("c",), ("d",)])
     assert longer.rows == [{"accuracy": 1.0}, {}, {}] and longer.zero_shot == [0.5, None, None]
     assert longer.timings == ["seconds", None, None]

@@ -182,6 +182,18 @@ def test_an_error_leaves_everything_as_it_was(base, digits, strategy):
         make_learner(base).update_classes(digits[1])
 
 
+def test_where_the_last_classifier_fails_the_first_is_as_it_was(base, digits, monkeypatch):
+    learner = taught(base, digits[0])
+    before, state = everything(learner), learner.state
+    with monkeypatch.context() as context, pytest.raises(MemoryError):
+        context.setattr(type(learner.classifiers["lda"]), "learn_more", lambda *_: bytes(2**60))
+        learner.update_classes(select_classes(digits[1], ("one",)))
+    assert learner.state is state
+    assert_same(everything(learner), before)
+    learner.update_classes(select_classes(digits[1], ("one",)))
+    assert state.classifiers["bridge"].counts.tolist() == [6] * 4 and learner.head.counts.tolist() == [6, 12, 6, 6]
+
+
 @pytest.mark.parametrize("name", ["rapf", "visual_agent"])
 def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits, name):
     learner = taught(base, digits[0], classifiers=("prototype", name))

@@ -14,11 +14,14 @@ import numpy as np
 
 def describe_tasks(tasks: Sequence[Any]) -> str:
     """One line for each task: its classes and how many images it has."""
+    from dulbe_peft.streams.inventory import counted
+
     lines = []
     for number, task in enumerate(tasks, 1):
         tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
-        counts = f"{len(task.class_names)} classes, {len(task.train)} images to learn from, {tested}"
+        classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
+        counts = f"{classes}, {images} to learn from, {tested}"
         lines.append(f"task {number}: {counts}: {names}")
     return "\n".join(lines)
 
@@ -31,6 +34,7 @@ def describe_model(model: Any, strategy: Any) -> str:
 
     from dulbe_peft.backbone import image_size, unit_image_embeds
     from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+    from dulbe_peft.streams.inventory import counted
 
     config, clip, layers = model.active_peft_config, model.get_base_model(), model.dual_mode_layers()
     image = torch.zeros(1, 3, image_size(clip), image_size(clip))
@@ -43,7 +47,7 @@ def describe_model(model: Any, strategy: Any) -> str:
     for (kind, width, height), count in kinds.items():
         support = min(config.support_rank, width - config.residual_rank)
         lines.append(
-            f"{kind}  {width} -> {height}  {count} layers  shared {config.shared_rank}  "
+            f"{kind}  {width} -> {height}  {counted(count, 'layer')}  shared {config.shared_rank}  "
             f"residual {config.residual_rank}  support <= {support}"
         )
     bases = sum(layer.dulbe_P["default"].numel() for layer in layers.values()) * strategy.trains_bases
@@ -57,7 +61,7 @@ def describe_model(model: Any, strategy: Any) -> str:
 
 
 def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequence[Any]) -> str:
-    """Memory and time of a whole run, from two small tasks of one batch each.
+    """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images.
 
     Args:
         make_learner: a new learner, from its settings.
@@ -65,6 +69,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
         tasks: the stream.
     """
     from dulbe_peft.backbone import image_size
+    from dulbe_peft.streams.inventory import counted
 
     most = max(len(task.train) for task in tasks)
     reads_once = args.num_workers == 0 and args.teacher == "cached"
@@ -74,7 +79,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
     cached = reads_once and pixels <= args.pixel_cache_mb * 2**20
     if not cached:
         learner = make_learner(dataclasses.replace(quick, pixel_cache_mb=0))
-    parts = _small_tasks(tasks, args.batch_size)
+    parts = _small_tasks(tasks, max(args.batch_size, 16))  # of fewer, what a pass costs by itself would count too much
     for part in parts:
         learner.learn_task(part)
     seconds = _estimate(learner, parts[-1], args, tasks)
@@ -83,17 +88,19 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
     memory = learner.memory or {}
     kept = getattr(memory, "nbytes", None)
     kept = sum(tensor.nbytes for tensor in memory.values()) if kept is None else kept
-    lines.append(f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {_count(len(parts))}")
+    lines.append(
+        f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {counted(len(parts), 'task')}"
+    )
     for name, classifier in learner.classifiers.items():
         size = _grown_bytes(classifier, len(learner.class_names), classes)
-        lines.append(f"classifier {name}: {size / 2**20:.2f} MiB with {classes} classes")
+        lines.append(f"classifier {name}: {size / 2**20:.2f} MiB with {counted(classes, 'class')}")
     workers = "; images were read in this process alone" if args.num_workers else ""
     lines.append(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
     return "\n".join(lines)
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
-    """One batch of the second task after one of the first, so that there are old classes; or two of a single one."""
+    """A few images of the second task after as few of the first, so that there are old classes; or of the only one."""
     from dulbe_peft.streams.samples import dataset_labels
     from dulbe_peft.streams.tasks import ClassSubset
 
@@ -153,10 +160,6 @@ def _grown_bytes(classifier: Any, seen: int, classes: int) -> float:
         rows = seen in buffer.shape
         total += buffer.numel() * buffer.element_size() * (classes / seen if rows else 1)
     return total
-
-
-def _count(tasks: int) -> str:
-    return "one task" if tasks == 1 else "two tasks"
 
 
 def _duration(seconds: float) -> str:

@@ -122,7 +122,8 @@ def stream_tasks(stream: StreamArguments) -> Any:
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
     finished = _finished_tasks(stream)
-    increment = fit_increment(stream.increment or _finished_increment(stream, finished), len(names))
+    asked = _finished_increment(stream, finished) if stream.increment is None else stream.increment
+    increment = fit_increment(asked, len(names))
     return class_incremental_tasks(
         train,
         test,

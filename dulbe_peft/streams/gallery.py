@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+from dulbe_peft.streams.rows import read_row
 
 
 class Gallery:
@@ -44,7 +45,7 @@ class Gallery:
         source, position = self._entries[index]
         if isinstance(source, Path):
             return {"image": decode_image(source, index, str(source)), "label": -1}
-        item = source if position is None else source[position]
+        item = source if position is None else read_row(source, position)
         if isinstance(item, Mapping) and "image" in item:
             item = item["image"]
         elif _is_pair(item):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.streams.decoding import decode_image
+from dulbe_peft.streams.rows import row_source, undecoded
 from dulbe_peft.streams.samples import check_index, dataset_class_names, dataset_labels
 
 SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
@@ -41,11 +42,12 @@ class HubImages:
         for old, new in ((image_column, "image"), (label_column, "label")):
             if old != new:
                 columns = columns.rename_column(old, new)
-        feature = type(columns.features["image"])
-        if feature.__name__ != "Image":
-            raise ValueError(f"column {image_column!r} of {name} holds {feature.__name__} values, and no images")
+        stored = undecoded(columns)
+        if stored is None:
+            kind = type(columns.features["image"]).__name__
+            raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
         self.name = name
-        self.dataset = columns.cast_column("image", feature(decode=False))
+        self.dataset = stored
         self.labels = dataset_labels(columns)
         self.class_names = dataset_class_names(columns)
 
@@ -67,12 +69,7 @@ class HubImages:
         Raises:
             ValueError: the row has neither.
         """
-        row = self.dataset[index]["image"] or {}
-        if row.get("bytes") is not None:
-            return io.BytesIO(row["bytes"])
-        if row.get("path") and "://" not in row["path"]:
-            return str(row["path"])
-        raise ValueError(f"image {index} ({self.item_name(index)}) has no bytes and no file on this machine: {row}")
+        return row_source(self.dataset[index]["image"], f"image {index} ({self.item_name(index)})")
 
 
 def import_datasets() -> Any:

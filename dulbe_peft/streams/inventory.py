@@ -13,6 +13,7 @@ import numpy as np
 
 from dulbe_peft.checks import check_int
 from dulbe_peft.streams.decoding import header_problem
+from dulbe_peft.streams.rows import row_source, undecoded
 from dulbe_peft.streams.samples import dataset_class_names, dataset_labels, item_name, source_item
 from dulbe_peft.streams.tasks import ClassSubset
 
@@ -63,7 +64,7 @@ class Inventory:
     def summary(self) -> str:
         """One line: classes, images of each split, and how many files are left out or cannot be read."""
         parts = [f"{sum(counts.values())} in {split}" for split, counts in self.counts.items()]
-        line = f"{_count(len(self.class_names), 'class')}; images: {', '.join(parts)}"
+        line = f"{counted(len(self.class_names), 'class')}; images: {', '.join(parts)}"
         if self.left_out:
             line += f"; left out: {len(self.left_out)}"
         if self.unreadable:
@@ -82,7 +83,7 @@ class Inventory:
         if len(names) > most:
             rows.append((f"... and {len(names) - most} more", *("" for _ in self.counts)))
         totals = (str(sum(counts.values())) for counts in self.counts.values())
-        rows.append((_count(len(names), "class"), *totals))
+        rows.append((counted(len(names), "class"), *totals))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
             row[0].ljust(widths[0]) + "".join(f"  {cell:>{max(width, 6)}}" for cell, width in zip(row[1:], widths[1:]))
@@ -91,13 +92,14 @@ class Inventory:
         if self.left_out:
             lines += ["", f"left out: {len(self.left_out)}", *_reasons(self.left_out)]
         if self.unchecked:
-            lines += ["", f"not looked at before training: {_count(self.unchecked, 'image')} without a file"]
+            lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable)]
         return "\n".join(lines)
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where there is not one."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
 
@@ -137,10 +139,10 @@ def inspect_images(dataset: Any, processes: int | None = None, split: str | None
     names = dataset_class_names(dataset) or tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
     origin = source_item(dataset, 0)[0] if len(labels) else dataset
     title = split or getattr(origin, "split", None) or "images"
-    counted = np.bincount(labels, minlength=len(names))
+    per_class = np.bincount(labels, minlength=len(names))
     left_out = list(getattr(origin, "left_out", ()))
-    counts = {title: {name: int(count) for name, count in zip(names, counted)}}
-    if not hasattr(origin, "item_source"):
+    counts = {title: {name: int(count) for name, count in zip(names, per_class)}}
+    if not hasattr(origin, "item_source") and undecoded(origin) is None:
         return Inventory(counts, left_out=left_out, unchecked=len(labels))
     problems = enumerate(_header_problems(dataset, len(labels), processes))
     bad = [(index, problem) for index, problem in problems if problem is not None]
@@ -152,7 +154,8 @@ def _header_problems(dataset: Any, total: int, at_once: int | None) -> list[str 
     def problem(index: int) -> str | None:
         origin, position = source_item(dataset, index)
         try:
-            source = origin.item_source(position)
+            stored = undecoded(origin)
+            source = origin.item_source(position) if stored is None else row_source(stored[position]["image"], "it")
         except Exception as error:  # a damaged table, whatever its library raises
             return str(error)
         return header_problem(source)

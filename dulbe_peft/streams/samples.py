@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.rows import read_row
 
 
 def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
@@ -22,7 +23,7 @@ def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
         ValueError: there is no such sample, or the mapping lacks a key.
     """
     try:
-        sample = dataset[index]
+        sample = read_row(dataset, index)
     except (IndexError, KeyError) as error:
         raise ValueError(f"dataset has length {len(dataset)} but no sample {index}: {error!r}") from error
     if isinstance(sample, Mapping):
