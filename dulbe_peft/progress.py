@@ -28,17 +28,17 @@ class Past:
         tasks: their class names.
         rows: what was measured after each task, `{}` where nothing was.
         zero_shot: A_t of the pristine model, None where it was not measured; may be shorter than `tasks`.
-        records: what learning each task showed, see `TaskRecord`, None where unknown; may be shorter.
         timings: entries of `timings.json`, None where unknown; may be shorter.
         sources: where each task's data came from, None where unknown; may be shorter.
+        records: what learning each task showed, see `TaskRecord`, None where unknown; may be shorter.
     """
 
     tasks: list[tuple[str, ...]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     zero_shot: list[float | None] = field(default_factory=list)
-    records: list[Any] = field(default_factory=list)
     timings: list[Any] = field(default_factory=list)
     sources: list[Any] = field(default_factory=list)
+    records: list[Any] = field(default_factory=list)
 
     def of(self, tasks: Sequence[tuple[str, ...]]) -> Past:
         """What this says of a learner of these tasks: all of it where they begin with `self.tasks`, else nothing."""
@@ -48,9 +48,9 @@ class Past:
             list(tasks),
             [*known.rows, *[{}] * (count - len(known.rows))],
             padded(known.zero_shot, count),
-            padded(known.records, count),
             padded(known.timings, count),
             padded(known.sources, count),
+            padded(known.records, count),
         )
 
 

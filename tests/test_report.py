@@ -343,6 +343,23 @@ def test_results_alone_are_enough(runs, tmp_path):
     assert page.table("class", "taken for") and page.table("training images")[0][2] == "12"
 
 
+def test_a_run_of_a_learner_that_had_learned_before(runs, tmp_path):
+    """Its first two tasks were learned elsewhere: no test images of theirs are here."""
+    learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
+    learner.past = type(learner.past)()
+    last = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2)[2]
+    learner.run([last], tmp_path / "run")
+    page = Page(write_report(tmp_path / "run", tmp_path / "page.html"))
+    self_contained(page)
+    assert [row["task"] for row in rows_of(tmp_path / "run" / "predictions.csv")] == ["3"] * 20
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    head = percent(results["head"]["overall"][2])
+    bridge = next(row for row in page.table("method", "task 3") if row[0] == "bridge-prototype head")
+    assert bridge == ["bridge-prototype head", "", "", head]
+    assert page.table("after", "task 3")[2] == ["task 3", "", "", percent(results["head"]["matrix"][2][2])]
+    assert [row[2] for row in page.table("training images")] == ["", "", "12"]
+
+
 def test_figures_that_were_not_taken_are_empty_cells(runs, tmp_path):
     """A task whose images could not be tested leaves holes in the matrix."""
     run = shutil.copytree(runs["one"], tmp_path / "run")
