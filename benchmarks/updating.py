@@ -21,22 +21,31 @@ SPECS = ("bridge", "prototype", "lda", "ridge", "ranpac:features=2000")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--model", default="demo", help="the packaged demo model, or a folder")
+    options.add_argument("--clip", default="demo", help="the packaged demo model, or a folder")
     options.add_argument("--data", default="digits", help="the demo's digits, or data as for `dulbe-peft run`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     values = common.parse(options, argv)
     features, scale = encoded(values)
+    where = f"{common.model_name(values.data)}, mean of {values.repeats} draws"
     rows = []
     for spec in SPECS[:1] if values.quick else SPECS:
-        figures = [compared(spec, features, scale, seed) for seed in range(values.repeats)]
-        for name in figures[0]:
-            found = [figure[name] for figure in figures]
-            mean = statistics.fmean(found)
-            unit = "%" if name.startswith("accuracy") else "1"
-            line = common.value_row(f"{spec}: {name}", common.rounded(mean), unit)
-            rows.append(line | {"each": [common.rounded(value) for value in found]})
+        found = [compared(spec, features, scale, seed) for seed in range(values.repeats)]
+        rows += summed_up(spec, found, where)
     common.write("updating", values, argv, rows)
+
+
+def summed_up(spec: str, found: list[dict[str, float]], where: str) -> list[dict[str, Any]]:
+    """The lines of a classifier: what the page shows, and with it the mean and every draw of all figures."""
+    means = {name: common.rounded(statistics.fmean(one[name] for one in found)) for name in found[0]}
+    each = {name: [common.rounded(one[name]) for one in found] for name in found[0]}
+    gap = statistics.fmean(one["accuracy updated"] - one["accuracy with all"] for one in found)
+    what = f"{spec} updated with half of the images, accuracy less that of all at once, {where}"
+    rows = [common.value_row(what, common.rounded(gap), "points") | {"means": means, "each": each}]
+    if "weights differ by, at most" in means:
+        what = f"{spec}, largest difference of a depth's weight, {where}"
+        rows.append(common.value_row(what, means["weights differ by, at most"], "of 1"))
+    return rows
 
 
 def encoded(values: Any) -> tuple[list[dict[str, torch.Tensor]], float]:
@@ -44,7 +53,7 @@ def encoded(values: Any) -> tuple[list[dict[str, torch.Tensor]], float]:
     demo = values.data == "digits"
     splits = () if demo else (load_data(values.data, "train"), load_data(values.data, "test"))
     tasks = digit_tasks(values.increment) if demo else class_incremental_tasks(*splits, increment=values.increment)
-    model, processor = load_dual_encoder(str(demo_model_folder()) if values.model == "demo" else values.model)
+    model, processor = load_dual_encoder(str(demo_model_folder()) if values.clip == "demo" else values.clip)
     args = LearnerArguments(prompt_template=values.prompt_template, progress=False)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
     found = []

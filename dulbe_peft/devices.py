@@ -1,9 +1,13 @@
-"""The device that a learner works on."""
+"""The device that a learner works on, and the random numbers of what runs on it."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from accelerate import PartialState
 
@@ -29,3 +33,25 @@ def choose_device(name: str) -> torch.device:
         return state.device
     # accelerate's own device is that of the first learner in this Python process.
     return torch.device("cpu") if name == "cpu" or found is None else found
+
+
+@contextmanager
+def own_randomness(*entropy: int) -> Iterator[None]:
+    """Seed the generators of Python, numpy and torch while the block runs, and put them back afterwards.
+
+    So images that are augmented at random are the same ones when a task is learned again after a run was stopped.
+
+    Args:
+        entropy: what the seeds follow from, integers of at least 0.
+    """
+    python, array = random.getstate(), np.random.get_state()
+    seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
+    with torch.random.fork_rng():
+        random.seed(seeds[0])
+        np.random.seed(seeds[1])
+        torch.manual_seed(seeds[2])
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dulbe_peft.backbone import (
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.devices import choose_device
+from dulbe_peft.devices import choose_device, own_randomness
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.evaluation import Evaluation, evaluate_features, image_names
@@ -240,16 +240,21 @@ class ClassIncrementalLearner:
         check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
-        before = saving.adapter_state(state.model)
-        with self._turn:
-            try:
-                self.state = self._learned(state, images, names)
-            except BaseException:
-                self.state = state
-                if before is not None:
-                    saving.set_adapter_state(state.model, before)
-                    state.model.zero_grad(set_to_none=True)
-                raise
+        with self._turn, self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
+            self.state = self._learned(state, images, names)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Where the block raises, the learner becomes what it was before."""
+        state, adapter = self.state, saving.adapter_state(self.state.model)
+        try:
+            yield
+        except BaseException:
+            self.state = state
+            if adapter is not None:
+                saving.set_adapter_state(state.model, adapter)
+                state.model.zero_grad(set_to_none=True)
+            raise
 
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Take in further images of known classes, without training; on any error the learner is as it was before.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ class StreamLearner(Protocol):
     @property
     def profile(self) -> Profile: ...
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
     @property
     def record(self) -> TaskRecord | None: ...
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
@@ -190,7 +191,11 @@ class Run:
         return self.output / f"task-{len(self.learner.state.tasks):03d}"
 
     def learn(self, index: int, zero_shot: float | None) -> None:
-        """Learn, test and commit the task at a place among all."""
+        """Learn, test and commit the task at a place among all; where one of these fails, the task is not learned."""
+        with self.learner.transaction():
+            self._learn(index, zero_shot)
+
+    def _learn(self, index: int, zero_shot: float | None) -> None:
         started = time.perf_counter()
         learner, past, task = self.learner, self.past, self.own[index - len(self.known)]
         fingerprints = on_main_process(partial(task_fingerprints, task, self.look))

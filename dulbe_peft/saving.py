@@ -23,11 +23,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
-from dulbe_peft import checkpoint, hub
+from dulbe_peft import base_models, checkpoint, hub
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.backbone import check_encoder, embed_dim, load_dual_encoder, load_processor
+from dulbe_peft.backbone import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
 from dulbe_peft.checks import is_int
@@ -45,6 +45,7 @@ STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
 MEMORY_FORMAT = "dulbe-memory-1"
 PROCESSOR_FOLDER = "processor"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 # Read by transformers alone. Without it, `pipeline` would take a learner's folder for one of PEFT's and build a new,
 # random classifier on the base model. With it, `pipeline` and `AutoModel` end in an error that names this package.
 TRANSFORMERS_FILE = "config.json"
@@ -78,7 +79,9 @@ def save(state: LearnerState, folder: Path) -> None:
     on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
 
 
-def write(state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None) -> None:
+def write(
+    state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None, local: bool = True
+) -> None:
     """Write a learner's files into an existing folder, without a manifest.
 
     Args:
@@ -86,6 +89,7 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
         folder: where the files go.
         statistics: write also what is needed to go on learning.
         card: text of the model card; None makes one without results.
+        local: note where the base model lies on this machine.
     """
     if state.adapter is not None:
         state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
@@ -95,11 +99,10 @@ def write(state: LearnerState, folder: Path, statistics: bool = True, card: str 
     if statistics:
         _write_memory(state, folder)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    name, revision = state.base_name
     content = {
         "arguments": state.args.portable(),
         "attn_implementation": state.base.config._attn_implementation,
-        "base_model": {"name": name, "revision": revision},
+        "base_model": base_models.describe(state.base, *state.base_name, local),
         "classifiers": list(state.classifiers),
         "memory": bool(state.memory) or state.incomplete,
         "source": state.source,
@@ -137,7 +140,7 @@ def push(
     repo_id = hub.create(repo_id, private, token)
 
     def fill(folder: Path) -> None:
-        write(state, folder, statistics, model_card(state, repo_id, statistics, results, dataset_name))
+        write(state, folder, statistics, model_card(state, repo_id, statistics, results, dataset_name), local=False)
         if results is not None:
             write_json(folder / RESULTS_FILE, results)
 
@@ -334,12 +337,17 @@ def opened(
         config = _read_config(folder) if ADAPTER_CONFIG_FILE in _listed(folder) else None
         if config is None and strategy.adapts:
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
+    named = saved["base_model"] or {}
     if base_model is None:
-        base_model = _load_base(folder, config, saved)
+        name = named.get("name") if config is None else config.base_model_name_or_path
+        revision = named.get("revision") if config is None else config.revision
+        base_model = base_models.find(folder, named, name, revision, saved["attn_implementation"])
     _check_base_model(base_model)
+    base_models.check(base_model, named, folder)
     with _strictly(folder):
         if config is not None:
             _check_adapter(folder / ADAPTER_FILE, config, base_model)
+        _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     with _undone_on_error(base_model):
         model: nn.Module = base_model
@@ -349,21 +357,20 @@ def opened(
         yield _around(LearnerState(model, processor, settings, strategy, {}), folder, saved)
 
 
+def _check_processor_files(folder: Path, text: bool) -> None:
+    """Raise where the processor's files are missing, for which transformers or `load_processor` would take others."""
+    kinds = {"image processor": IMAGE_PROCESSOR_FILES} | ({"tokenizer": TOKENIZER_FILES} if text else {})
+    for kind, names in kinds.items():
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(f"{folder} has no {kind}: one of {', '.join(names)} is needed")
+
+
 def _read_config(folder: Path) -> DualModeLoraConfig:
     found = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
     if found != DULBE:
         raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
     config: DualModeLoraConfig = DualModeLoraConfig.from_pretrained(str(folder))
     return config
-
-
-def _load_base(folder: Path, config: DualModeLoraConfig | None, saved: dict[str, Any]) -> nn.Module:
-    named = saved["base_model"] or {}
-    name = config.base_model_name_or_path if config is not None else named.get("name")
-    revision = config.revision if config is not None else named.get("revision")
-    if not name:
-        raise ValueError(f"{folder} names no base model: pass base_model")
-    return load_dual_encoder(name, revision, attn_implementation=saved["attn_implementation"])[0]
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
         if language == "python":
             exec(compile(code, "docs/data.md", "exec"), namespace)
             continue
-        (command,) = code.strip().splitlines()
+        (command,) = code.replace("\\\n", " ").strip().splitlines()
         words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
         assert main([*words, *QUICK, *FROZEN]) == 0
     assert (tmp_path / "held-back" / "results.json").is_file()

@@ -97,6 +97,7 @@ ORDER = [
     "training",
     "updating",
     "card",
+    "base_models",
     "saving",
     "progress",
     "resuming",

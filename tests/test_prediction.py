@@ -15,10 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip, load_data
 from dulbe_peft.cli import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.streams.gallery import Gallery
+from dulbe_peft.streams.tasks import select_classes
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,24 @@ def test_none_of_these_is_said_aloud(world, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folders, capsys):
+    folder = digit_folders(9, 1, 8)
+    argv = ["evaluate", str(world.folder), "--data", str(folder), "--device", "cpu", "--no-progress"]
+    assert main([*argv, "--reject", "0.3"]) == 0
+    said = capsys.readouterr()
+    measured = json.loads(said.out)["rejection"]
+    tests = load_data(folder, "test")
+    known = [name for name in tests.class_names if name in world.learner.class_names]
+    others = [name for name in tests.class_names if name not in known]
+    for key, names in (("refused", known), ("found", others)):
+        answers = world.learner.predict(select_classes(tests, names), reject=0.3)
+        assert measured[key] == pytest.approx(answers.count(None) / len(answers))
+    assert measured["asked_for"] == 0.3 and measured["found"] > measured["refused"]
+    assert f"none of these: {100 * measured['refused']:.2f} % of the images of known classes" in said.err
+    assert main(argv) == 0
+    assert "rejection" not in json.loads(capsys.readouterr().out)
+
+
 def test_the_command_in_a_process_of_its_own(world):
     """With processes that read images, and nothing from other packages on the screen."""
     command = [

@@ -347,6 +347,26 @@ def test_a_compressed_array_may_not_be_a_thousand_times_as_large_as_the_file(tmp
         NpzImages(path, "train")
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("key", ["blob", "labels"])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_an_npz_array_has_as_many_bytes_as_its_shape_says(tmp_path, save, key, more):
+    path = tmp_path / "x.npz"
+    arrays = npz_arrays()
+    save(path, **arrays)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    length = len(arrays[key])
+    old, new = (f"'shape': ({count},)".encode() for count in (length, length + more))
+    assert len(old) == len(new) and old in members[f"{key}.npy"]
+    members[f"{key}.npy"] = members[f"{key}.npy"].replace(old, new)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(ValueError, match=rf"x\.npz.*{key} claims the shape \({length + more},\)"):
+        NpzImages(path, "train")
+
+
 def test_npz_offsets_that_wrap_around_are_refused(tmp_path):
     wild = np.array([0, 2**62, -(2**63) + 2**62, -(2**62), 0, 40], dtype=np.int64)
     np.savez(tmp_path / "x.npz", **{**npz_arrays(), "offsets": wild})

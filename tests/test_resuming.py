@@ -82,7 +82,8 @@ def test_a_run_goes_on_when_tasks_are_added_as_if_they_had_been_there(base, phot
     first = make_learner(base).run(tasks_of(photos)[:2], output)
     assert len(first["class_names"]) == 2
     found = make_learner(base).run(tasks_of(photos), output)
-    assert found == results_of(whole), "zero-shot figures of the third task included"
+    assert found == results_of(whole) and len(found["zero_shot"]["overall"]) == 3
+    assert None not in found["zero_shot"]["overall"], "those of the third task are measured when it comes"
     for name in ("manifest.json", "progress.json", "head.safetensors", "data.json"):
         assert (output / "task-003" / name).read_bytes() == (whole / "task-003" / name).read_bytes(), name
 

@@ -1,4 +1,4 @@
-"""What version 0.1 wrote still loads, predicts the same, and its runs go on; see `tests/saved/README.md`."""
+"""What earlier versions wrote still loads, predicts the same, and its runs go on; see `tests/saved/README.md`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from dulbe_peft.demo import DIGITS, DigitImages
 
 ROOT = Path(__file__).parents[1]
 SAVED = Path(__file__).parent / "saved" / "0.1"
+FAMILY = SAVED.with_name("0.1-family")
 MODEL = "dulbe_peft/assets/demo_clip"  # as it was given then, from the repository's root
 
 
@@ -100,6 +101,56 @@ def test_a_run_goes_on(tasks, tmp_path):
         found = computed_with(load_file(output / "task-003" / f"{file}.safetensors"))
         for key, tensor in computed_with(load_file(SAVED / f"{name}.safetensors")).items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-4 * float(tensor.abs().max()), msg=key)
+
+
+def make_family():
+    clip, processor = load_clip(MODEL)
+    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", progress=False)
+    return ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("bridge", "prototype"))
+
+
+def test_a_learner_of_the_family_gives_the_same_features_and_logits(tasks):
+    learner = ClassIncrementalLearner.from_pretrained(FAMILY / "learner")
+    expected = load_file(FAMILY / "expected.safetensors")
+    images = [tasks[t].test[i]["image"] for t in range(3) for i in range(0, 12, 3)]
+    features = learner.image_embeds([(image, 0) for image in images])
+    assert torch.equal(features, expected["image_embeds"])
+    assert torch.equal(learner.head(features), expected["logits"])
+    with pytest.raises(ValueError, match="an earlier version saved it without the number of the class's images"):
+        learner.update_classes(tasks[0].test)
+
+
+def test_a_run_of_the_family_goes_on(tasks, tmp_path):
+    output = shutil.copytree(FAMILY / "run", tmp_path / "run")
+    results = make_family().run(tasks, output)
+    expected = json.loads((FAMILY / "expected_results.json").read_text())
+    for key in ("head", "text", "zero_shot", "classifiers", "class_names"):
+        assert rounded(results[key]) == rounded(expected[key]), key
+    found = load_file(output / "task-003" / "head.safetensors")
+    for name, tensor in load_file(FAMILY / "expected_head.safetensors").items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    assert found["counts"].tolist() == [0, 0, 0, 0, 12, 12]
+
+
+def test_its_later_task_may_be_another_one_with_zero_shot_figures_of_its_own(tasks, tmp_path):
+    """The folder has the figures of the third task that was planned then."""
+    from dulbe_peft import Task
+
+    fewer = Task(tasks[2].train, [tasks[2].test[index] for index in range(5)], tasks[2].class_names)
+    output = shutil.copytree(FAMILY / "run", tmp_path / "run")
+    planned = json.loads((output / "task-002" / "progress.json").read_text())["zero_shot"]
+    found = make_family().run([*tasks[:2], fewer], output)["zero_shot"]["overall"]
+    fresh = make_family().run([*tasks[:2], fewer], tmp_path / "fresh")["zero_shot"]["overall"]
+    assert found == fresh and found[:2] == planned[:2] and found[2] != planned[2]
+
+
+def test_a_run_of_the_family_refuses_other_data_of_a_finished_task(tasks, tmp_path):
+    from dulbe_peft import Task
+
+    output = shutil.copytree(FAMILY / "run", tmp_path / "run")
+    other = Task(tasks[1].train, [tasks[1].test[index] for index in range(5)], tasks[1].class_names)
+    with pytest.raises(ValueError, match="the test images of task 2, which is finished, differ; put them back"):
+        make_family().run([tasks[0], other, tasks[2]], output)
 
 
 def test_sketches_are_read():

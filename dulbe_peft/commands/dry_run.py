@@ -100,7 +100,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
-    """A few images of the second task after as few of the first, so that there are old classes; or of the only one."""
+    """`size` images of the first task and of the second, so that there are old classes; or twice of a single one."""
     from dulbe_peft.streams.samples import dataset_labels
     from dulbe_peft.streams.tasks import ClassSubset
 

@@ -11,6 +11,7 @@ from dulbe_peft.commands.loading import add_learner, load_learner
 
 EXAMPLE = """example:
   dulbe-peft evaluate out --data photos
+  dulbe-peft evaluate out --data photos --reject 0.05
 
 The figures go to standard output as JSON, in full. The lines for people go to standard error.
 """
@@ -21,6 +22,9 @@ def add(commands: Any) -> None:
     add_learner(parser)
     parser.add_argument("--data", required=True, help="images, as for run")
     parser.add_argument("--split", default="test", help="split of the data (%(default)s)")
+    parser.add_argument(
+        "--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms'
+    )
     parser.set_defaults(call=evaluate)
 
 
@@ -48,5 +52,20 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if unknown:
         left_out = figures["not_learned"]["num_images"]
         print(f"left out, because they were not learned: {', '.join(unknown)} ({left_out} images)", file=sys.stderr)
+    if arguments.reject is not None:
+        others: Any = select_classes(data, unknown) if unknown else []
+        figures["rejection"] = _rejection(learner, arguments.reject, chosen, others)
     print(json.dumps(figures, indent=2, ensure_ascii=False))
     return 0
+
+
+def _rejection(learner: Any, share: float, known: Any, unknown: Any) -> dict[str, Any]:
+    """How many images are answered "none of these", of classes that were learned and of those that were not."""
+    figures: dict[str, Any] = {"asked_for": share}
+    for name, images in (("refused", known), ("found", unknown)):
+        rows = learner.predictions(images, reject=share)
+        figures[name] = sum(not row.known for row in rows) / len(rows) if rows else None
+    print(f"none of these: {100 * figures['refused']:.2f} % of the images of known classes", end="", file=sys.stderr)
+    found = figures["found"]
+    print("" if found is None else f", {100 * found:.2f} % of those of other classes", file=sys.stderr)
+    return figures

@@ -1,0 +1,180 @@
+"""A saved learner and its base model: the right one is found where it may be, and no other is taken."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from PIL import Image
+
+from dulbe_peft import (
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    Task,
+    load_clip,
+)
+from dulbe_peft.base_models import digest
+from dulbe_peft.checkpoint import MANIFEST, commit_folder, read_manifest
+from dulbe_peft.demo import demo_model_folder
+
+ARGS = LearnerArguments(device="cpu", progress=False, epochs=1, batch_size=2)
+
+
+class Pictures:
+    """Six images of two classes; with `random`, every reading adds noise from all three generators."""
+
+    def __init__(self, names, shift=0, noisy=False):
+        self.class_names, self.shift, self.noisy = names, shift, noisy
+        self.labels = np.arange(6) % 2
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        value = np.full((8, 8, 3), 40 * index + self.shift, dtype=np.float64)
+        if self.noisy:
+            value += 9 * np.random.rand() + 9 * random.random() + 9 * torch.rand(1).item()
+        return {"image": Image.fromarray(value.clip(0, 255).astype(np.uint8)), "label": int(self.labels[index])}
+
+
+def learner_of(model, processor, adapted=False, **settings):
+    if adapted:
+        torch.manual_seed(0)
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8))
+    return ClassIncrementalLearner(
+        model, processor, args=LearnerArguments(**(ARGS.portable() | {"device": "cpu", "progress": False} | settings)),
+        strategy="dulbe" if adapted else "frozen",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with the demo's model in `models/clip`."""
+    shutil.copytree(demo_model_folder(), tmp_path / "work" / "models" / "clip")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch, adapted):
+    learner = learner_of(*load_clip("models/clip"), adapted=adapted)
+    learner.learn_task(Pictures(["a", "b"]))
+    learner.save_pretrained("out")
+    expected = learner.image_embeds(Pictures(["a", "b"]))
+    monkeypatch.chdir(here)
+    loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
+    assert torch.equal(loaded.image_embeds(Pictures(["a", "b"])), expected)
+    shutil.move(here / "work" / "models", here / "moved")
+    with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which is not there"):
+        ClassIncrementalLearner.from_pretrained("work/out")
+    shutil.move(here / "moved" / "clip", here / "work" / "clip")
+    assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "beside the learner"
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_another_base_model_is_refused_by_name(here, adapted):
+    clip, processor = load_clip("models/clip")
+    learner = learner_of(clip, processor, adapted=adapted)
+    learner.learn_task(Pictures(["a", "b"]))
+    learner.save_pretrained("out")
+    other = load_clip("models/clip")[0]
+    with torch.no_grad():
+        other.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(1.01)
+    before = {name: id(module) for name, module in other.named_modules()}
+    with pytest.raises(CheckpointError, match="its weights are not those of 'models/clip'"):
+        ClassIncrementalLearner.from_pretrained("out", base_model=other)
+    assert {name: id(module) for name, module in other.named_modules()} == before
+    with pytest.raises(CheckpointError, match="its dtype is 'bfloat16', the learner was made with 'float32'"):
+        ClassIncrementalLearner.from_pretrained("out", base_model=load_clip("models/clip")[0].bfloat16())
+
+
+def test_a_bf16_base_comes_back_as_bf16(here):
+    clip, processor = load_clip("models/clip")
+    learner = learner_of(clip.bfloat16(), processor)
+    learner.learn_task(Pictures(["a", "b"]))
+    learner.save_pretrained("out")
+    loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
+    assert next(loaded.clip.parameters()).dtype == torch.bfloat16
+    assert torch.equal(loaded.image_embeds(Pictures(["a", "b"])), learner.image_embeds(Pictures(["a", "b"])))
+
+
+def test_the_digest_is_of_the_pristine_weights(here):
+    clip, processor = load_clip("models/clip")
+    pristine = digest(clip)
+    learner = learner_of(copy.deepcopy(clip), processor, adapted=True)
+    assert digest(learner.clip) == pristine
+    learner.learn_task(Pictures(["a", "b"]))
+    assert digest(learner.clip) == pristine != digest(clip.half())
+
+
+@pytest.mark.parametrize(("pattern", "kind"), [("*processor*", "image processor"), ("tokenizer.json", "tokenizer")])
+def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind):
+    learner = learner_of(*load_clip("models/clip"))
+    learner.learn_task(Pictures(["a", "b"]))
+    learner.save_pretrained("out")
+    listed = read_manifest(here / "work" / "out")
+
+    def without(folder):
+        shutil.copytree(here / "work" / "out", folder, dirs_exist_ok=True)
+        (folder / MANIFEST).unlink()
+        for path in (folder / "processor").glob(pattern):
+            path.unlink()
+
+    commit_folder(here / "less", without, {"tasks": listed["tasks"]})
+    with pytest.raises(CheckpointError, match=f"processor has no {kind}"):
+        ClassIncrementalLearner.from_pretrained(here / "less")
+
+
+# ---------------------------------------------------------------------- what a run may rely on
+
+
+def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
+    """Python's, numpy's and torch's random numbers are a task's own, whatever ran before it in the process."""
+    tasks = [
+        Task(Pictures(names, shift, noisy=True), None, names) for names, shift in ((("a", "b"), 0), (("c", "d"), 9))
+    ]
+
+    def learner():
+        return learner_of(*load_clip("models/clip"), adapted=True, teacher="online")
+
+    torch.manual_seed(1)
+    learner().run(tasks, "whole")
+    torch.manual_seed(2)
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    learner().run(tasks[:1], "parts")
+    learner().run(tasks, "parts")
+    assert state[0] == random.getstate() and state[1] == np.random.get_state()[1].tolist()
+    for name in ("adapter_model.safetensors", "head.safetensors", "statistics.safetensors"):
+        whole, parts = ((here / "work" / run / "task-002" / name).read_bytes() for run in ("whole", "parts"))
+        assert whole == parts, name
+
+
+def test_a_run_whose_commit_failed_can_be_run_again_with_the_same_learner(here, monkeypatch):
+    tasks = [Task(Pictures(["a", "b"]), None, ("a", "b")), Task(Pictures(["c", "d"], 9), None, ("c", "d"))]
+    learner = learner_of(*load_clip("models/clip"), adapted=True)
+    real, calls = commit_folder, []
+
+    def full(*args, **kwargs):
+        calls.append(args)
+        if len(calls) in (1, 3):
+            raise OSError(28, "No space left on device", "out")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("dulbe_peft.checkpoint.commit_folder", full)
+    for learned in (0, 1):
+        with pytest.raises(OSError, match="No space left"):
+            learner.run(tasks, "out")
+        assert len(learner.tasks) == learned
+    learner.run(tasks, "out")
+    again = learner_of(*load_clip("models/clip"), adapted=True)
+    again.run(tasks, "other")
+    for name in ("adapter_model.safetensors", "head.safetensors", "statistics.safetensors"):
+        first, second = ((here / "work" / run / "task-002" / name).read_bytes() for run in ("out", "other"))
+        assert first == second, name
