@@ -47,9 +47,11 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                 if pixels.shape[1:] != (self.image_size, self.image_size):
                     size = f"{self.image_size} x {self.image_size}"
                     raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
-            except (TypeError, ValueError, OSError) as error:
+            except Exception as error:
+                # Any kind: a process that reads images hands its errors on by pickle, and not every class can be.
+                kind = "" if isinstance(error, (TypeError, ValueError, OSError)) else f"{type(error).__name__}: "
                 name = item_name(self.dataset, index)
-                raise ValueError(f"image {index} ({name}) cannot be preprocessed: {error}") from error
+                raise ValueError(f"image {index} ({name}) cannot be preprocessed: {kind}{error}") from error
             if self.cache is not None:
                 if pixels.nbytes * len(self) <= self.cache_bytes:
                     self.cache[index] = pixels

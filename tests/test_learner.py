@@ -310,7 +310,7 @@ def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tm
     make_learner(base).run(tasks, tmp_path / "a")
     make_learner(base).run(tasks, tmp_path / "b")
     interrupted = make_learner(base)
-    with pytest.raises(RuntimeError, match="pulled"):
+    with pytest.raises(ValueError, match="image 2 .* cannot be preprocessed: RuntimeError: pulled"):
         interrupted.run(
             [*tasks[:2], tasks[2].__class__(_Pulled(tasks[2].train), tasks[2].test, tasks[2].class_names)],
             tmp_path / "c",
@@ -346,6 +346,24 @@ class _Pulled:
         return self.dataset.content_id(index)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_that_cannot_be_pickled_reaches_the_user(base, digits, workers):
+    """Its class lives in a function; handed on as it is by a process that reads images, it would hang the learner."""
+
+    class Local(_Pulled):
+        def __getitem__(self, index):
+            class StrangeError(Exception):
+                pass
+
+            raise StrangeError("no such thing")
+
+    task = stream(digits, 1)[0]
+    learner = make_learner(base, num_workers=workers)
+    with pytest.raises(ValueError, match="cannot be preprocessed: StrangeError: no such thing"):
+        learner.learn_task(Local(task.train), task.class_names)
+    assert learner.tasks == []
+
+
 def test_trackers_of_accelerate(base, digits, tmp_path):
     make_learner(base, log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
@@ -369,7 +387,7 @@ def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, tmp_path, 
 def test_another_run_s_folder_is_refused(base, digits, tmp_path):
     tasks = stream(digits, 2)
     make_learner(base).run(tasks[:1], tmp_path)
-    with pytest.raises(ValueError, match="another run: arguments.learning_rate, arguments.seed, classes, data differ"):
+    with pytest.raises(ValueError, match="another run: arguments.learning_rate, arguments.seed differ"):
         make_learner(base, seed=3, learning_rate=0.5).run(tasks, tmp_path)
     with pytest.raises(ValueError, match="already holds task-001 and resume is off"):
         make_learner(base).run(tasks[:1], tmp_path, resume=False)
