@@ -118,6 +118,14 @@ def test_ci_runs_what_contributors_are_told_to_run():
     assert tests.split("&&")[1].strip() in script
 
 
+def test_the_tests_behind_the_promises_exist():
+    named = re.findall(r"`(test_\w+)`", text_of("docs/trust.md"))
+    files = re.findall(r"`(tests/\w+\.py)`", text_of("docs/trust.md"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    assert len(named) > 25 and not [name for name in named if f"def {name}(" not in tests]
+    assert all((ROOT / name).is_file() for name in files)
+
+
 def test_start_page_links_every_page():
     linked = re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md"))
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
