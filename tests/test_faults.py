@@ -604,7 +604,7 @@ LEARNER = [
     ),
     ("a processor of nothing", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
     ("arguments a mapping", lambda w: ClassIncrementalLearner(w.model, w.base[1], args={"epochs": 1}), T, "args dict"),
-    ("stream of no task", lambda w: w.learner.run([], w.tmp), V, "tasks is empty"),
+    ("stream of no task", lambda w: new_learner(w.base).run([], w.tmp), V, "tasks is empty"),
     ("stream of tuples", lambda w: new_learner(w.base).run([(1, 2)], w.tmp), T, "tasks[0] Task tuple"),
     ("stream into a file", lambda w: new_learner(w.base).run([Task([], None, ["a"])], __file__), V, "is a file"),
     (
@@ -670,7 +670,7 @@ DATA = [
         "npz of objects",
         lambda w: npz(w, names=np.array([Bomb(w.tmp / "opened"), "b"], object)),
         V,
-        "x.npz allow_pickle",
+        "x.npz names objects",
     ),
     ("npz with an object blob", lambda w: npz(w, blob=np.array([Bomb(w.tmp / "opened")], object)), V, "blob objects"),
     ("npz without labels", lambda w: npz(w, labels=np.array([0])), V, "lengths 3, 1 and 2"),
@@ -906,7 +906,7 @@ FILES = [
         "a learner of another backbone",
         lambda w: ClassIncrementalLearner.from_pretrained(w.saved, base_model=w.clip),
         C,
-        "tensors base model",
+        "base model weights not",
     ),
 ]
 

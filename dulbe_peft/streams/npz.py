@@ -135,6 +135,8 @@ def _read_member(path: Path, archive: zipfile.ZipFile, key: str) -> np.ndarray:
         raise ValueError(f"{key} claims {info.file_size} bytes, more than a file of {size} bytes can hold")
     with archive.open(info) as member:
         shape, dtype, start = _header(member)
+        if dtype.hasobject:
+            raise ValueError(f"{key} holds Python objects")
         if len(shape) != 1 or dtype.kind not in _KINDS[key] or not dtype.itemsize:
             raise ValueError(f"{key} has shape {shape} and type {dtype}, which the layout does not allow")
         if start + math.prod(shape) * dtype.itemsize != info.file_size:
@@ -151,8 +153,6 @@ def _header(member: Any) -> tuple[tuple[int, ...], np.dtype, int]:
     if version not in readers:
         raise ValueError(f"it has an array of format {version}; 1.0 and 2.0 are known")
     shape, _, dtype = readers[version](member)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects")
     return shape, dtype, member.tell()
 
 
