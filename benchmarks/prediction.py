@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import pipeline
+from transformers import CLIPImageProcessorPil, pipeline
 
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
@@ -34,10 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if values.quick:
         values.photographs, values.classes = 4, 2
     clip, processor = models.clip(values.model, "sdpa")
+    if values.model in models.SIZES:  # whose processor is the demo's, for images of another size
+        side = clip.config.vision_config.image_size
+        processor.image_processor = CLIPImageProcessorPil(
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+        )
     with tempfile.TemporaryDirectory() as folder:
         files = photographs(Path(folder), values.photographs)
         names = [f"thing {number}" for number in range(values.classes)]
-        workers = 0 if values.quick else max(1, (os.cpu_count() or 1) - 1)
+        workers = 0 if values.quick else min(8, os.cpu_count() or 1)
         sides = {
             "learner": ours(clip, processor, names, files, values.batch, workers),
             "pipeline": stock(clip, processor, names, files, 1),

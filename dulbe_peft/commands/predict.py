@@ -50,8 +50,7 @@ def add(commands: Any) -> None:
 def predict(arguments: argparse.Namespace) -> int:
     """Write the answers; returns 2 where no image could be read."""
     images = list(_images(arguments.paths))
-    # One process less than there are cores: the model needs one.
-    workers = min(8, max(1, (os.cpu_count() or 1) - 1))
+    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     learner = load_learner(arguments, num_workers=workers if _many(images) else 0)
     rows = learner.predictions(images, arguments.top_k, arguments.reject)
     for row in rows:
