@@ -122,7 +122,13 @@ def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
 
 def _model_type(name: str, revision: str | None) -> str | None:
     # The plain file: transformers' own reader raises on a type that it does not know, without naming what is served.
-    return PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    try:
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        reason = str(error).partition("\n")[0]
+        raise FileNotFoundError(f"{name!r} is no folder here, and no model of the Hub was found: {reason}") from error
 
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> Any:

@@ -25,6 +25,7 @@ from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, wri
 
 MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
+PROGRESS_FILE = "progress.json"  # in the folder of a run's task
 RESULTS_FILE = "results.json"
 TIMINGS_FILE = "timings.json"
 MODEL_CARD = "README.md"  # not in the manifest: people edit it where the folder is published
@@ -152,11 +153,21 @@ def commit_export(folder: str | Path, kind: str, write: Callable[[Path], None]) 
     return Path(folder)
 
 
+def check_outside_learners(folder: Path, what: str) -> None:
+    """Raise a `FileExistsError` where `folder` holds a saved learner, or lies in a folder that does.
+
+    Args:
+        folder: where something is to be written.
+        what: what it is, for the message.
+    """
+    for place in (folder.resolve(), *folder.resolve().parents):
+        if (place / LEARNER_FILE).is_file():
+            raise FileExistsError(f"{place} holds a saved learner: {what} to a folder outside of it")
+
+
 def _check_only_an_export(folder: Path) -> None:
     """Raise a `FileExistsError` unless all that is in `folder` is what an earlier export wrote."""
-    for place in (folder, *folder.parents):
-        if (place / LEARNER_FILE).is_file():
-            raise FileExistsError(f"{place} holds a saved learner: export to a folder outside of it")
+    check_outside_learners(folder, "export")
     others, changed = _others(folder), []
     if folder.is_dir() and any(folder.iterdir()):
         manifest = _parsed_manifest(folder)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from dulbe_peft.backbone import pixel_values
 from dulbe_peft.pixels import pixel_values as stepwise_pixel_values
@@ -63,8 +63,11 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                     size = f"{self.image_size} x {self.image_size}"
                     raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
             except Exception as error:
-                # Any kind: a process that reads images hands its errors on by pickle, and not every class can be.
-                kind = "" if isinstance(error, (TypeError, ValueError, OSError)) else f"{type(error).__name__}: "
+                # A process that reads images hands its errors on by pickle, and not every class of errors can be.
+                expected = isinstance(error, (TypeError, ValueError, OSError))
+                if not expected and get_worker_info() is None:
+                    raise
+                kind = "" if expected else f"{type(error).__name__}: "
                 name = item_name(self.dataset, index)
                 raise ValueError(f"image {index} ({name}) cannot be preprocessed: {kind}{error}") from error
             if self.cache is not None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import LEARNER_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.checkpoint import LEARNER_FILE, PROGRESS_FILE, TIMINGS_FILE, CheckpointError
 from dulbe_peft.streams.metrics import percent
 
-PROGRESS_FILE = "progress.json"
 SOURCES_FILE = "sources.json"
 
 Row = dict[str, Any]

@@ -78,6 +78,7 @@ def run_stream(
             raise TypeError(f"tasks[{index}] must be a Task(train, test, class_names), got a {type(task).__name__}")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
+    checkpoint.check_outside_learners(output, "write a run")
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")

@@ -29,7 +29,7 @@ from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.card import model_card
-from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, RESULTS_FILE, CheckpointError
+from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, PROGRESS_FILE, RESULTS_FILE, CheckpointError
 from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
@@ -75,7 +75,14 @@ _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
 
 def save(state: LearnerState, folder: Path) -> None:
-    """Write a learner into a folder of its own, put in place whole."""
+    """Write a learner into a folder of its own, put in place whole.
+
+    Raises:
+        FileExistsError: the folder is a task of a run, lies in a saved learner, or was not written by this library.
+    """
+    checkpoint.check_outside_learners(folder.resolve().parent, "save")
+    if (folder / PROGRESS_FILE).is_file():
+        raise FileExistsError(f"{folder} is a task of a run: save to a folder outside of it")
     on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
 
 

@@ -53,12 +53,14 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
 
 
 def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests: Sequence[Any]) -> None:
-    """Small JPEG files and an index of what they show; nothing where the data set's items are no images."""
+    """Small JPEG files and an index of what they show; nothing where the images are gone, or are no PIL images."""
     index: dict[str, list[dict[str, Any]]] = {}
     pictures: dict[str, Image.Image] = {}
     for kind, rows in examples.items():
         index[kind] = []
         for number, row in enumerate(rows, 1):
+            if tests[row.task - 1] is None:  # it was there when the task was tested
+                return
             image, _ = read_sample(tests[row.task - 1], row.position)
             if not isinstance(image, Image.Image):
                 return

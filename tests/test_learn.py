@@ -204,3 +204,41 @@ def test_killed_on_its_way_the_same_command_ends_alike(photos, june, tmp_path):
     assert again.returncode == 0, again.stderr
     assert content(tmp_path / "run") == content(tmp_path / "whole")
     assert content(june) == before
+
+
+def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tmp_path, capsys):
+    before = content(june)
+    july = some(photos, tmp_path / "july", ["four"], 0)
+    first = str(june / "run" / "task-001")
+    for command in (
+        ["forget", str(june / "run" / "task-002"), "one", "--output", first],
+        ["learn", str(june / "run" / "task-002"), "--data", str(july), "--output", first],
+        ["run", "--model", str(demo_model_folder()), "--data", str(july), "--output", str(july / "train")],
+        ["run", "--model", str(demo_model_folder()), "--data", str(july), "--output", first, *FROZEN],
+    ):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert "saved learner" in said or "is a task of a run" in said or "lies in --data" in said, said
+    assert content(june) == before
+
+
+def test_photographs_are_not_learned_twice_and_tests_that_are_gone_cost_no_answer(june, photos, tmp_path, capsys):
+    assert learn(june / "run", june / "photos", tmp_path / "twice") == 2
+    assert "would count twice" in capsys.readouterr().err
+    data = some(photos, tmp_path / "data", DIGITS[:2], 0)
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(data), "--output", str(tmp_path / "base")]
+    assert main([*command, *FROZEN]) == 0
+    july = some(photos, tmp_path / "july", ["four"], 0)
+    for _ in range(2):  # the second time, the old test images are gone
+        assert learn(tmp_path / "base", july, tmp_path / "new") == 0
+        data.rename(tmp_path / "away") if data.exists() else None
+
+
+def test_a_run_may_grow_again_and_again(photos, tmp_path):
+    """Also after a task that was smaller than the others because it was the last one."""
+    data = some(photos, tmp_path / "data", DIGITS[:3], 0)
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(data), "--output", str(tmp_path / "run")]
+    for count in (3, 4, 4, 5):
+        some(photos, data, DIGITS[:count], 0)
+        assert main([*command, "--increment", "2", *FROZEN]) == 0
+        assert sum(map(len, results_of(tmp_path / "run")["class_names"])) == count

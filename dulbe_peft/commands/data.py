@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -38,6 +39,13 @@ def open_data(
     if test is None:
         say("there are no test images: nothing is tested; --test-fraction 0.2 holds a fifth of the images back")
     return train, test
+
+
+def check_output(data: str, output: str) -> None:
+    """Raise a ValueError where a run would be written among the images that it learns from."""
+    images, run = Path(data).resolve(), Path(output).resolve()
+    if images.is_dir() and (run == images or images in run.parents):
+        raise ValueError(f"--output {output!r} lies in --data {data!r}: its folders would be taken for classes")
 
 
 def fit_increment(increment: int | None, num_classes: int) -> int:

@@ -55,6 +55,12 @@ def learn(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.data!r} has nothing to learn: its classes, {list(carried)[:5]} ..., are known")
     past = learner.past.of(learner.tasks)
     if known and not arguments.no_update:
+        _check_known(learner, known)
+        if any(entry and entry["data"] == source["data"] for entry in past.sources):
+            raise ValueError(
+                f"{arguments.learner!r} has learned from {arguments.data!r} before, and its images would count twice: "
+                "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
+            )
         _update(learner, train, known)
     elif known:
         say(f"left out: images of known classes ({', '.join(known)})")
@@ -82,18 +88,23 @@ def check_other_folder(learner: str, output: str) -> None:
         )
 
 
+def _check_known(learner: Any, known: list[str]) -> None:
+    """Raise a ValueError where the learner cannot take in more images of known classes."""
+    from dulbe_peft.updating import check_update
+
+    try:
+        check_update(learner.state, known)
+    except ValueError as error:
+        raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
+
+
 def _update(learner: Any, train: Any, known: list[str]) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
     from dulbe_peft.streams.tasks import select_classes
-    from dulbe_peft.updating import check_update
 
     images = select_classes(train, known)
-    try:
-        check_update(learner.state, known)
-    except ValueError as error:
-        raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
     say(f"known classes get {len(images)} further images, without training: {listed}")
@@ -102,9 +113,15 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
 
 def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
     """The tasks of the new classes."""
+    from dulbe_peft.streams.samples import named_labels
     from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 
-    held_out = None if test is None else select_classes(test, new)
+    tested = [] if test is None else [name for name in new if name in set(named_labels(test)[0])]
+    held_out = select_classes(test, new) if tested else None
+    held_out = held_out if held_out is not None and len(held_out) else None
+    left_out = 0 if test is None else len(test) - len(held_out or ())
+    if left_out:
+        say(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     return class_incremental_tasks(
         select_classes(train, new), held_out, increment=min(increment or len(new), len(new))
     )

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.data import fit_increment
+from dulbe_peft.commands.data import check_output, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
 from dulbe_peft.commands.sources import open_source, source_of
@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("model",) if stream.dry_run else ("model", "data", "output"):
         if not getattr(stream, name):
             raise ValueError(f"--{name} is required")
+    if stream.data and stream.output:
+        check_output(stream.data, stream.output)
     import torch
 
     from dulbe_peft.backbone import load_dual_encoder
@@ -151,11 +153,13 @@ def _finished_increment(stream: StreamArguments, finished: list[tuple[str, ...]]
 def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
     """Whether the finished tasks stay the first ones, also where classes were added to the data.
 
-    An order that the user gave says itself which classes come first. Tasks of other sizes are those of another run.
+    An order that the user gave says itself which classes come first. A task may be smaller than the others: it was
+    the last one once. Where a task is larger, or none has the full size, they are those of another run.
     """
     if not finished or stream.class_order is not None or stream.order_seed is not None:
         return False
     sizes = [stream.initial_increment or increment, *[increment] * len(finished)]
-    fits = all(len(task) == size for task, size in zip(finished[:-1], sizes, strict=False))
-    fits = fits and len(finished[-1]) <= sizes[len(finished) - 1]
+    pairs = [(len(task), size) for task, size in zip(finished, sizes, strict=False)]
+    fits = all(found <= size for found, size in pairs)
+    fits = fits and (len(pairs) == 1 or any(found == size for found, size in pairs))
     return fits and {name for task in finished for name in task} <= set(names)

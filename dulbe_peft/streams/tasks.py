@@ -184,6 +184,9 @@ def class_incremental_tasks(
         task_names = tuple(names[label] for label in classes)
         held_out = None if test_labels is None else _subset(test, test_labels, classes, task_names)
         if held_out is not None and not len(held_out):
-            raise ValueError(f"task {len(tasks)} has no test image for any of its classes {list(task_names)}")
+            raise ValueError(
+                f"task {len(tasks) + 1} has no test image for any of its classes {list(task_names)}: add some, or "
+                "test on none of the tasks"
+            )
         tasks.append(Task(_subset(train, train_labels, classes, task_names), held_out, task_names))
     return tasks
