@@ -204,3 +204,24 @@ def test_the_command_in_a_process_of_its_own(world):
     found = [line.split("\t")[1].rpartition(" ")[0].rpartition(" ")[0] for line in done.stdout.splitlines()]
     assert found == world.learner.predict(str(world.root / "test")) and set(found) <= set(DIGITS)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--json"])
+@pytest.mark.parametrize("name", ["photo.jpg", "notes", "results.json", "manifest.json"])
+def test_a_file_of_another_kind_is_not_overwritten(flag, name, tmp_path, capsys):
+    (tmp_path / name).write_text("precious")
+    assert main(["predict", "no-learner", str(tmp_path), flag, str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag} {tmp_path / name}" in said and "choose another" in said
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--latex"])
+def test_a_report_overwrites_no_file_of_another_kind(flag, tmp_path, capsys):
+    (tmp_path / "photo.jpg").write_text("precious")
+    run = Path(__file__).parent / "saved" / "0.1" / "run"
+    page = [] if flag == "--output" else ["--output", str(tmp_path / "page.html")]
+    assert main(["report", str(run), *page, flag, str(tmp_path / "photo.jpg")]) == 2
+    assert "is not overwritten" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["photo.jpg"]
+    assert (tmp_path / "photo.jpg").read_text() == "precious"

@@ -9,10 +9,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.outputs import check_output, output_file
 from dulbe_peft.commands.parser import Parser
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -49,6 +49,8 @@ def add(commands: Any) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the answers; returns 2 where no image could be read."""
+    check_output("--csv", arguments.csv, ".csv")
+    check_output("--json", arguments.json, ".json")
     images = list(_images(arguments.paths))
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     learner = load_learner(arguments, num_workers=workers if _many(images) else 0)
@@ -58,10 +60,10 @@ def predict(arguments: argparse.Namespace) -> int:
             print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
     read = [row for row in rows if row.error is None]
     if arguments.csv:
-        with _opened(arguments.csv) as file:
+        with output_file(arguments.csv) as file:
             _write_csv(file, read)
     if arguments.json:
-        with _opened(arguments.json) as file:
+        with output_file(arguments.json) as file:
             json.dump([_as_json(row) for row in rows], file, indent=1, ensure_ascii=False)
             file.write("\n")
     if not arguments.csv and not arguments.json:
@@ -98,15 +100,6 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
 def _many(images: list[Any]) -> bool:
     """Whether there are images enough for processes that read them."""
     return len(images) > 64 or any(isinstance(image, str) and os.path.isdir(image) for image in images)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[IO[str]]:
-    if path == "-":
-        yield sys.stdout
-        return
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        yield file
 
 
 def _line(row: Prediction) -> str:
