@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -24,7 +25,7 @@ EXAMPLE = """`dulbe-peft COMMAND --help` shows a command's flags and an example.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 2 for an error of the user's, 130 and 143 after a signal."""
+    """Run the command line; returns the exit status, 2 for an error of the user's, 130, 141 or 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
     transformers_logging.disable_progress_bar()  # a bar for each model that is loaded says nothing to a person
     # PEFT reads an attribute that transformers renamed. Nothing that the user does can change that.
@@ -33,9 +34,14 @@ def main(argv: list[str] | None = None) -> int:
     terminated: list[int] = []
     try:
         with _terminable(terminated):
-            return arguments.call(arguments)
+            status = arguments.call(arguments)
+            sys.stdout.flush()  # here, where a reader that has gone away can be noticed
+            return status
     except (KeyboardInterrupt, SystemExit) as stop:
         return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
         if terminated:  # the signal ended a process that reads images, too, and its end is this error
             return _stopped(arguments, argv, signal.SIGTERM)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,9 +57,14 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
         OSError: the file cannot be written; one that was there is as it was.
     """
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([_guarded(cell) for cell in header])
-        writer.writerows([_guarded(cell) for cell in row] for row in rows)
+        write_rows(file, header, rows)
+
+
+def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table into an open text file, as `write_csv` does."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([_guarded(cell) for cell in header])
+    writer.writerows([_guarded(cell) for cell in row] for row in rows)
 
 
 def read_csv(path: Path) -> list[list[str]]:

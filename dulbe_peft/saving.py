@@ -41,6 +41,7 @@ from dulbe_peft.streams.names import check_class_names
 
 ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME
+_NAME_ONE = "name a run's folder, one of its tasks, or a Hub id"
 STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
 MEMORY_FORMAT = "dulbe-memory-1"
@@ -174,7 +175,7 @@ def locate(
     repository only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
 
     Raises:
-        CheckpointError: none of a run's task folders is whole.
+        CheckpointError: `source` is a file, or a folder without a learner, or none of a run's task folders is whole.
         FileNotFoundError: `source` is neither a folder nor a repository.
     """
     if not str(source):
@@ -182,6 +183,8 @@ def locate(
     if Path(source).is_dir():
         folder = Path(source)
         return folder if (folder / MANIFEST).exists() else _newest_task(folder), None
+    if Path(source).exists():
+        raise CheckpointError(f"{source} is a file and no saved learner: {_NAME_ONE}")
     folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
     files = _listed(folder)
     hub.fetch(source, sorted(files), commit, token, cache_dir)
@@ -189,10 +192,10 @@ def locate(
 
 
 def _newest_task(folder: Path) -> Path:
-    """The newest whole task folder of a run; the folder itself where it is no run's."""
+    """The newest whole task folder of a run."""
     steps: list[str] = []
     if not checkpoint.task_folders(folder):
-        return folder
+        raise CheckpointError(f"{folder} is no saved learner, for it holds no {MANIFEST}: {_NAME_ONE}")
     found = checkpoint.newest_task(folder, steps.append)
     if found is None:
         raise CheckpointError(f"{folder} is a run's folder, and none of its tasks is whole: {'; '.join(steps)}")

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,7 +277,8 @@ def test_the_rest_of_the_help(capsys):
         (["evaluate", "x"], "dulbe-peft evaluate: the following arguments are required: --data"),
         (["run", "photos"], "unknown argument 'photos'"),
         (["run", "--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
-        (["learnt"], "learnt"),
+        (["predcit"], "dulbe-peft: unknown command 'predcit'; did you mean 'predict'?"),
+        (["xyz"], "unknown command 'xyz'; the commands are demo, run"),
     ],
 )
 def test_mistyped_flags_get_a_hint(argv, words, capsys):
@@ -284,6 +286,22 @@ def test_mistyped_flags_get_a_hint(argv, words, capsys):
         main(argv)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(make, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    make(Path("june"))
+    assert main(["predict", "june", "photo.jpg"]) == 2
+    said = capsys.readouterr().err
+    assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 141 and done.stderr == ""
 
 
 def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys):

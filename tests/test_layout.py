@@ -119,6 +119,7 @@ ORDER = [
     "demo",
     "commands.parser",
     "commands.settings",
+    "commands.outputs",
     "commands.loading",
     "commands.data",
     "commands.dry_run",

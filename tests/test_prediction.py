@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_the_command_reports_what_it_cannot_read_and_goes_on(world, tmp_path, ca
     assert main(argv) == 0
     said = capsys.readouterr()
     assert said.out.count("\n") == 1 and "bad.png cannot be read" in said.err and "gone.jpg cannot be read" in said.err
-    assert "1 images, 2 could not be read" in said.err
+    assert "1 image, 2 could not be read" in said.err
     assert main(["predict", world.folder, "gone.jpg", "--device", "cpu"]) == 2
 
 
@@ -204,3 +205,67 @@ def test_the_command_in_a_process_of_its_own(world):
     found = [line.split("\t")[1].rpartition(" ")[0].rpartition(" ")[0] for line in done.stdout.splitlines()]
     assert found == world.learner.predict(str(world.root / "test")) and set(found) <= set(DIGITS)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--json"])
+@pytest.mark.parametrize("name", ["photo.jpg", "notes", "results.json", "manifest.json"])
+def test_a_file_of_another_kind_is_not_overwritten(flag, name, tmp_path, capsys):
+    (tmp_path / name).write_text("precious")
+    assert main(["predict", "no-learner", str(tmp_path), flag, str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag} {tmp_path / name}" in said and "choose another" in said
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--latex"])
+def test_a_report_overwrites_no_file_of_another_kind(flag, tmp_path, capsys):
+    (tmp_path / "photo.jpg").write_text("precious")
+    run = Path(__file__).parent / "saved" / "0.1" / "run"
+    page = [] if flag == "--output" else ["--output", str(tmp_path / "page.html")]
+    assert main(["report", str(run), *page, flag, str(tmp_path / "photo.jpg")]) == 2
+    assert "is not overwritten" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["photo.jpg"]
+    assert (tmp_path / "photo.jpg").read_text() == "precious"
+
+
+def test_a_folder_without_images_does_not_end_the_command(world, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    argv = ["predict", "--device", "cpu", world.folder, str(tmp_path / "empty"), str(tmp_path / "gone")]
+    assert main([*argv, files(world)[0]]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(files(world)[0]) and said.out.count("\n") == 1
+    assert f"{tmp_path / 'empty'} cannot be read: the folder holds no image" in said.err
+    assert f"{tmp_path / 'gone'} cannot be read" in said.err and "1 image, 2 could not be read" in said.err
+    assert main(argv) == 2
+
+
+def test_names_that_are_not_utf_8_and_names_that_look_like_formulas(world, tmp_path, capsys, monkeypatch):
+    odd, formula = os.fsencode(tmp_path) + b"/\xff\xe9.png", "=1+1.png"
+    for name in (odd, os.fsencode(tmp_path / formula)):
+        Path(os.fsdecode(name)).write_bytes(Path(files(world)[0]).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(odd + b"\r\n" + formula.encode() + b"\n")))
+    argv = ["predict", world.folder, "-", "--device", "cpu", "--csv", "a.csv", "--json", "a.json"]
+    assert main(argv) == 0
+    table, written = (tmp_path / "a.csv").read_bytes(), (tmp_path / "a.json").read_bytes()
+    assert odd in table and odd in written and b"\n'=1+1.png," in table
+    assert json.loads(os.fsdecode(written))[0]["path"] == os.fsdecode(odd)
+
+
+def test_a_damaged_image_on_standard_input_is_one_line(world, capsys, monkeypatch):
+    for data in (Path(files(world)[0]).read_bytes()[:-30], b"\0\1\n\2\n"):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert main(["predict", world.folder, "-", files(world)[0], "--device", "cpu"]) == 0
+        said = capsys.readouterr().err
+        assert said.count("cannot be read") == 1 and "standard input cannot be read: " in said
+
+
+def test_linked_folders_are_followed_once(world, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.png").write_bytes(Path(files(world)[0]).read_bytes())
+    (tmp_path / "photos" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "photos")
+    assert [row.image for row in world.learner.predictions(tmp_path / "photos")] == [
+        str(tmp_path / "photos" / "link" / "a.png")
+    ]

@@ -391,6 +391,31 @@ def test_other_folders_are_refused_by_name(tmp_path, make, error, words):
     assert str(tmp_path / "x") in str(caught.value) and not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("results.json", "classifiers", {"bridge": 3}),
+        ("results.json", "classifiers", {"bridge": {}}),
+        ("results.json", "configuration", "none"),
+        ("timings.json", "tasks", 7),
+        ("timings.json", "tasks", [{"seconds": "long"}]),
+    ],
+)
+def test_a_damaged_run_is_named(file, key, value, tmp_path):
+    whole = shutil.copytree(OLD, tmp_path / "whole")
+    shutil.copytree(OLD, tmp_path / "bad")
+    path = tmp_path / "bad" / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | {key: value}))
+    try:
+        write_report([whole, tmp_path / "bad"], tmp_path / "page.html", tmp_path / "a.csv", tmp_path / "a.tex")
+    except ValueError as error:
+        assert str(tmp_path / "bad") in str(error) and "not as a run writes it" in str(error)
+        assert not (tmp_path / "page.html").exists()
+    else:
+        assert key == "configuration"  # of a run with task folders, these tell the settings
+
+
 def test_no_run_is_no_report():
     with pytest.raises(ValueError, match="no run is given"):
         write_report([])

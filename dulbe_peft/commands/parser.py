@@ -56,7 +56,19 @@ class Parser(argparse.ArgumentParser):
             similar = difflib.get_close_matches(strange[0], known, n=1)
             hint = f"; did you mean {similar[0]}?" if similar else f"; {self.prog} --help lists the known ones"
             message = f"unknown flag {strange[0]}{hint}"
+        elif "invalid choice" in message and self._subparsers is not None:
+            message = self._unknown_command() or message
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def _unknown_command(self) -> str | None:
+        """What to say of a mistyped command; None where the first word is a command."""
+        word = next((part for part in self._given if not part.startswith("-")), "")
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and word not in action.choices:
+                similar = difflib.get_close_matches(word, action.choices, n=1)
+                known = f"the commands are {', '.join(action.choices)}"
+                return f"unknown command {word!r}; " + (f"did you mean {similar[0]!r}?" if similar else known)
+        return None
 
 
 def _is_number(text: str) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.outputs import check_output, output_file
 from dulbe_peft.commands.parser import Parser
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -49,19 +49,26 @@ def add(commands: Any) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the answers; returns 2 where no image could be read."""
-    images = list(_images(arguments.paths))
+    from dulbe_peft.streams.inventory import counted
+
+    check_output("--csv", arguments.csv, ".csv")
+    check_output("--json", arguments.json, ".json")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
+    images, rows = _expanded(_named(arguments.paths))
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
-    learner = load_learner(arguments, num_workers=workers if _many(images) else 0)
-    rows = learner.predictions(images, arguments.top_k, arguments.reject)
+    many = len(images) > 64 or any(os.path.isdir(path) for path in arguments.paths)
+    learner = load_learner(arguments, num_workers=workers if many else 0)
+    rows = [*learner.predictions(images, arguments.top_k, arguments.reject), *rows]
     for row in rows:
         if row.error is not None:
             print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
     read = [row for row in rows if row.error is None]
     if arguments.csv:
-        with _opened(arguments.csv) as file:
+        with output_file(arguments.csv) as file:
             _write_csv(file, read)
     if arguments.json:
-        with _opened(arguments.json) as file:
+        with output_file(arguments.json) as file:
             json.dump([_as_json(row) for row in rows], file, indent=1, ensure_ascii=False)
             file.write("\n")
     if not arguments.csv and not arguments.json:
@@ -69,44 +76,73 @@ def predict(arguments: argparse.Namespace) -> int:
             print(_line(row))
     unread, refused = len(rows) - len(read), sum(not row.known for row in read)
     if arguments.csv or arguments.json or unread or arguments.reject is not None:
-        parts = [f"{len(read)} images"]
+        parts = [counted(len(read), "image")]
         parts += [f"{refused} of them {NONE}"] * (arguments.reject is not None)
         parts += [f"{unread} could not be read"] * bool(unread)
         print(", ".join(parts), file=sys.stderr)
     return 0 if read else 2
 
 
-def _images(paths: Iterable[str]) -> Iterator[Any]:
-    """The paths, with what standard input holds in place of "-"."""
+def _named(paths: Iterable[str]) -> Iterator[str | bytes]:
+    """The paths, with the paths or the image (its bytes) that standard input holds in place of "-"."""
     for path in paths:
         if path != "-":
             yield path
             continue
         data = sys.stdin.buffer.read()
-        try:
-            listed = [line for line in data.decode("utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError:
-            from dulbe_peft.streams.readers import decode_image
-
-            image: Any = decode_image(io.BytesIO(data), 0, "standard input")
-            image.filename = "standard input"
-            yield image
+        lines = [os.fsdecode(line.rstrip(b"\r")) for line in data.split(b"\n") if line.strip()]
+        if _is_image(data) or (b"\0" in data and not any(_exists(line) for line in lines)):
+            yield data
         else:
-            yield from listed
+            yield from lines
 
 
-def _many(images: list[Any]) -> bool:
-    """Whether there are images enough for processes that read them."""
-    return len(images) > 64 or any(isinstance(image, str) and os.path.isdir(image) for image in images)
+def _is_image(data: bytes) -> bool:
+    """Whether Pillow takes the beginning for that of an image."""
+    from PIL import Image
+
+    from dulbe_peft.streams.decoding import IMAGE_FORMATS
+
+    try:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
+            return True
+    except Image.DecompressionBombError:
+        return True
+    except (OSError, ValueError, SyntaxError):
+        return False
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[IO[str]]:
-    if path == "-":
-        yield sys.stdout
-        return
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        yield file
+def _exists(path: str) -> bool:
+    return "\0" not in path and os.path.exists(path)
+
+
+def _expanded(sources: Iterable[str | bytes]) -> tuple[list[Any], list[Prediction]]:
+    """Images to answer for, with the files of folders one by one, and a row for everything that holds none."""
+    from dulbe_peft.prediction import Prediction
+    from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+    from dulbe_peft.streams.gallery import image_files
+
+    images: list[Any] = []
+    unread = []
+    for source in sources:
+        name = source if isinstance(source, str) else "standard input"
+        try:
+            if isinstance(source, bytes):
+                image: Any = decode_image(io.BytesIO(source), 0, name)
+                image.filename = name
+                images.append(image)
+            elif "\0" in source:
+                raise ValueError("a path holds no null character; separate paths by line breaks")
+            elif os.path.isdir(source):
+                found = [str(file) for file in image_files(Path(source))]
+                if not found:
+                    raise ValueError(f"the folder holds no image ({', '.join(IMAGE_SUFFIXES)})")
+                images += found
+            else:
+                images.append(source)
+        except (OSError, ValueError) as error:
+            unread.append(Prediction(name, error=str(error).rpartition("cannot be read: ")[2]))
+    return images, unread
 
 
 def _line(row: Prediction) -> str:
@@ -118,12 +154,13 @@ def _line(row: Prediction) -> str:
 
 def _write_csv(file: IO[str], rows: Iterable[Prediction]) -> None:
     """One line for each class of each image; an unknown image has one line, without a class."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["path", "class", "probability"])
+    from dulbe_peft.files import write_rows
+
+    lines: list[list[Any]] = []
     for row in rows:
         answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-        for name, probability in answers:
-            writer.writerow([row.image, name, f"{probability:.6f}"])
+        lines += [[row.image, name, f"{probability:.6f}"] for name, probability in answers]
+    write_rows(file, ["path", "class", "probability"], lines)
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

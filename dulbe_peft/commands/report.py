@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dulbe_peft.commands.outputs import check_output
+
 EXAMPLE = """example:
   dulbe-peft report out
   dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
@@ -27,6 +29,9 @@ def add(commands: Any) -> None:
 def report(arguments: argparse.Namespace) -> int:
     from dulbe_peft.report import write_report
 
+    check_output("--output", arguments.output, ".html")
+    check_output("--csv", arguments.csv, ".csv")
+    check_output("--latex", arguments.latex, ".tex")
     page = write_report(arguments.runs, arguments.output, arguments.csv, arguments.latex)
     for path in (page, arguments.csv, arguments.latex):
         if path is not None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,19 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
-    try:
+    with as_written(path):
         return _read(path)
-    except (KeyError, TypeError, AttributeError, CheckpointError) as error:
-        raise ValueError(f"{path} holds a file that is not as a run writes it: {error!r}") from error
+
+
+@contextmanager
+def as_written(folder: Path) -> Iterator[None]:
+    """Turn what a file of a run can make go wrong into a ValueError that names the run's folder."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, CheckpointError) as error:
+        if isinstance(error, ValueError) and str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder} holds a file that is not as a run writes it: {error!r}") from error
 
 
 def _read(path: Path) -> Run:

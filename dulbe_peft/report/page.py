@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.files import replacing
-from dulbe_peft.report.collect import Run, class_table, confusion, data_name, read_run
+from dulbe_peft.report.collect import Run, as_written, class_table, confusion, data_name, read_run
 from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
 from dulbe_peft.report.tables import (
     MEASURES,
+    Comparison,
     compare,
     differences,
     flat,
@@ -70,14 +71,26 @@ def write_report(
     read = [read_run(folder) for folder in folders]
     if output is None:
         output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
+    page, rows = _made(read)
     with replacing(Path(output)) as temporary:
-        temporary.write_text(render_report(read), encoding="utf-8")
-    rows = compare(group_runs(read)) if csv is not None or latex is not None else []
+        temporary.write_text(page, encoding="utf-8")
     if csv is not None:
         write_comparison_csv(rows, Path(csv))
     if latex is not None:
         write_comparison_latex(rows, Path(latex))
     return Path(output)
+
+
+def _made(runs: Sequence[Run]) -> tuple[str, list[Comparison]]:
+    """The page and the rows of the table; an error names the run that it comes from."""
+    try:
+        return render_report(runs), compare(group_runs(runs))
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError):
+        for run in runs:
+            with as_written(run.folder):
+                render_report([run])
+                compare(group_runs([run]))
+        raise
 
 
 def render_report(runs: Sequence[Run]) -> str:
@@ -100,16 +113,21 @@ def render_report(runs: Sequence[Run]) -> str:
     groups = group_runs(runs)
     comparison = compare(groups) if len(runs) > 1 else []
     measured = [row for row in comparison if "last_accuracy" in row.figures]
-    return environment.get_template("page.html").render(
-        style=(assets / "page.css").read_text(encoding="utf-8"),
-        runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
-        comparison=comparison,
-        best=max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
-        same_classes=len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
-        repeated=len(groups) < len(runs),
-        differences=differences(runs) if len(runs) > 1 else [],
-        measures=MEASURES,
-    )
+    page = environment.get_template("page.html")
+    content = {
+        "style": (assets / "page.css").read_text(encoding="utf-8"),
+        "runs": [_view(run, f"run{number}") for number, run in enumerate(runs)],
+        "comparison": comparison,
+        "best": max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
+        "same_classes": len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
+        "repeated": len(groups) < len(runs),
+        "differences": differences(runs) if len(runs) > 1 else [],
+        "measures": MEASURES,
+    }
+    try:
+        return page.render(content)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"a figure of the page is missing: {error}") from error
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:

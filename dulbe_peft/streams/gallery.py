@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+from dulbe_peft.streams.folders import Found
 from dulbe_peft.streams.rows import read_row
 
 
@@ -64,12 +65,13 @@ class Gallery:
 
 
 def image_files(folder: Path) -> Iterator[Path]:
-    """Every image file in a folder of any depth that is not hidden, sorted by path."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES):
-                yield Path(parent) / name
+    """Every image file in a folder of any depth that is not hidden, sorted by path; links to folders are followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for name in Found(folder).images:
+        yield folder / name
 
 
 def _expanded(entry: Any) -> list[tuple[Any, int | None]]:
