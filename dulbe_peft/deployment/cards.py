@@ -91,7 +91,9 @@ def _header(state: LearnerState, kind: str) -> str:
 def torch_code(state: LearnerState, kind: str, formula: str) -> str:
     """The lines that use a folder of the format "lora" or "transformers"."""
     record = encoder_of(state.base)
-    model = f"{record.model}.from_pretrained(folder{', add_pooling_layer=False' if record.unused_pooler else ''})"
+    # The classifier is float32, and transformers would load a model in the type that its file has.
+    settings = "dtype=torch.float32" + ", add_pooling_layer=False" * record.unused_pooler
+    model = f"{record.model}.from_pretrained(folder, {settings})"
     imports, place = "", "folder"
     if kind == "lora":
         base = json.dumps(state.base_name[0] or "path/to/the/base/model")
