@@ -46,7 +46,7 @@ def own_randomness(*entropy: int) -> Iterator[None]:
     """
     python, array = random.getstate(), np.random.get_state()
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # unnamed, torch warns about several
         random.seed(seeds[0])
         np.random.seed(seeds[1])
         torch.manual_seed(seeds[2])

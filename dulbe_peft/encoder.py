@@ -18,7 +18,6 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.distributed import gather_rows, padded_shard, raise_in_all, shard, sum_over_processes, world
 from dulbe_peft.images import UNREADABLE, PixelDataset, ReadableImages
-from dulbe_peft.pixels import processor_steps
 from dulbe_peft.profiling import Profile
 from dulbe_peft.streams.names import format_prompts
 
@@ -65,21 +64,12 @@ class Encoder:
 
     # ------------------------------------------------------------------ images
 
-    def images(self, dataset: Any, labels: Any = None, keep: bool = False, fast: bool = False) -> PixelDataset:
-        """A data set's preprocessed images.
-
-        Args:
-            dataset: any data set.
-            labels: label of each image, (n,), or None.
-            keep: hold them in memory where that fits and cannot change them.
-            fast: preprocess without the processor where that gives the same values but for rounding.
-        """
+    def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
+        """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
         size = image_size(self.clip, self.processor)
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
-        return PixelDataset(
-            dataset, labels, self.processor, size, cache_bytes, processor_steps(self.processor) if fast else None
-        )
+        return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""

@@ -9,7 +9,6 @@ from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
 from dulbe_peft.backbone import pixel_values
-from dulbe_peft.pixels import pixel_values as stepwise_pixel_values
 from dulbe_peft.streams.decoding import to_rgb
 from dulbe_peft.streams.samples import item_name, read_sample
 
@@ -23,20 +22,9 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         processor: has an `image_processor`.
         image_size: height and width in pixels that the model takes.
         cache_bytes: how much to keep at most.
-        steps: what the processor does, see `pixels.processor_steps`; then Pillow and numpy do it, in less time and
-            with pixel values that may differ by a rounding. None: the processor does it.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        labels: Any,
-        processor: Any,
-        image_size: int,
-        cache_bytes: int,
-        steps: dict[str, Any] | None = None,
-    ) -> None:
-        self.steps = steps
+    def __init__(self, dataset: Any, labels: Any, processor: Any, image_size: int, cache_bytes: int) -> None:
         self.dataset = dataset
         self.labels = labels
         self.processor = processor
@@ -55,10 +43,7 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                 self._check_label(index, label)
                 if isinstance(image, Image.Image):
                     image = to_rgb(image)
-                if self.steps is not None and isinstance(image, Image.Image):
-                    pixels = torch.from_numpy(stepwise_pixel_values(image, self.steps).copy())
-                else:
-                    pixels = pixel_values(self.processor, image)
+                pixels = pixel_values(self.processor, image)
                 if pixels.shape[1:] != (self.image_size, self.image_size):
                     size = f"{self.image_size} x {self.image_size}"
                     raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")

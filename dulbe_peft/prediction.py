@@ -53,7 +53,7 @@ def predict_images(
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(gallery):
         return []
-    features, unreadable = encoder.readable_embeds(encoder.images(gallery, fast=True), "predict")
+    features, unreadable = encoder.readable_embeds(encoder.images(gallery), "predict")
     readable = [index for index in range(len(gallery)) if index not in unreadable]
     rows = [Prediction(gallery.item_name(index), error=unreadable.get(index)) for index in range(len(gallery))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):

@@ -36,7 +36,7 @@ from dulbe_peft.classifiers.formula import random_features
 from dulbe_peft.cli import main
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.classifier import checked_formula
-from dulbe_peft.pixels import pixel_values, processor_steps
+from dulbe_peft.deployment.pixels import pixel_values, processor_steps
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WITH_TEXT = ("bridge", "text", "lda", "ranpac:features=50", "rapf:epochs=2", "visual_agent", "bofa", "ridge")

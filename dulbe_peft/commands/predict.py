@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
@@ -55,11 +54,11 @@ def predict(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json, ".json")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
-    images, rows = _expanded(_named(arguments.paths))
+    images = list(_images(arguments.paths))
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     many = len(images) > 64 or any(os.path.isdir(path) for path in arguments.paths)
     learner = load_learner(arguments, num_workers=workers if many else 0)
-    rows = [*learner.predictions(images, arguments.top_k, arguments.reject), *rows]
+    rows = learner.predictions(images, arguments.top_k, arguments.reject)
     for row in rows:
         if row.error is not None:
             print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
@@ -83,66 +82,28 @@ def predict(arguments: argparse.Namespace) -> int:
     return 0 if read else 2
 
 
-def _named(paths: Iterable[str]) -> Iterator[str | bytes]:
-    """The paths, with the paths or the image (its bytes) that standard input holds in place of "-"."""
+def _images(paths: Iterable[str]) -> Iterator[Any]:
+    """The paths, with the image or the paths that standard input holds in place of "-"."""
+    from PIL import UnidentifiedImageError
+
+    from dulbe_peft.streams.decoding import open_image
+
     for path in paths:
         if path != "-":
             yield path
             continue
         data = sys.stdin.buffer.read()
-        lines = [os.fsdecode(line.rstrip(b"\r")) for line in data.split(b"\n") if line.strip()]
-        if _is_image(data) or (b"\0" in data and not any(_exists(line) for line in lines)):
-            yield data
-        else:
-            yield from lines
-
-
-def _is_image(data: bytes) -> bool:
-    """Whether Pillow takes the beginning for that of an image."""
-    from PIL import Image
-
-    from dulbe_peft.streams.decoding import IMAGE_FORMATS
-
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
-            return True
-    except Image.DecompressionBombError:
-        return True
-    except (OSError, ValueError, SyntaxError):
-        return False
-
-
-def _exists(path: str) -> bool:
-    return "\0" not in path and os.path.exists(path)
-
-
-def _expanded(sources: Iterable[str | bytes]) -> tuple[list[Any], list[Prediction]]:
-    """Images to answer for, with the files of folders one by one, and a row for everything that holds none."""
-    from dulbe_peft.prediction import Prediction
-    from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
-    from dulbe_peft.streams.gallery import image_files
-
-    images: list[Any] = []
-    unread = []
-    for source in sources:
-        name = source if isinstance(source, str) else "standard input"
+        file: Any = io.BytesIO(data)
+        file.name = "standard input"
         try:
-            if isinstance(source, bytes):
-                image: Any = decode_image(io.BytesIO(source), 0, name)
-                image.filename = name
-                images.append(image)
-            elif "\0" in source:
-                raise ValueError("a path holds no null character; separate paths by line breaks")
-            elif os.path.isdir(source):
-                found = [str(file) for file in image_files(Path(source))]
-                if not found:
-                    raise ValueError(f"the folder holds no image ({', '.join(IMAGE_SUFFIXES)})")
-                images += found
-            else:
-                images.append(source)
-        except (OSError, ValueError) as error:
-            unread.append(Prediction(name, error=str(error).rpartition("cannot be read: ")[2]))
-    return images, unread
+            open_image(file)
+            listed = False
+        except UnidentifiedImageError:
+            listed = b"\0" not in data  # which no path has
+        if listed:
+            yield from (os.fsdecode(line.rstrip(b"\r")) for line in data.split(b"\n") if line.strip())
+        else:
+            yield file
 
 
 def _line(row: Prediction) -> str:

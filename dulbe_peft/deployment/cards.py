@@ -14,7 +14,7 @@ from dulbe_peft.card import fenced, is_repo_id, project
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
 from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE, INPUT
-from dulbe_peft.pixels import pixel_values
+from dulbe_peft.deployment.pixels import pixel_values
 from dulbe_peft.state import LearnerState
 
 PROCESSOR_FOLDER = "processor"

@@ -16,8 +16,8 @@ from dulbe_peft.backbone import image_size
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.classifier import class_facts
 from dulbe_peft.deployment.merged import PixelsToProbabilities, merged_model
+from dulbe_peft.deployment.pixels import processor_steps
 from dulbe_peft.files import write_json
-from dulbe_peft.pixels import processor_steps
 from dulbe_peft.state import LearnerState
 
 GRAPH_FILE = "model.onnx"

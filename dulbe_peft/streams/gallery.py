@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,12 @@ class Gallery:
     It is a data set as all others are: len, and items {"image", "label"}, with -1 for the label.
 
     Args:
-        images: a path of a file or a folder of any depth, a PIL image, a preprocessed float tensor
+        images: a path of a file or a folder of any depth, a binary file, a PIL image, a preprocessed float tensor
             (3, height, width) or a batch of them, a data set, or a list or tuple of all of these. The labels of
             (image, label) pairs and of data sets are left out.
 
-    Raises:
-        ValueError: a folder holds no image file. A file that does not exist raises when it is read.
+    What cannot be read raises a `ValueError` when it is asked for: a file that is not there or is no image, and a
+    folder without an image, which counts as one image.
 
     Example:
         >>> len(Gallery([Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8, 8)]))
@@ -45,7 +47,13 @@ class Gallery:
     def __getitem__(self, index: int) -> dict[str, Any]:
         source, position = self._entries[index]
         if isinstance(source, Path):
+            if os.path.isdir(source):
+                Found(source)  # raises what keeps the folder from being read
+                raise ValueError(f"the folder holds no image ({', '.join(IMAGE_SUFFIXES)})")
             return {"image": decode_image(source, index, str(source)), "label": -1}
+        if isinstance(source, io.IOBase):
+            source.seek(0)
+            return {"image": decode_image(source, index, self.item_name(index)), "label": -1}
         item = source if position is None else read_row(source, position)
         if isinstance(item, Mapping) and "image" in item:
             item = item["image"]
@@ -54,36 +62,24 @@ class Gallery:
         return {"image": item, "label": -1}
 
     def item_name(self, index: int) -> str:
-        """The path of a file, the name that a data set gives, or the image's number."""
+        """The path of a file, the name that a file or data set has, or the image's number."""
         source, position = self._entries[index]
         if isinstance(source, Path):
             return str(source)
         name = getattr(source, "item_name", None)
         if name is not None and position is not None:
             return str(name(position))
-        return getattr(source, "filename", "") or f"item {index}"
-
-
-def image_files(folder: Path) -> Iterator[Path]:
-    """Every image file in a folder of any depth that is not hidden, sorted by path; links to folders are followed.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-    for name in Found(folder).images:
-        yield folder / name
+        return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {index}")
 
 
 def _expanded(entry: Any) -> list[tuple[Any, int | None]]:
     """One source as (path or image, None) or (data set, position) for each of its images."""
     if isinstance(entry, (str, os.PathLike)):
-        path = Path(entry)
-        if path.is_dir():
-            files = list(image_files(path))
-            if not files:
-                raise ValueError(f"folder {str(path)!r} holds no image ({', '.join(IMAGE_SUFFIXES)})")
-            return [(file, None) for file in files]
-        return [(path, None)]
+        path, names = Path(entry), []
+        if os.path.isdir(path):
+            with suppress(OSError):  # a folder that cannot be read is itself the image that cannot be
+                names = Found(path).images
+        return [(path / name, None) for name in names] or [(path, None)]
     batch = isinstance(entry, torch.Tensor) and entry.ndim == 4
     single = (
         isinstance(entry, (torch.Tensor, Image.Image, Mapping)) or _is_pair(entry) or not hasattr(entry, "__len__")
