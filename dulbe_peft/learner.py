@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -47,6 +48,19 @@ from dulbe_peft.streams.samples import checked_labels, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
 from dulbe_peft.updating import check_update, with_more_images, without_class
+
+T = TypeVar("T")
+
+
+def _in_turn(method: Callable[..., T]) -> Callable[..., T]:
+    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> T:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class ClassIncrementalLearner:
@@ -126,7 +140,6 @@ class ClassIncrementalLearner:
         self.record: TaskRecord | None = None
         self.past = Past()
         self._accelerator: Accelerator | None = None
-        # One thread at a time runs the model: a pass of another one would be counted among a task's inputs.
         self._turn = threading.RLock()
 
     @property
@@ -205,6 +218,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ learning
 
+    @_in_turn
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
@@ -240,22 +254,23 @@ class ClassIncrementalLearner:
         check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
-        with self._turn, self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
+        with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state = self._learned(state, images, names)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Where the block raises, the learner becomes what it was before."""
-        state, adapter = self.state, saving.adapter_state(self.state.model)
+        state, record, adapter = self.state, self.record, saving.adapter_state(self.state.model)
         try:
             yield
         except BaseException:
-            self.state = state
+            self.state, self.record = state, record
             if adapter is not None:
                 saving.set_adapter_state(state.model, adapter)
                 state.model.zero_grad(set_to_none=True)
             raise
 
+    @_in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Take in further images of known classes, without training; on any error the learner is as it was before.
 
@@ -281,9 +296,10 @@ class ClassIncrementalLearner:
             places = torch.tensor([place[names[label]] for label in labels.tolist()])
         check_same_in_all(places.tolist(), "labels")
         self.profile.clear()
-        with self._turn, self.profile.phase("update"):
+        with self.profile.phase("update"):
             self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels), places)
 
+    @_in_turn
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.
 
@@ -294,8 +310,7 @@ class ClassIncrementalLearner:
         Raises:
             ValueError: the class has not been learned, or it is the only one that is left.
         """
-        with self._turn:
-            self.state = without_class(self.state, name)
+        self.state = without_class(self.state, name)
 
     def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
         """The state after one more task; the adapter alone is changed in place."""
@@ -349,6 +364,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ using
 
+    @_in_turn
     def image_embeds(self, images: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of images, (n, d), float32.
 
@@ -357,7 +373,7 @@ class ClassIncrementalLearner:
             labels: only for a data set: what its items' labels must be, (n,).
         """
         dataset = Gallery(images) if labels is None else images
-        with self._turn, self._resting():
+        with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
     def predict(
@@ -397,6 +413,7 @@ class ClassIncrementalLearner:
             answers.append(names if top_k is not None else next(iter(names), None))
         return answers
 
+    @_in_turn
     def predictions(self, images: Any, top_k: int = 1, reject: float | None = None) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
 
@@ -406,7 +423,7 @@ class ClassIncrementalLearner:
             reject: as in `predict`.
         """
         self._check_learned()
-        with self._turn, self._resting():
+        with self._resting():
             return predict_images(self.encoder, self.classifier, Gallery(images), top_k, reject)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -427,6 +444,7 @@ class ClassIncrementalLearner:
         """
         return self.evaluate_images(dataset, class_names).figures()
 
+    @_in_turn
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
         self._check_learned()

@@ -334,6 +334,18 @@ def test_the_temperature_is_fitted_without_the_held_back_images(digits):
     assert classifier.temperature == pytest.approx(math.exp(fit_temperature(twin(images[held]), labels[held])))
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_the_bytes_with_more_classes_are_foretold(digits, name):
+    first = make_classifier(name, DIM, SCALE)
+    images, labels = task(digits, [0, 1])
+    texts = torch.eye(10, DIM)
+    first.add_classes(["a", "b"], images, labels, texts[:2])
+    foretold = first.nbytes_with(5)
+    images, labels = task(digits, [2, 3, 4])
+    first.add_classes(["c", "d", "e"], images, labels, texts[:5])
+    assert first.nbytes == foretold == sum(tensor.nbytes for tensor in first.tensors().values())
+
+
 def test_held_back_images_choose_the_rejection_threshold(digits):
     """The share of held-back images that was asked for is below it, with the task's own temperature."""
     images, labels = task(digits, [0, 1, 2])

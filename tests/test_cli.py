@@ -312,4 +312,6 @@ def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsy
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
     assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
+    assert main(["evaluate", str(tmp_path / "out"), "--data", str(folders / "test"), "--split", ""]) == 0
+    assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
     assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err

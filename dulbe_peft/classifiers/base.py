@@ -12,6 +12,7 @@ Works on any model's image and text features, and needs neither peft nor transfo
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -322,7 +323,15 @@ class Classifier(SavedState):
     @property
     def nbytes(self) -> int:
         """Bytes that the kept numbers take."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return self.nbytes_with(len(self._class_names))
+
+    def nbytes_with(self, classes: int) -> int:
+        """Bytes that the kept numbers take with so many classes."""
+        total = 0
+        for name, tensor in self.tensors().items():
+            numbers = classes * math.prod(tensor.shape[1:]) if name in self._rows else tensor.numel()
+            total += numbers * tensor.element_size()
+        return total
 
     @property
     def device(self) -> torch.device:

@@ -41,7 +41,7 @@ def open_data(
     return train, test
 
 
-def check_output(data: str, output: str) -> None:
+def check_run_folder(data: str, output: str) -> None:
     """Raise a ValueError where a run would be written among the images that it learns from."""
     images, run = Path(data).resolve(), Path(output).resolve()
     if images.is_dir() and (run == images or images in run.parents):

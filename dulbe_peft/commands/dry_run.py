@@ -92,7 +92,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
         f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {counted(len(parts), 'task')}"
     )
     for name, classifier in learner.classifiers.items():
-        size = _grown_bytes(classifier, len(learner.class_names), classes)
+        size = classifier.nbytes_with(classes)
         lines.append(f"classifier {name}: {size / 2**20:.2f} MiB with {counted(classes, 'class')}")
     workers = "; images were read in this process alone" if args.num_workers else ""
     lines.append(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
@@ -151,15 +151,6 @@ def _passes(learner: Any, part: Any) -> tuple[float, float]:
         trainer.encode(images, "close", collect)
         times.append(time.perf_counter() - started)
     return times[0], times[1]
-
-
-def _grown_bytes(classifier: Any, seen: int, classes: int) -> float:
-    """Bytes of a classifier's tensors, those with a row for each class grown to all classes."""
-    total = 0.0
-    for buffer in classifier.buffers():
-        rows = seen in buffer.shape
-        total += buffer.numel() * buffer.element_size() * (classes / seen if rows else 1)
-    return total
 
 
 def _duration(seconds: float) -> str:

@@ -10,11 +10,13 @@ from dulbe_peft.checkpoint import library_versions
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser = commands.add_parser("env", help="print versions and the accelerator, for a bug report")
     parser.set_defaults(call=env)
 
 
 def env(_: argparse.Namespace) -> int:
+    """Print versions and the accelerator."""
     import torch
 
     for name, version in library_versions().items():

@@ -20,6 +20,7 @@ Each format holds the learner's classifier, and a README.md with the lines of co
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "export", help="write a learner in a form that works without this package", epilog=EXAMPLE
     )
@@ -36,6 +37,7 @@ def add(commands: Any) -> None:
 
 
 def export(arguments: argparse.Namespace) -> int:
+    """Write the export."""
     if arguments.compress_to is not None and arguments.format != "lora":
         raise ValueError(f"--compress-to is for --format lora, got --format {arguments.format}")
     from dulbe_peft.adapter.export import COMPRESSION_FILE

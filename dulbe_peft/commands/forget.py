@@ -17,6 +17,7 @@ No image is called by a forgotten class any more. The model stays as it is. june
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser: Parser = commands.add_parser("forget", help="take classes out of a learner", epilog=EXAMPLE)
     add_learner(parser)
     parser.add_argument("classes", nargs="+", metavar="CLASS", help="name of a class that the learner knows")
@@ -25,6 +26,7 @@ def add(commands: Any) -> None:
 
 
 def forget(arguments: argparse.Namespace) -> int:
+    """Write the learner without the classes."""
     check_other_folder(arguments.learner, arguments.output)
     learner = load_learner(arguments)
     for name in dict.fromkeys(arguments.classes):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dulbe_peft.commands.data import say
+from dulbe_peft.commands.data import check_run_folder, say
 from dulbe_peft.commands.loading import add_learner, load_learner
 from dulbe_peft.commands.parser import Parser
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of
@@ -23,6 +23,7 @@ was stopped.
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser: Parser = commands.add_parser(
         "learn", help="give a finished learner new classes, and more images of known ones", epilog=EXAMPLE
     )
@@ -40,11 +41,13 @@ def add(commands: Any) -> None:
 
 
 def learn(arguments: argparse.Namespace) -> int:
+    """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.report import format_summary
     from dulbe_peft.streams.samples import dataset_class_names
 
     check_other_folder(arguments.learner, arguments.output)
+    check_run_folder(arguments.data, arguments.output)
     learner = load_learner(arguments)
     source = source_of(arguments)
     train, test = open_source(source)
@@ -113,15 +116,12 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
 
 def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
     """The tasks of the new classes."""
-    from dulbe_peft.streams.samples import named_labels
     from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 
-    tested = [] if test is None else [name for name in new if name in set(named_labels(test)[0])]
-    held_out = select_classes(test, new) if tested else None
-    held_out = held_out if held_out is not None and len(held_out) else None
-    left_out = 0 if test is None else len(test) - len(held_out or ())
+    held_out = None if test is None else select_classes(test, new)
+    left_out = 0 if test is None or held_out is None else len(test) - len(held_out)
     if left_out:
         say(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     return class_incremental_tasks(
-        select_classes(train, new), held_out, increment=min(increment or len(new), len(new))
+        select_classes(train, new), held_out or None, increment=min(increment or len(new), len(new))
     )

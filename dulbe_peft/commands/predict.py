@@ -31,6 +31,7 @@ NONE = "none of these"
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser: Parser = commands.add_parser("predict", help="name the classes of images", epilog=EXAMPLE)
     add_learner(parser)
     parser.add_argument(

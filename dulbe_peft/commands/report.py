@@ -16,6 +16,7 @@ The page is one file that any browser opens, also without a network.
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     parser = commands.add_parser("report", help="write a page about one run or several", epilog=EXAMPLE)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that run has written, finished or not")
     parser.add_argument(
@@ -27,6 +28,7 @@ def add(commands: Any) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    """Write the page, and tables where they are asked for."""
     from dulbe_peft.report import write_report
 
     check_output("--output", arguments.output, ".html")

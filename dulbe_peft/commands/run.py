@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.data import check_output, fit_increment
+from dulbe_peft.commands.data import check_run_folder, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
 from dulbe_peft.commands.sources import open_source, source_of
@@ -41,6 +41,7 @@ ESSENTIAL = {
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
     usage = "dulbe-peft run --model MODEL --data DATA --output OUT [settings]"
     parser = commands.add_parser(
         "run", help="learn a class-incremental stream and write results.json", usage=usage, epilog=EXAMPLE
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not getattr(stream, name):
             raise ValueError(f"--{name} is required")
     if stream.data and stream.output:
-        check_output(stream.data, stream.output)
+        check_run_folder(stream.data, stream.output)
     import torch
 
     from dulbe_peft.backbone import load_dual_encoder
