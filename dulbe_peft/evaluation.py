@@ -103,12 +103,6 @@ def evaluate_features(
     )
 
 
-def image_names(dataset: Any) -> list[str]:
-    """What each image is called: its path where the data set knows it, else "item" and its position."""
-    name = getattr(dataset, "item_name", "item {}".format)
-    return [str(name(index)) for index in range(len(dataset))]
-
-
 # ---------------------------------------------------------------------- files
 
 

@@ -33,7 +33,7 @@ from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.devices import choose_device, own_randomness
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
-from dulbe_peft.evaluation import Evaluation, evaluate_features, image_names
+from dulbe_peft.evaluation import Evaluation, evaluate_features
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past
@@ -44,7 +44,7 @@ from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import checked_labels, named_labels
+from dulbe_peft.streams.samples import checked_labels, item_name, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
 from dulbe_peft.updating import check_update, with_more_images, without_class
@@ -456,7 +456,8 @@ class ClassIncrementalLearner:
             raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
         features = self.image_embeds(dataset, labels)
         truth = torch.tensor([position[names[int(label)]] for label in labels])
-        return evaluate_features(self.classifiers, features, truth, self.class_names, image_names(dataset))
+        images = [item_name(dataset, index) for index in range(len(dataset))]
+        return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
     def _resting(self) -> AbstractContextManager[None]:
         adapter = self.state.adapter

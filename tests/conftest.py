@@ -55,6 +55,15 @@ def tiny_clip():
     return make
 
 
+@pytest.fixture(scope="module")
+def base():
+    """The packaged demo model and its processor; tests copy the model before they adapt it."""
+    from dulbe_peft import load_clip
+    from dulbe_peft.demo import demo_model_folder
+
+    return load_clip(demo_model_folder())
+
+
 @pytest.fixture(scope="session")
 def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
     """A function that writes handwritten digits as folders of PNG files: classes, images of each to learn, to test."""

@@ -30,7 +30,6 @@ from dulbe_peft import (
     DualModeLoraConfig,
     LearnerArguments,
     class_incremental_tasks,
-    load_clip,
 )
 from dulbe_peft.backbone import pixel_values
 from dulbe_peft.checkpoint import json_sha256
@@ -44,11 +43,6 @@ def hub(monkeypatch, tmp_path):
     """An empty Hub that this process's client talks to, with an empty cache."""
     with on_this_process(monkeypatch, tmp_path) as hub:
         yield hub
-
-
-@pytest.fixture(scope="module")
-def base():
-    return load_clip(demo_model_folder())
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,6 @@ def digits():
     return tuple(DigitImages(data.images[part], data.target[part]) for part in (train, test))
 
 
-@pytest.fixture(scope="module")
-def base():
-    return load_clip(demo_model_folder())
-
-
 def make_learner(base, seed=0, **fields):
     clip, processor = base
     torch.manual_seed(seed)

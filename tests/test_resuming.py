@@ -7,27 +7,24 @@ import json
 import shutil
 
 import pytest
+import small_runs
 import torch
 from peft import get_peft_model
 from PIL import Image
+from small_runs import QUICK
 
 from dulbe_peft import (
     CheckpointError,
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
-    class_incremental_tasks,
-    load_clip,
-    load_data,
 )
 from dulbe_peft.checkpoint import json_sha256, read_manifest
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.progress import Past, read_progress, spread
 from dulbe_peft.resuming import read_listing
 from dulbe_peft.streams.listing import differences
 from dulbe_peft.streams.tasks import Task
 
-QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
 NAMES = ["one", "three", "two", "zero", "five", "four"]
 
 
@@ -35,11 +32,6 @@ NAMES = ["one", "three", "two", "zero", "five", "four"]
 def photos(digit_folders):
     """Handwritten digits zero to five, four images of each to learn from and two to test on."""
     return digit_folders(6, 4, 2)
-
-
-@pytest.fixture(scope="module")
-def base():
-    return load_clip(demo_model_folder())
 
 
 def make_learner(base, strategy="frozen", **fields):
@@ -53,7 +45,7 @@ def make_learner(base, strategy="frozen", **fields):
 
 
 def tasks_of(root, names=NAMES):
-    return class_incremental_tasks(load_data(root, "train"), load_data(root, "test"), increment=2, class_order=names)
+    return small_runs.tasks_of(root, names)
 
 
 @pytest.fixture

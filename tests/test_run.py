@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from PIL import Image
+from small_runs import QUICK, tasks_of
 
 from dulbe_peft import (
     BridgeEnsembleHead,
@@ -23,15 +24,9 @@ from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
-    class_incremental_tasks,
-    load_clip,
-    load_data,
 )
 from dulbe_peft.checkpoint import json_sha256, library_versions, read_manifest
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.streams.tasks import Task
-
-QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +35,11 @@ def photos(digit_folders):
     return digit_folders(4, 4, 2)
 
 
-@pytest.fixture(scope="module")
-def base():
-    return load_clip(demo_model_folder())
-
-
 def make_learner(base, rank=2, **fields):
     clip, processor = base
     torch.manual_seed(0)
     model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=rank, support_rank=8))
     return ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, **fields}))
-
-
-def tasks_of(root, order=(0, 1, 2, 3)):
-    return class_incremental_tasks(
-        load_data(root, "train"), load_data(root, "test"), increment=2, class_order=list(order)
-    )
 
 
 @pytest.fixture(scope="module")

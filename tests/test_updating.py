@@ -18,9 +18,8 @@ from dulbe_peft import (
     DualModeLoraConfig,
     LearnerArguments,
     class_incremental_tasks,
-    load_clip,
 )
-from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.demo import DigitImages
 from dulbe_peft.streams.tasks import select_classes
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
@@ -38,11 +37,6 @@ def digits():
         return DigitImages(data.images[rows], data.target[rows])
 
     return pick(0, 6), pick(6, 12), pick(12, 16), pick(0, 12)
-
-
-@pytest.fixture(scope="module")
-def base():
-    return load_clip(demo_model_folder())
 
 
 def make_learner(base, strategy="frozen", classifiers=("bridge", "prototype", "lda"), **fields):

@@ -54,7 +54,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
     if unknown:
         left_out = figures["not_learned"]["num_images"]
-        print(f"left out, because they were not learned: {', '.join(unknown)} ({counted(left_out, 'image')})", file=sys.stderr)
+        print(
+            f"left out, because they were not learned: {', '.join(unknown)} ({counted(left_out, 'image')})",
+            file=sys.stderr,
+        )
     if arguments.reject is not None:
         others: Any = select_classes(data, unknown) if unknown else []
         figures["rejection"] = _rejection(learner, arguments.reject, found, others)

@@ -15,9 +15,9 @@ from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
 from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE, INPUT
 from dulbe_peft.deployment.pixels import pixel_values
+from dulbe_peft.saving import PROCESSOR_FOLDER
 from dulbe_peft.state import LearnerState
 
-PROCESSOR_FOLDER = "processor"
 FOLDER = "path/to/this/folder"
 INSTALL = {
     "lora": "torch transformers peft safetensors pillow",

@@ -35,15 +35,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
 
 
 def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
-    """Draw the task matrix of the first classifier: how well each task's classes are known after each later task.
-
-    Args:
-        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
-        path: the picture's file, its format by the ending.
-
-    Raises:
-        ValueError: the results hold no accuracies.
-    """
+    """Draw how well each task's classes are known after each later task, by the first classifier (a file)."""
     matrix_figure(results).savefig(path, dpi=150)
 
 

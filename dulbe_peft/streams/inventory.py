@@ -14,7 +14,7 @@ import numpy as np
 from dulbe_peft.checks import check_int
 from dulbe_peft.streams.decoding import header_problem
 from dulbe_peft.streams.rows import row_source, undecoded
-from dulbe_peft.streams.samples import dataset_class_names, dataset_labels, item_name, source_item
+from dulbe_peft.streams.samples import carried_class_names, dataset_class_names, dataset_labels, item_name, source_item
 from dulbe_peft.streams.tasks import ClassSubset
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
@@ -193,10 +193,6 @@ def without(dataset: Any, indices: Iterable[int]) -> ClassSubset:
 
 def images_at(dataset: Any, indices: np.ndarray) -> ClassSubset:
     """The images at some positions of a data set that carries class names, with the same labels."""
-    names = dataset_class_names(dataset)
-    if names is None:
-        raise ValueError(
-            "the dataset carries no class names: use a reader of this library, or class_incremental_tasks"
-        )
+    names = carried_class_names(dataset)
     labels = dataset_labels(dataset)[indices]
     return ClassSubset(dataset, indices, labels, names, labels)

@@ -15,7 +15,7 @@ from dulbe_peft.streams.hub_data import hub_splits, is_saved
 from dulbe_peft.streams.inventory import Inventory, images_at, inspect_images, unreadable_lines, without
 from dulbe_peft.streams.npz import npz_splits
 from dulbe_peft.streams.readers import load_data
-from dulbe_peft.streams.samples import dataset_class_names, dataset_labels, source_item
+from dulbe_peft.streams.samples import carried_class_names, dataset_class_names, dataset_labels, source_item
 from dulbe_peft.streams.tasks import ClassSubset
 
 # ---------------------------------------------------------------------- holding images back
@@ -50,11 +50,7 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset,
     if fraction >= 1:
         raise ValueError(f"fraction must be below 1, got {fraction}: some images must be left to learn from")
     seed = check_int("seed", seed, 0)
-    names, labels = dataset_class_names(dataset), dataset_labels(dataset)
-    if names is None:
-        raise ValueError(
-            "the dataset carries no class names: use a reader of this library, or class_incremental_tasks"
-        )
+    names, labels = carried_class_names(dataset), dataset_labels(dataset)
     drawn = np.array([_draw(dataset, index, names[label], seed) for index, label in enumerate(labels)])
     tested = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):

@@ -1,0 +1,95 @@
+"""The answer "none of these": how many images are refused, of known and of unknown classes, at 5 % false alarms.
+
+Nothing is trained, so every image is encoded once. Each seed draws the known classes, 70 % of all, and their images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sklearn.metrics import roc_auc_score
+
+from benchmarks import common
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from dulbe_peft.classifiers import Classifier, make_classifiers
+from dulbe_peft.demo import demo_model_folder, digit_tasks
+
+SPECS = ("bridge", "prototype", "lda", "ranpac")
+SHARE, KNOWN = 0.05, 0.7
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=2, model=None)
+    options.add_argument("--clip", default="demo", help="the packaged demo model, or a folder")
+    options.add_argument("--data", default="digits", help="the demo's digits, or data as for `dulbe-peft run`")
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
+    options.add_argument("--images", type=int, nargs="+", default=[2, 4, 8, 50], help="training images of each class")
+    options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    values = common.parse(options, argv)
+    features = encoded(values)
+    rows = []
+    for images in values.images[:1] if values.quick else values.images:
+        found = [refused(features, images, values.increment, seed) for seed in range(values.repeats)]
+        for name in found[0]:
+            for figure in found[0][name]:
+                drawn = [common.rounded(draw[name][figure]) for draw in found]
+                what = f"{name}, {images} images a class, {common.model_name(values.data)}: {figure}"
+                rows.append(common.value_row(what, common.rounded(sum(drawn) / len(drawn)), "%") | {"each": drawn})
+    common.write("rejection", values, argv, rows)
+
+
+def encoded(values: Any) -> dict[str, Any]:
+    """Unit features and labels of the training and of the test images, the classes' text embeddings, and tau."""
+    if values.data == "digits":
+        (task,) = digit_tasks(10)
+        train, test = task.train, task.test
+    else:
+        train, test = load_data(values.data, "train"), load_data(values.data, "test")
+    model, processor = load_dual_encoder(str(demo_model_folder()) if values.clip == "demo" else values.clip)
+    args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
+    return {
+        "train": learner.image_embeds(train),
+        "y": torch.as_tensor(train.labels),
+        "test": learner.image_embeds(test),
+        "truth": torch.as_tensor(test.labels),
+        "text": learner.encoder.text_embeds(train.class_names),
+        "names": train.class_names,
+        "scale": learner.logit_scale,
+    }
+
+
+def refused(features: dict[str, Any], images: int, increment: int, seed: int) -> dict[str, dict[str, float]]:
+    """Classifier -> percent of the test images that are refused, of known and of unknown classes, and the AUROC."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(features["names"]), generator=generator)
+    known = order[: int(len(order) * KNOWN)]
+    classifiers = make_classifiers(SPECS, features["train"].shape[1], features["scale"], {})
+    seen: list[int] = []
+    for group in known.split(increment):
+        rows = [(features["y"] == label).nonzero()[:, 0] for label in group]
+        rows = [members[torch.randperm(len(members), generator=generator)[:images]] for members in rows]
+        labels = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(members) for members in rows]))
+        seen += group.tolist()
+        for classifier in classifiers.values():
+            names = [features["names"][label] for label in group.tolist()]
+            classifier.add_classes(names, features["train"][torch.cat(rows)], labels, features["text"][seen])
+    is_known = torch.isin(features["truth"], known)
+    return {name: figures(classifier, features["test"], is_known) for name, classifier in classifiers.items()}
+
+
+@torch.no_grad()
+def figures(classifier: Classifier, test: torch.Tensor, is_known: torch.Tensor) -> dict[str, float]:
+    sure = classifier.probabilities(test).amax(dim=1)
+    below = (sure < classifier.rejection_threshold(SHARE)).double()
+    return {
+        "known refused": 100 * below[is_known].mean().item(),
+        "unknown found": 100 * below[~is_known].mean().item(),
+        "area under the ROC curve": 100 * float(roc_auc_score(is_known.numpy(), sure.numpy())),
+    }
+
+
+if __name__ == "__main__":
+    main()
