@@ -54,6 +54,19 @@ class StreamArguments:
     test_fraction: float | None = dataclasses.field(
         default=None, metadata={"help": "Without a test split: how much of each class to hold back for tests."}
     )
+    validation_fraction: float | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Test on this share of each class's training images, which are then not learned, and leave the "
+            "test images alone: for choosing settings."
+        },
+    )
+    images_per_class: int | None = dataclasses.field(
+        default=None, metadata={"help": "Learn from at most so many images of each class, drawn at random."}
+    )
+    draw_seed: int = dataclasses.field(
+        default=0, metadata={"help": "Seed of the images that are drawn, or held back for --validation-fraction."}
+    )
     skip_unreadable: bool = dataclasses.field(
         default=False, metadata={"help": "Leave images out that cannot be read, instead of stopping."}
     )

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.data import open_data
+from dulbe_peft.commands.data import open_data, say
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.progress import Past
 
-FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable")
+_DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
+FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", *_DRAWS)
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -20,8 +21,10 @@ def source_of(settings: Any) -> dict[str, Any]:
     Args:
         settings: an object with those of `FIELDS` that the command has.
     """
+    from dulbe_peft.streams.digits import DEMO_DIGITS
+
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
-    if not source["data"].startswith("hf:"):
+    if not source["data"].startswith("hf:") and (source["data"] != DEMO_DIGITS or Path(DEMO_DIGITS).exists()):
         source["data"] = str(Path(source["data"]).absolute())
     return source
 
@@ -33,7 +36,9 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
         report: say what was found.
     """
-    return open_data(
+    from dulbe_peft.streams.splits import draw_per_class, hold_out
+
+    train, test = open_data(
         source["data"],
         source["train_split"],
         source["test_split"],
@@ -41,6 +46,15 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source.get("skip_unreadable", False),
         report,
     )
+    fraction, count, seed = (source.get(name) for name in _DRAWS)
+    if fraction is not None:
+        train, test = hold_out(train, fraction, seed or 0)
+    if count is not None:
+        train = draw_per_class(train, count, seed or 0)
+    if report and (fraction is not None or count is not None):
+        tested = "" if test is None else f", tested on {len(test)}" + (" of the training images" if fraction else "")
+        say(f"learned from {len(train)} images{tested}")
+    return train, test
 
 
 def reopen_tests(past: Past, look: bool) -> list[Any]:
