@@ -131,30 +131,69 @@ def _converter(kinds: tuple[Any, ...]) -> Any:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The YAML file's settings, with the flags' on top."""
-    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    hints = {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
-    known = set(hints)
     settings: dict[str, Any] = {}
     if arguments.config:
-        import yaml
-
         path = Path(arguments.config)
-        if not path.is_file():
-            raise FileNotFoundError(f"configuration file {str(path)!r} does not exist")
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
-        if not isinstance(loaded, dict):
-            kind = type(loaded).__name__
-            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got a {kind}")
-        for name in loaded:
-            if name not in known:
-                hint = closest(str(name), sorted(known)).partition(" (known")[0]
-                raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
-        settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
-    settings.update({name: value for name, value in vars(arguments).items() if name in known})
-    return settings
+        settings = setting_values(read_yaml(path, "configuration"), f"configuration file {str(path)!r}")
+    return settings | {name: value for name, value in vars(arguments).items() if name in _hints()}
+
+
+def read_yaml(path: Path, kind: str) -> dict[str, Any]:
+    """The names and values of a YAML file.
+
+    Args:
+        path: the file.
+        kind: what messages call it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, or holds something else.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{kind} file {str(path)!r} does not exist")
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{kind} file {str(path)!r} is not YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{kind} file {str(path)!r} must hold names and values, got a {type(loaded).__name__}")
+    return loaded
+
+
+def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
+    """Settings as a YAML file gives them, as they were meant.
+
+    Args:
+        loaded: names and values.
+        owner: what messages call the thing that has the settings.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    hints = _hints()
+    for name in loaded:
+        if name not in hints:
+            hint = closest(str(name), sorted(hints)).partition(" (known")[0]
+            raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
+    return {name: _from_yaml(value, hints[name]) for name, value in loaded.items()}
+
+
+def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraConfig, LearnerArguments]:
+    """The settings of a run as the three objects that check them.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value is of another type.
+    """
+    return pick(StreamArguments, settings), pick(DualModeLoraConfig, settings), pick(LearnerArguments, settings)
+
+
+def _hints() -> dict[str, Any]:
+    """Name -> type of every setting of a run."""
+    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
+    return {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
 
 
 def _from_yaml(value: Any, hint: Any) -> Any:
