@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifier
+from dulbe_peft.classifiers import CLASSIFIERS, METHOD_CLASSIFIERS, Classifier, make_classifier
 from dulbe_peft.commands.settings import read_yaml, setting_values, validated
 from dulbe_peft.specs import closest, parse_spec
 from dulbe_peft.strategies import make_strategy
@@ -108,7 +108,7 @@ class Plan:
     def rows(self, method: str) -> list[Row]:
         """The rows of a method: the plan's classifiers and the method's own, with every drift that means something."""
         strategy = self.strategy(method)
-        own = [] if strategy.classifiers == Strategy.classifiers else list(strategy.classifiers)
+        own = [spec for spec in strategy.classifiers if parse_spec(spec)[0] in METHOD_CLASSIFIERS]
         named = {parse_spec(spec)[0] for spec in self.classifiers}
         specs = [*self.classifiers, *(spec for spec in own if parse_spec(spec)[0] not in named)]
         rows = []
