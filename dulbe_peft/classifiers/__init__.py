@@ -125,7 +125,7 @@ for _cls in (
     RanpacClassifier,
 ):
     register_classifier(_cls)
-for _cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
-    register_classifier(_cls)
+for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
+    register_classifier(_method_cls)
 # Classifiers that are a part of one method each.
 METHOD_CLASSIFIERS = (VisualAgentClassifier.name, RapfClassifier.name, BofaClassifier.name)
