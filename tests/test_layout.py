@@ -97,6 +97,7 @@ ORDER = [
     "training",
     "updating",
     "card",
+    "openclip",
     "base_models",
     "saving",
     "progress",
@@ -132,6 +133,7 @@ ORDER = [
     "commands.evaluate",
     "commands.report",
     "commands.export",
+    "commands.convert_openclip",
     "commands.env",
     "cli",
 ]
