@@ -250,7 +250,7 @@ class ClassIncrementalLearner:
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
             if has_text(self.clip):
-                self.encoder.tokens((*self.class_names, *names))
+                self.encoder.check_prompts((*self.class_names, *names))
         check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)

@@ -94,6 +94,10 @@ def add_flag(group: Any, field: Any, hint: Any) -> argparse.Action:
         return group.add_argument(
             flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
         )
+    if field.metadata.get("repeated"):
+        return group.add_argument(
+            flag, dest=field.name, help=text, action="append", metavar="STR", default=argparse.SUPPRESS
+        )
     kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
     metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
     return group.add_argument(
@@ -141,7 +145,22 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
                 raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
         settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
     settings.update({name: value for name, value in vars(arguments).items() if name in known})
+    if "prompt_template" in settings:
+        settings["prompt_template"] = _lines_of_files(settings["prompt_template"])
     return settings
+
+
+def _lines_of_files(value: Any) -> Any:
+    """A text or a list of texts; in the place of a text that names a file stand the file's lines."""
+    if not isinstance(value, (str, list)):
+        return value
+    texts: list[Any] = []
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and "{}" not in text and Path(text).is_file():
+            texts += [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            texts.append(text)
+    return texts
 
 
 def _from_yaml(value: Any, hint: Any) -> Any:
