@@ -154,7 +154,7 @@ class Encoder:
 
     def check_prompts(self, names: Sequence[str]) -> None:
         """Raise a `ValueError` where a prompt is too long, or two classes give the same one, with any template."""
-        for template in {*self.args.templates, self.args.training_template}:
+        for template in (None, *self.args.templates):
             self.tokens(names, template)
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:

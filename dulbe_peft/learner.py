@@ -503,6 +503,7 @@ class ClassIncrementalLearner:
         *,
         known_tests: Sequence[Any] | None = None,
         source: dict[str, Any] | None = None,
+        check_zero_shot: Callable[[float | None], None] | None = None,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -519,6 +520,8 @@ class ClassIncrementalLearner:
                 none.
             source: where the data of `tasks` came from, written to `sources.json` as it is, with what tells the test
                 data from others.
+            check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
+                or None where it has none; it raises to stop the run.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
@@ -529,13 +532,13 @@ class ClassIncrementalLearner:
                 (the message names what differs), or holds tasks and `resume` is off.
         """
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, check_zero_shot)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, check_zero_shot)
         finally:
             self._accelerator.end_training()
             self._accelerator = None

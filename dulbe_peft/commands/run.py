@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -69,18 +70,21 @@ def run(arguments: argparse.Namespace) -> int:
         check_run_folder(stream.data, stream.output)
     import torch
 
-    from dulbe_peft.backbone import load_dual_encoder
+    from dulbe_peft.backbone import load_dual_encoder, with_image_resize
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
     from dulbe_peft.specs import split_specs
     from dulbe_peft.strategies import make_strategy
+    from dulbe_peft.streams.protocols import check_zero_shot
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks: Any = stream_tasks(stream) if stream.data else None
     model: Any
     model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+    if stream.image_resize:
+        processor = with_image_resize(processor, model, stream.image_resize)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model
@@ -100,7 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(describe_stream(make_learner, args, tasks))
         return 0
     learner = make_learner(args)
-    results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream))
+    check: Any = None
+    if stream.expected_zero_shot is not None:
+        check = partial(check_zero_shot, expected=stream.expected_zero_shot, tolerance=stream.zero_shot_tolerance)
+    results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream), check_zero_shot=check)
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))
@@ -111,10 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
+    from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.samples import carried_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
     train, test = open_source(source_of(stream))
+    check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
     names = carried_class_names(train)
     order: Any = stream.class_order
     if order is not None and order != "icarl":

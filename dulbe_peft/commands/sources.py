@@ -11,7 +11,7 @@ from dulbe_peft.commands.data import open_data
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.progress import Past
 
-FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable")
+FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -23,6 +23,8 @@ def source_of(settings: Any) -> dict[str, Any]:
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
     if not source["data"].startswith("hf:"):
         source["data"] = str(Path(source["data"]).absolute())
+    if source.get("class_names"):
+        source["class_names"] = str(Path(source["class_names"]).absolute())
     return source
 
 
@@ -33,7 +35,9 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
         report: say what was found.
     """
-    return open_data(
+    from dulbe_peft.streams.protocols import rename_classes
+
+    train, test = open_data(
         source["data"],
         source["train_split"],
         source["test_split"],
@@ -41,6 +45,10 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source.get("skip_unreadable", False),
         report,
     )
+    names = source.get("class_names")
+    if names:
+        train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
+    return train, test
 
 
 def reopen_tests(past: Past, look: bool) -> list[Any]:
