@@ -78,12 +78,9 @@ def load_dual_encoder(
         (768, 224)
     """
     name = _checked_name(name_or_path)
-    model_type = _model_type(name, revision)
-    if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    record = _record(name, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    record = ENCODERS[model_type]
     model = getattr(transformers, record.model).from_pretrained(
         name,
         revision=revision or "main",
@@ -92,6 +89,24 @@ def load_dual_encoder(
         **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
     return model.eval(), load_processor(name, model, revision)
+
+
+def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
+    """A served encoder on the meta device: the shapes that its `config.json` asks for, without weights.
+
+    Args:
+        name_or_path: folder, or Hub id; no weight of it is read or downloaded.
+        revision: Hub revision.
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: the model there is of a type that is not served.
+    """
+    name = _checked_name(name_or_path)
+    kind = getattr(transformers, _record(name, revision).model)
+    config = kind.config_class.from_pretrained(name, revision=revision or "main")
+    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
+        return kind._from_config(config, attn_implementation="eager").eval()
 
 
 def load_clip(
@@ -119,6 +134,13 @@ def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     return name
+
+
+def _record(name: str, revision: str | None) -> DualEncoder:
+    model_type = _model_type(name, revision)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    return ENCODERS[model_type]
 
 
 def _model_type(name: str, revision: str | None) -> str | None:
@@ -289,7 +311,7 @@ def _configured(model: Any, path: str) -> Any:
     return reduce(getattr, path.split("."), model.config)
 
 
-def _longest_text(model: Any) -> int:
+def longest_text(model: Any) -> int:
     """How many tokens of a text the model takes, the special ones included."""
     text = model.config.text_config
     return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
@@ -351,7 +373,7 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
             the same tokens.
     """
     _check_text(model)
-    record, longest = encoder_of(model), _longest_text(model)
+    record, longest = encoder_of(model), longest_text(model)
     rows = processor.tokenizer(list(prompts))["input_ids"]
     seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, rows, strict=True):

@@ -99,6 +99,7 @@ ORDER = [
     "updating",
     "card",
     "openclip",
+    "cost",
     "base_models",
     "saving",
     "progress",
@@ -135,6 +136,7 @@ ORDER = [
     "commands.report",
     "commands.export",
     "commands.convert_openclip",
+    "commands.cost",
     "commands.env",
     "cli",
 ]
