@@ -43,20 +43,23 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
     return counts | {"total": every + counts["bases"]}
 
 
-def kept_parameters(model: Any, tasks: int) -> dict[str, int]:
+def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int]:
     """How many numbers an adapter that is not merged keeps for use; a merged one keeps none.
 
     Args:
         model: a model from `get_peft_model`.
+        strategy: what trained it.
         tasks: how many tasks it has learned.
 
     Returns:
-        `history`, P and B of all tasks; `text`, the text tower's LoRA; and `total`.
+        `history`, P and B of all tasks, or one pair where the strategy trains on the same from task to task; `text`,
+        the text tower's LoRA; and `total`.
     """
     layers = model.dual_mode_layers().values()
     rank = sum(layer.dulbe_P["default"].shape[1] * (layer.in_features + layer.out_features) for layer in layers)
     text = sum(p.numel() for name, p in model.named_parameters() if ".dulbe_text_" in name)
-    return {"history": tasks * rank, "text": text, "total": tasks * rank + text}
+    history = rank * (tasks if strategy.folds else 1)
+    return {"history": history, "text": text, "total": history + text}
 
 
 def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
@@ -75,7 +78,7 @@ def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
     passes = {"image": partial(unit_image_embeds, base, torch.zeros(1, 3, size, size, device=device))}
     if has_text(base):
         ids = torch.zeros(1, longest_text(base), dtype=torch.int64, device=device)
-        passes["text"] = partial(unit_text_embeds, base, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        passes["text"] = partial(unit_text_embeds, base, {"input_ids": ids})
     counts = {}
     for name, forward in passes.items():
         # torch's counter does not know the product in place, with which the adapter adds its update.
@@ -191,7 +194,7 @@ def cost(
         found |= {
             "layers": len(model.dual_mode_layers()),
             "trainable": trainable_parameters(model, strategy),
-            "kept": kept_parameters(model, tasks),
+            "kept": kept_parameters(model, strategy, tasks),
             "multiply_adds_unmerged": multiply_adds(model, adapted=True),
             "statistics": statistics_bytes(shared_inputs(model).values(), model.active_peft_config.support_rank),
         }
