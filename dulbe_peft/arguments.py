@@ -72,7 +72,17 @@ class LearnerArguments:
             "choices": ("exact", "sketch"),
         },
     )
-    prompt_template: str = field(default="a photo of a {}.", metadata={"help": "Prompt; {} takes the class name."})
+    prompt_template: str | tuple[str, ...] = field(
+        default="a photo of a {}.",
+        metadata={
+            "help": "Prompt; {} takes the class name. Of several, classifiers take the mean of the unit text "
+            "embeddings. Give several as a list, as a text file with one a line, or as one flag each.",
+            "repeated": True,
+        },
+    )
+    training_template: str | None = field(
+        default=None, metadata={"help": "Prompt that training uses. None: prompt_template, of several the first."}
+    )
     class_name_style: str = field(
         default="verbatim",
         metadata={"help": "Class names as they are, or underscores as spaces.", "choices": ("verbatim", "spaces")},
@@ -138,5 +148,22 @@ class LearnerArguments:
             raise TypeError(f"log_with must be a tracker's name, got {self.log_with!r}")
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a text such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
-        if not isinstance(self.prompt_template, str) or self.prompt_template.count("{}") != 1:
-            raise ValueError(f"prompt_template must be a text with exactly one {{}}, got {self.prompt_template!r}")
+        given: Any = self.prompt_template
+        if isinstance(given, (list, tuple)):  # one in a list is the same setting as the text alone
+            object.__setattr__(self, "prompt_template", given[0] if len(given) == 1 else tuple(given))
+        for template in self.templates or (given,):
+            _check_template("prompt_template", template)
+        if len(set(self.templates)) < len(self.templates):
+            raise ValueError(f"prompt_template has the same text twice: {list(self.templates)}")
+        if self.training_template is not None:
+            _check_template("training_template", self.training_template)
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """The prompts that classifiers see, one or several."""
+        return self.prompt_template if isinstance(self.prompt_template, tuple) else (self.prompt_template,)
+
+
+def _check_template(name: str, template: Any) -> None:
+    if not isinstance(template, str) or template.count("{}") != 1:
+        raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r}")

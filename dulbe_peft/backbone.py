@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConf
 from dulbe_peft.encoders import ENCODERS, DualEncoder, served
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+IMAGE_RESIZES = ("crop", "squash")
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,9 @@ def load_dual_encoder(
         (768, 224)
     """
     name = _checked_name(name_or_path)
-    model_type = _model_type(name, revision)
-    if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    record = _record(name, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    record = ENCODERS[model_type]
     model = getattr(transformers, record.model).from_pretrained(
         name,
         revision=revision or "main",
@@ -92,6 +90,24 @@ def load_dual_encoder(
         **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
     return model.eval(), load_processor(name, model, revision)
+
+
+def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
+    """A served encoder on the meta device: the shapes that its `config.json` asks for, without weights.
+
+    Args:
+        name_or_path: folder, or Hub id; no weight of it is read or downloaded.
+        revision: Hub revision.
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: the model there is of a type that is not served.
+    """
+    name = _checked_name(name_or_path)
+    kind = getattr(transformers, _record(name, revision).model)
+    config = kind.config_class.from_pretrained(name, revision=revision or "main")
+    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
+        return kind._from_config(config, attn_implementation="eager").eval()
 
 
 def load_clip(
@@ -128,6 +144,13 @@ def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
     return name
 
 
+def _record(name: str, revision: str | None) -> DualEncoder:
+    model_type = _model_type(name, revision)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    return ENCODERS[model_type]
+
+
 def _model_type(name: str, revision: str | None) -> str | None:
     # The plain file: transformers' own reader raises on a type that it does not know, without naming what is served.
     try:
@@ -161,6 +184,33 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     if record.padding == "max_length":
         _match_training(tokenizer)
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
+    """A processor like this one that brings images to the model's size in another way.
+
+    Args:
+        processor: the processor of a CLIP.
+        model: the model.
+        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
+
+    Raises:
+        ValueError: `resize` is something else, or the image processor cannot crop.
+    """
+    if resize not in IMAGE_RESIZES:
+        raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
+    old, size = processor.image_processor, image_size(model)
+    if not hasattr(old, "do_center_crop"):
+        raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave it out")
+    square, crop = {"height": size, "width": size}, resize == "crop"
+    new = type(old).from_dict(
+        old.to_dict()
+        | {"do_resize": True, "do_center_crop": crop, "size": {"shortest_edge": size} if crop else square}
+        | {"crop_size": square}
+    )
+    if isinstance(processor, ImageOnlyProcessor):
+        return ImageOnlyProcessor(new)
+    return type(processor)(image_processor=new, tokenizer=processor.tokenizer)
 
 
 def _match_training(tokenizer: Any) -> None:
@@ -269,7 +319,7 @@ def _configured(model: Any, path: str) -> Any:
     return reduce(getattr, path.split("."), model.config)
 
 
-def _longest_text(model: Any) -> int:
+def longest_text(model: Any) -> int:
     """How many tokens of a text the model takes, the special ones included."""
     text = model.config.text_config
     return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
@@ -331,7 +381,7 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
             the same tokens.
     """
     _check_text(model)
-    record, longest = encoder_of(model), _longest_text(model)
+    record, longest = encoder_of(model), longest_text(model)
     rows = processor.tokenizer(list(prompts))["input_ids"]
     seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, rows, strict=True):

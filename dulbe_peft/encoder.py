@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch._functorch.config
 from accelerate.utils import send_to_device
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -144,11 +145,17 @@ class Encoder:
 
     # ------------------------------------------------------------------ class names
 
-    def tokens(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What the text tower takes for the names' prompts; see `backbone.tokenize`."""
-        prompts = format_prompts(names, self.args.prompt_template, self.args.class_name_style)
+    def tokens(self, names: Sequence[str], template: str | None = None) -> dict[str, torch.Tensor]:
+        """What the text tower takes for the names' prompts, those of training where no template is given."""
+        args = self.args
+        prompts = format_prompts(names, template or args.training_template or args.templates[0], args.class_name_style)
         batch = tokenize(self.processor, prompts, self.clip)
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def check_prompts(self, names: Sequence[str]) -> None:
+        """Raise a `ValueError` where a prompt is too long, or two classes give the same one, with any template."""
+        for template in (None, *self.args.templates):
+            self.tokens(names, template)
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
@@ -159,7 +166,17 @@ class Encoder:
         with self.autocast():
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
-    def text_embeds(self, names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d), encoded in chunks."""
+    def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
+        """Unit text embeddings of classes, (classes, d), encoded in chunks.
+
+        Args:
+            names: of the classes.
+            training: with the template of training, as losses see the classes. Else the mean over all templates of
+                their unit embeddings, brought to unit length again, as classifiers see the classes.
+        """
+        templates = (None,) if training else self.args.templates
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
-        return torch.cat([self.token_embeds(self.tokens(chunk)) for chunk in chunks])
+        each = [
+            torch.cat([self.token_embeds(self.tokens(chunk, template)) for chunk in chunks]) for template in templates
+        ]
+        return each[0] if len(each) == 1 else F.normalize(torch.stack(each).mean(dim=0), dim=1)

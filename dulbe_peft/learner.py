@@ -252,7 +252,7 @@ class ClassIncrementalLearner:
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
             if has_text(self.clip):
-                self.encoder.tokens((*self.class_names, *names))
+                self.encoder.check_prompts((*self.class_names, *names))
         check_same_in_all((names, labels.tolist()), "class names or labels")
         self.profile.clear()
         images = self.encoder.images(dataset, labels, keep=True)
@@ -499,6 +499,7 @@ class ClassIncrementalLearner:
         known_tests: Sequence[Any] | None = None,
         source: dict[str, Any] | None = None,
         keep_features: bool = False,
+        check_zero_shot: Callable[[float | None], None] | None = None,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -518,6 +519,8 @@ class ClassIncrementalLearner:
             keep_features: write what the classifiers saw of each task to `features/task-001.safetensors` and so on:
                 the features of its training images and of all test images. `recording.replay` asks other classifiers
                 later, without training again.
+            check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
+                or None where it has none; it raises to stop the run.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
@@ -528,13 +531,13 @@ class ClassIncrementalLearner:
                 (the message names what differs), or holds tasks and `resume` is off.
         """
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
         finally:
             self._accelerator.end_training()
             self._accelerator = None

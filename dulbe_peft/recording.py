@@ -6,9 +6,10 @@ Training never looks at a classifier. So one trained stream serves every classif
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -118,6 +119,7 @@ def replay(
     drift: str = "none",
     text_embeds: str = "current",
     seed: int = 0,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Answers], Classifier]:
     """Teach one classifier a stream whose features are known, and test it after every task.
 
@@ -130,6 +132,7 @@ def replay(
         drift: as in `LearnerArguments`; "linear" needs features from before each task.
         text_embeds: as in `LearnerArguments`.
         seed: of classifiers that draw random numbers.
+        defaults: settings for a classifier that has them; what `spec` says comes first.
 
     Returns:
         One entry for each task, and the classifier after the last one.
@@ -144,7 +147,7 @@ def replay(
     if drift == "linear" and any(task.closing.before is None for task in tasks[1:]):
         raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
     name = spec.partition(":")[0]
-    made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
+    made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale, defaults)}
     if made[name].needs_text and any(task.texts is None for task in tasks):
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -75,6 +75,7 @@ def run_stream(
     known_tests: Sequence[Any] | None = None,
     source: dict[str, Any] | None = None,
     keep_features: bool = False,
+    check_zero_shot: Callable[[float | None], None] | None = None,
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
@@ -94,7 +95,7 @@ def run_stream(
         on_main_process(partial(_lock_folder, output, held))
         run = _open_run(learner, stream, output, resume, known_tests, source)
         run.keep_features = keep_features
-        return run.finish()
+        return run.finish(check_zero_shot)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -177,10 +178,12 @@ class Run:
         before = padded(self.past.zero_shot, len(self))
         return [new if old is None else old for old, new in zip(before, figures, strict=True)]
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, check_zero_shot: Callable[[float | None], None] | None = None) -> dict[str, Any]:
         """Learn what is not learned yet, and write the results."""
         if len(self.past.tasks) < len(self) or self.new:
             zero_shot = self.zero_shot()
+            if check_zero_shot is not None:
+                check_zero_shot(zero_shot[-1])
             self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
             if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
                 self.past.rows[-1] = self.measured(len(self.known)) or self.past.rows[-1]

@@ -160,7 +160,7 @@ class TaskTrainer:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
         features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
         with torch.no_grad():
-            text = self.encoder.text_embeds(names)
+            text = self.encoder.text_embeds(names, training=True)
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
@@ -243,14 +243,15 @@ class TaskTrainer:
         if not self.seen or TEACHER not in self.strategy.needs:
             return None
         with torch.no_grad():
-            return self.encoder.text_embeds(self.seen)
+            return self.encoder.text_embeds(self.seen, training=True)
 
     def _wrong_logit(self, images: PixelDataset, names: Sequence[str]) -> float:
         """Mean logit of the wrong classes over the task's images, by the model as it is."""
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            logits = self.logit_scale * self.encoder.dataset_embeds(images) @ self.encoder.text_embeds(names).T
+            text = self.encoder.text_embeds(names, training=True)
+            logits = self.logit_scale * self.encoder.dataset_embeds(images) @ text.T
             labels = torch.as_tensor(images.labels, device=logits.device)
             right = logits.gather(1, labels[:, None]).sum()
         self.model.train(training)

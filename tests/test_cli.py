@@ -21,7 +21,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.run import stream_tasks
-from dulbe_peft.commands.settings import StreamArguments, fields_of, pick, settings_of
+from dulbe_peft.commands.settings import StreamArguments, pick, settings_of, validated
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
@@ -230,9 +230,9 @@ def test_yaml_s_own_readings_of_numbers_and_of_no(tmp_path, monkeypatch):
     )
     seen = []
     monkeypatch.setattr(dulbe_peft.commands.run, "stream_tasks", lambda stream: seen.append(stream) or 1 / 0)
-    real = pick
+    real = validated
     monkeypatch.setattr(
-        dulbe_peft.commands.run, "pick", lambda cls, settings: seen.append(real(cls, settings)) or seen[-1]
+        dulbe_peft.commands.run, "validated", lambda settings: seen.extend(real(settings)) or tuple(seen[-3:])
     )
     with pytest.raises(ZeroDivisionError):
         main(["run", "--config", str(tmp_path / "run.yaml")])
@@ -246,7 +246,7 @@ def test_version(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out == f"dulbe_peft {dulbe_peft.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "evaluate", "report", "export", "env"])
+@pytest.mark.parametrize("command", ["demo", "run", "evaluate", "report", "compare", "export", "cost", "env"])
 def test_help_fits_a_screen(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -30,18 +30,12 @@ def describe_model(model: Any, strategy: Any) -> str:
     """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
     if not strategy.adapts:
         return "nothing is trained, no layer is adapted"
-    import torch
-
-    from dulbe_peft.backbone import image_size, unit_image_embeds
-    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+    from dulbe_peft.cost import shared_inputs, statistics_bytes, trainable_parameters
     from dulbe_peft.streams.inventory import counted
 
-    config, clip, layers = model.active_peft_config, model.get_base_model(), model.dual_mode_layers()
-    image = torch.zeros(1, 3, image_size(clip), image_size(clip))
+    config, layers = model.active_peft_config, model.dual_mode_layers()
     # Raises where an image does not pass through a layer: better now than after the first task.
-    statistics = collect_statistics(
-        model, [image], lambda _, batch: unit_image_embeds(clip, batch), into=OccupationStatistics()
-    )
+    statistics = statistics_bytes(shared_inputs(model).values(), config.support_rank)
     kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
     lines = []
     for (kind, width, height), count in kinds.items():
@@ -50,13 +44,12 @@ def describe_model(model: Any, strategy: Any) -> str:
             f"{kind}  {width} -> {height}  {counted(count, 'layer')}  shared {config.shared_rank}  "
             f"residual {config.residual_rank}  support <= {support}"
         )
-    bases = sum(layer.dulbe_P["default"].numel() for layer in layers.values()) * strategy.trains_bases
-    visual = bases + sum(p.numel() for p in (*model.shared_parameters(), *model.residual_parameters()))
-    total = bases + sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = trainable_parameters(model, strategy)
+    total, other = trained["total"], trained["other"]
     lines.append(f"adapted visual layers: {len(layers)}")
-    lines.append(f"trainable parameters: {total:,} ({visual:,} visual, {total - visual:,} other)")
+    lines.append(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
     if strategy.remembers_inputs:
-        lines.append(f"statistics: {statistics.nbytes / 2**20:.2f} MiB")
+        lines.append(f"statistics: {statistics['exact'] / 2**20:.2f} MiB")
     return "\n".join(lines)
 
 

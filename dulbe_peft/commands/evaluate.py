@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
     add_learner(parser)
     parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
     parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
+    parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
     parser.add_argument(
         "--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms'
     )
@@ -32,12 +33,15 @@ def add(commands: Any) -> None:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
     from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.streams.protocols import rename_classes
     from dulbe_peft.streams.readers import load_data
     from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
     from dulbe_peft.streams.tasks import select_classes
 
     learner = load_learner(arguments)
-    data = load_data(arguments.data, split=arguments.split or None)
+    data: Any = load_data(arguments.data, split=arguments.split or None)
+    if arguments.class_names:
+        data = rename_classes(data, arguments.class_names)
     carried = dataset_class_names(data) or ()
     known = [name for name in carried if name in set(learner.class_names)]
     if not known:

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--no-update", action="store_true", help="leave out images of classes that are known")
     hints = get_type_hints(StreamArguments)
     for field in fields_of(StreamArguments):
-        if field.name in ("train_split", "test_split", "test_fraction", "skip_unreadable"):
+        if field.name in ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names"):
             add_flag(parser, field, hints[field.name])
             parser.set_defaults(**{field.name: field.default})
     parser.set_defaults(call=learn, resumes=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -68,6 +69,7 @@ class Setup:
         model: the adapted model, or the pristine one where nothing is trained.
         tasks: the stream; None where no data is named.
         make_learner: makes the learner with some settings.
+        check_zero_shot: raises where the pristine model is not as good as the settings say; None: they say nothing.
     """
 
     stream: StreamArguments
@@ -76,6 +78,7 @@ class Setup:
     model: Any
     tasks: Any
     make_learner: Callable[[LearnerArguments], Any]
+    check_zero_shot: Callable[[float | None], None] | None
 
 
 def set_up(settings: dict[str, Any]) -> Setup:
@@ -85,16 +88,19 @@ def set_up(settings: dict[str, Any]) -> Setup:
         check_run_folder(stream.data, stream.output)
     import torch
 
-    from dulbe_peft.backbone import load_dual_encoder
+    from dulbe_peft.backbone import load_dual_encoder, with_image_resize
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.specs import split_specs
     from dulbe_peft.strategies import make_strategy
+    from dulbe_peft.streams.protocols import check_zero_shot
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks: Any = stream_tasks(stream) if stream.data else None
     model: Any
     model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+    if stream.image_resize:
+        processor = with_image_resize(processor, model, stream.image_resize)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model
@@ -106,12 +112,16 @@ def set_up(settings: dict[str, Any]) -> Setup:
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
-    return Setup(stream, args, strategy, model, tasks, make_learner)
+    check = None
+    if stream.expected_zero_shot is not None:
+        check = partial(check_zero_shot, expected=stream.expected_zero_shot, tolerance=stream.zero_shot_tolerance)
+    return Setup(stream, args, strategy, model, tasks, make_learner, check)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Learn, or say what would be learned."""
     settings = settings_of(arguments)
+    validated(settings)
     dry = settings.get("dry_run", False)
     for name in ("model",) if dry else ("model", "data", "output"):
         if not settings.get(name):
@@ -129,7 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(describe_stream(setup.make_learner, setup.args, setup.tasks))
         return 0
     learner = setup.make_learner(setup.args)
-    results = learner.run(setup.tasks, stream.output, resume=stream.resume, source=source_of(stream))
+    source, check = source_of(stream), setup.check_zero_shot
+    results = learner.run(setup.tasks, stream.output, resume=stream.resume, source=source, check_zero_shot=check)
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))
@@ -140,10 +151,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
+    from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.samples import carried_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
     train, test = open_source(source_of(stream))
+    check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
     names = carried_class_names(train)
     order: Any = stream.class_order
     if order is not None and order != "icarl":

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checks import check_number
 from dulbe_peft.specs import closest
 
 
@@ -70,11 +71,44 @@ class StreamArguments:
     skip_unreadable: bool = dataclasses.field(
         default=False, metadata={"help": "Leave images out that cannot be read, instead of stopping."}
     )
+    class_names: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name "
+            "for each class in the order of the data. None: the names that the data carries."
+        },
+    )
     class_order: str | None = dataclasses.field(
         default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
     )
     order_seed: int | None = dataclasses.field(
         default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
+    )
+    image_resize: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Short side to the model's size and centre crop, or the whole image to a square. None: as the "
+            "model's processor does.",
+            "choices": ("crop", "squash"),
+        },
+    )
+    expected_classes: int | None = dataclasses.field(
+        default=None, metadata={"help": "Stop before anything else where the data has another number of classes."}
+    )
+    expected_train: int | None = dataclasses.field(
+        default=None, metadata={"help": "Stop where there are not so many images to learn from."}
+    )
+    expected_test: int | None = dataclasses.field(
+        default=None, metadata={"help": "Stop where there are not so many images to test on."}
+    )
+    expected_zero_shot: float | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Stop before training where the pristine model has another accuracy, in percent, over all classes."
+        },
+    )
+    zero_shot_tolerance: float = dataclasses.field(
+        default=1.0, metadata={"help": "How far from expected_zero_shot it may be, in points of percent."}
     )
     revision: str | None = dataclasses.field(default=None, metadata={"help": "Revision of a model on the Hub."})
     attn_implementation: str | None = dataclasses.field(
@@ -91,6 +125,9 @@ class StreamArguments:
             value = getattr(self, name)
             if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
+        if self.image_resize not in (None, "crop", "squash"):
+            raise ValueError(f"image_resize must be crop or squash, got {self.image_resize!r}")
+        check_number("zero_shot_tolerance", self.zero_shot_tolerance, least=0)
 
 
 def fields_of(cls: Any) -> list[Any]:
@@ -106,6 +143,10 @@ def add_flag(group: Any, field: Any, hint: Any) -> argparse.Action:
     if hint is bool:
         return group.add_argument(
             flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
+        )
+    if field.metadata.get("repeated"):
+        return group.add_argument(
+            flag, dest=field.name, help=text, action="append", metavar="STR", default=argparse.SUPPRESS
         )
     kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
     metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
@@ -135,7 +176,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config:
         path = Path(arguments.config)
         settings = setting_values(read_yaml(path, "configuration"), f"configuration file {str(path)!r}")
-    return settings | {name: value for name, value in vars(arguments).items() if name in _hints()}
+    settings |= {name: value for name, value in vars(arguments).items() if name in _hints()}
+    return with_lines_of_files(settings)
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
@@ -196,9 +238,29 @@ def _hints() -> dict[str, Any]:
     return {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
 
 
+def with_lines_of_files(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the prompt templates that a file holds, where they name one."""
+    if "prompt_template" not in settings:
+        return settings
+    return settings | {"prompt_template": _lines_of_files(settings["prompt_template"])}
+
+
+def _lines_of_files(value: Any) -> Any:
+    """A text or a list of texts; in the place of a text that names a file stand the file's lines."""
+    if not isinstance(value, (str, list)):
+        return value
+    texts: list[Any] = []
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and "{}" not in text and Path(text).is_file():
+            texts += [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            texts.append(text)
+    return texts
+
+
 def _from_yaml(value: Any, hint: Any) -> Any:
-    """What was meant by the two values that YAML reads otherwise: 1e-3, for it a text, and no, for it false."""
-    if hint in (float, float | None) and isinstance(value, str):
+    """What was meant by the values that YAML reads otherwise: 1e-3, for it a text, 1, an int, and no, for it false."""
+    if hint in (float, float | None) and isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
             return float(value)
         except ValueError:

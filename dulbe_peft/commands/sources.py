@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need the
     from dulbe_peft.progress import Past
 
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
-FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", *_DRAWS)
+FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", *_DRAWS)
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -26,6 +26,8 @@ def source_of(settings: Any) -> dict[str, Any]:
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
     if not source["data"].startswith("hf:") and (source["data"] != DEMO_DIGITS or Path(DEMO_DIGITS).exists()):
         source["data"] = str(Path(source["data"]).absolute())
+    if source.get("class_names"):
+        source["class_names"] = str(Path(source["class_names"]).absolute())
     return source
 
 
@@ -36,6 +38,7 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
         report: say what was found.
     """
+    from dulbe_peft.streams.protocols import rename_classes
     from dulbe_peft.streams.splits import draw_per_class, hold_out
 
     train, test = open_data(
@@ -46,6 +49,9 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         source.get("skip_unreadable", False),
         report,
     )
+    names = source.get("class_names")
+    if names:
+        train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
     fraction, count, seed = (source.get(name) for name in _DRAWS)
     if fraction is not None:
         train, test = hold_out(train, fraction, seed or 0)

@@ -86,7 +86,8 @@ def train(cell: Cell, folder: Path) -> None:
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
     learner = setup.make_learner(setup.args)
-    learner.run(setup.tasks, folder, source=source_of(setup.stream), keep_features=True)
+    source, check = source_of(setup.stream), setup.check_zero_shot
+    learner.run(setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check)
     content = {
         "stream": cell.stream,
         "method": cell.method,
@@ -95,6 +96,10 @@ def train(cell: Cell, folder: Path) -> None:
         "strategy": {"name": learner.strategy.name, **learner.strategy.settings()},
         "logit_scale": learner.logit_scale,
         "text_embeds": learner.args.text_embeds,
+        "bridge": {
+            "num_depths": learner.args.num_depths,
+            "reliability_temperature": learner.args.reliability_temperature,
+        },
         "cost": _cost(learner, folder),
         "retention": None if cell.retention is None else _retention(learner, cell.retention),
         "finished": time.strftime("%Y-%m-%d"),
@@ -180,7 +185,8 @@ def ask(folder: Path, row: Row) -> None:
         raise ValueError(f"{folder} is not trained to its end")
     features, started = read_features(folder), time.perf_counter()
     scale, seed = cell["logit_scale"], cell["settings"]["seed"]
-    answers, classifier = replay(features, row.classifier, scale, row.drift, cell["text_embeds"], seed)
+    how = (row.drift, cell["text_embeds"], seed, cell["bridge"])
+    answers, classifier = replay(features, row.classifier, scale, *how)
     seconds = time.perf_counter() - started
     tensors = {}
     for step, found in enumerate(answers, 1):

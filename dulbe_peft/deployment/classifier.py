@@ -37,14 +37,16 @@ def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
     """What goes with the probabilities, as plain data.
 
     Returns:
-        `class_names`; their `prompts` where the model reads texts; `classifier`, its name and settings;
+        `class_names`; their `prompts` where the model reads texts, each a list where there are several templates;
+        `classifier`, its name and settings;
         `reject_below`: share of false alarms -> the largest probability below which an image is of none of the
         classes, where images could be held back to choose it.
     """
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args
-        facts["prompts"] = format_prompts(classifier.class_names, args.prompt_template, args.class_name_style)
+        prompts = [format_prompts(classifier.class_names, text, args.class_name_style) for text in args.templates]
+        facts["prompts"] = prompts[0] if len(prompts) == 1 else [list(group) for group in zip(*prompts, strict=True)]
     with suppress(ValueError):  # no image could be held back
         facts["reject_below"] = {str(share): classifier.rejection_threshold(share) for share in SHARES}
     return facts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,12 +22,26 @@ from dulbe_peft.strategies.occupation import check_occupation, occupation
 
 @dataclass(frozen=True)
 class Dulbe(Strategy):
-    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`."""
+    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`.
+
+    Attributes:
+        routing: "shared" lets the structure loss reach the shared mode alone; "both" is the paper's ablation, in which
+            it reaches the residual modes, too.
+
+    Raises:
+        ValueError: `routing` is something else.
+    """
+
+    routing: Literal["shared", "both"] = "shared"
 
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
     remembers_inputs = True
     remembers_more = True
+
+    def __post_init__(self) -> None:
+        if self.routing not in ("shared", "both"):
+            raise ValueError(f"routing must be shared or both, got {self.routing!r}")
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         config = task.adapter.active_config
@@ -34,7 +49,12 @@ class Dulbe(Strategy):
         return allocate_modes(task.gradients, statistics, *task.ranks, support_rank=config.support_rank)
 
     def backward(self, task: NewTask, step: Step) -> None:
-        route_gradients(task.adapter, step.task_loss, self.structure_loss(task, step), task.args.structure_weight)
+        structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight
+        if self.routing == "both" and structure_loss is not None:
+            # It reads fixed texts, so of the trained parameters it reaches those of the vision tower alone.
+            (step.task_loss + weight * structure_loss).backward()
+        else:
+            route_gradients(task.adapter, step.task_loss, structure_loss, weight)
 
     def structure_loss(self, task: NewTask, step: Step) -> torch.Tensor | None:
         """KL between teacher and student over the old classes, both ways; None at the first task."""

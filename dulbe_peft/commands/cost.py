@@ -1,0 +1,78 @@
+"""`dulbe-peft cost`: parameters, multiply-adds and memory of a configuration, without weights and without data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, get_type_hints
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.commands.outputs import check_output, output_file
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
+
+EXAMPLE = """example:
+  dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
+  dulbe-peft cost --model openai/clip-vit-base-patch16 --target-modules k_proj,v_proj --layers-to-transform 8,9,10,11
+
+Of the model its config.json alone is read. All adapter settings of `run` apply.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser("cost", help="count parameters, multiply-adds and memory", epilog=EXAMPLE)
+    parser.add_argument("--config", help="YAML file with settings of run, by their names")
+    parser.add_argument("--classes", type=int, help="how many classes (expected_classes of the file, or 100)")
+    parser.add_argument("--tasks", type=int, default=10, help="how many tasks (%(default)s)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print"
+    )
+    hints = get_type_hints(StreamArguments)
+    for field in fields_of(StreamArguments):
+        if field.name in ("model", "revision", "strategy", "classifiers"):
+            add_flag(parser, field, hints[field.name])
+    group = parser.add_argument_group("adapter")
+    for field in fields_of(DualModeLoraConfig):
+        parser.rare(add_flag(group, field, get_type_hints(DualModeLoraConfig)[field.name]))
+    parser.set_defaults(call=show_cost)
+
+
+def show_cost(arguments: argparse.Namespace) -> int:
+    """Count, and print a table or JSON."""
+    settings = settings_of(arguments)
+    stream: StreamArguments = pick(StreamArguments, settings)
+    config: DualModeLoraConfig = pick(DualModeLoraConfig, settings)
+    if not stream.model:
+        raise ValueError("--model is required")
+    check_output("--json", arguments.json, ".json")
+    import torch
+
+    from dulbe_peft.backbone import embed_dim, empty_encoder, has_text
+    from dulbe_peft.checks import check_int
+    from dulbe_peft.classifiers import CLASSIFIERS, make_classifiers
+    from dulbe_peft.cost import cost, format_cost
+    from dulbe_peft.specs import split_specs
+    from dulbe_peft.strategies import make_strategy
+
+    classes = arguments.classes if arguments.classes is not None else stream.expected_classes or 100
+    check_int("classes", classes, 1)
+    check_int("tasks", arguments.tasks, 1)
+    strategy = make_strategy(stream.strategy)
+    model: Any = empty_encoder(stream.model, stream.revision)
+    every = [name for name, kind in CLASSIFIERS.items() if has_text(model) or not kind.needs_text]
+    specs = every if stream.classifiers is None else split_specs(stream.classifiers)
+    with torch.device("meta"):
+        classifiers = make_classifiers(specs, embed_dim(model))
+    if strategy.adapts:
+        from peft import get_peft_model
+
+        if config.target_modules is None and strategy.target_modules is not None:
+            config.target_modules = sorted(strategy.target_modules)
+        model = get_peft_model(model, config)
+    found = cost(model, strategy, classifiers, classes, arguments.tasks)
+    if arguments.json is not None:
+        with output_file(arguments.json) as file:
+            file.write(json.dumps(found, indent=2) + "\n")
+    if arguments.json != "-":
+        print(format_cost(found))
+    return 0

@@ -1,0 +1,212 @@
+"""The paper's ablations as files: every row names settings that exist, and does what its name says."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import get_peft_model
+
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+)
+from dulbe_peft.backbone import empty_encoder
+from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.commands.settings import StreamArguments, fields_of, pick
+from dulbe_peft.cost import shared_inputs
+from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft.specs import split_specs
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies.base import NewTask, Step
+
+FOLDER = Path(__file__).parents[1] / "examples" / "ablations"
+FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
+ROWS = [(file, row) for file, content in FILES.items() for row in content["methods"]]
+KNOWN = {f.name for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for f in fields_of(cls)}
+
+
+def settings_of(file, row):
+    """The stream's settings, and over them the row's; the classifiers as one text, as `run` takes them."""
+    content = FILES[file]
+    (stream,) = content["streams"].values()
+    common = {"classifiers": ",".join(content["classifiers"])}
+    return stream | common | content["methods"][row]
+
+
+@cache
+def widths(text):
+    """The widths of the inputs of the layers that an adapter with these settings finds in the demo model."""
+    config = DualModeLoraConfig(**yaml.safe_load(text))
+    return sorted(shared_inputs(get_peft_model(empty_encoder(demo_model_folder()), config)).values())
+
+
+def widths_of(settings):
+    own = {f.name for f in fields_of(DualModeLoraConfig)}
+    places = ("target_modules", "layers_to_transform")  # the other settings choose no layer
+    pick(DualModeLoraConfig, settings)
+    return widths(yaml.safe_dump({name: settings[name] for name in places if name in own & set(settings)}))
+
+
+def test_there_is_a_file_for_every_ablation():
+    expected = {"modes", "bridge", "depths", "reliability", "temperatures", "structure-weight", "ranks", "support"}
+    assert set(FILES) == expected | {"places", "statistics"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_has_the_parts_of_a_comparison(file):
+    content = FILES[file]
+    assert list(content) == ["streams", "methods", "classifiers", "seeds", "reference"]
+    assert content["streams"]["digits"]["model"] == "demo" and len(content["seeds"]) == 3
+    assert content["reference"]["method"] in content["methods"]
+    row = settings_of(file, content["reference"]["method"])
+    assert content["reference"]["classifier"] in {spec.partition(":")[0] for spec in split_specs(row["classifiers"])}
+
+
+@pytest.mark.parametrize("file, row", ROWS)
+def test_every_row_names_settings_that_exist(file, row):
+    settings = settings_of(file, row)
+    assert set(settings) <= KNOWN
+    stream = pick(StreamArguments, settings)
+    args = pick(LearnerArguments, settings)
+    defaults = {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature}
+    assert make_classifiers(split_specs(stream.classifiers), 64, defaults=defaults)
+    assert not make_strategy(stream.strategy).adapts or widths_of(settings)
+
+
+def test_no_two_rows_are_the_same():
+    for file, content in FILES.items():
+        rows = [yaml.safe_dump(row, sort_keys=True) for row in content["methods"].values()]
+        assert len(set(rows)) == len(rows), file
+
+
+# ---------------------------------------------------------------------- what the rows change
+
+
+def test_rows_of_modes_train_what_the_paper_s_table_says():
+    found = {}
+    for row in FILES["modes"]["methods"]:
+        settings = settings_of("modes", row)
+        strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
+        routing = getattr(strategy, "routing", None) if settings.get("structure_weight", 0.5) else "none"
+        found[row] = (strategy.name, config.shared_rank, config.residual_rank, routing)
+    assert list(found.values()) == [
+        ("lora", 0, 32, None),
+        ("dulbe", 1, 0, "shared"),
+        ("dulbe", 0, 8, "shared"),  # there is no shared mode for the loss to reach
+        ("dulbe", 1, 8, "none"),
+        ("dulbe", 1, 8, "both"),
+        ("dulbe", 1, 8, "shared"),
+    ]
+
+
+def test_places_and_statistics_of_the_paper():
+    targets = [row["target_modules"] for row in FILES["places"]["methods"].values()]
+    assert targets == [
+        ["k_proj", "v_proj"],
+        ["q_proj", "k_proj", "v_proj"],
+        ["k_proj", "v_proj", "fc1", "fc2"],
+        ["fc1", "fc2"],
+        ["q_proj", "k_proj", "v_proj", "fc1", "fc2"],
+    ]
+    found = [widths_of(settings_of("statistics", row)) for row in FILES["statistics"]["methods"]]
+    assert found[:5] == [8 * [96] + 4 * [256], 4 * [96], 2 * [96], [96], [96]]
+
+
+def test_depths_that_are_fixed_or_alike():
+    torch.manual_seed(0)
+    images = torch.nn.functional.normalize(torch.randn(40, 64), dim=1)
+    texts = torch.nn.functional.normalize(torch.randn(4, 64), dim=1)
+    labels = torch.arange(4).repeat(10)
+    heads = {}
+    for row in ("depth 0.25", "all depths alike", "reliable depths"):
+        settings = settings_of("bridge", row)
+        args = pick(LearnerArguments, settings)
+        defaults = {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature}
+        made = make_classifiers(split_specs(settings["classifiers"]), 64, defaults=defaults)
+        heads[row] = made["bridge"]
+        heads[row].add_classes(list("abcd"), images, labels, texts)
+    fixed, alike, reliable = heads.values()
+    assert isinstance(fixed, BridgeEnsembleHead) and fixed.depths.tolist() == [0.25]
+    expected = BridgeEnsembleHead(64, depths=[0.25])
+    expected.add_classes(list("abcd"), images, labels, texts)
+    assert torch.equal(fixed(images), expected(images))
+    assert (alike.reliability - 0.1).abs().max() < 1e-5
+    assert (reliable.reliability - 0.1).abs().max() > 1e-2
+
+
+def test_routing_both_gives_the_structure_loss_to_both_modes(base):
+    """Each part of the gradient by itself, against one backward pass of the strategy."""
+    torch.manual_seed(0)
+    config = DualModeLoraConfig(residual_rank=2, init_weights=False, text_rank=2)
+    model = get_peft_model(copy.deepcopy(base[0]), config)
+    args = LearnerArguments(structure_weight=0.7)
+    task = NewTask(1, model.base_model, args)
+    unit = torch.nn.functional.normalize
+    pixels, teacher = torch.randn(6, 3, 16, 16), unit(torch.randn(6, 64), dim=1)
+    old_text, text = unit(torch.randn(3, 64), dim=1), unit(torch.randn(2, 64), dim=1)
+    labels = torch.tensor([0, 1, 0, 1, 0, 1])
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def step():
+        features = unit(model.get_base_model().get_image_features(pixel_values=pixels).pooler_output, dim=1)
+        loss = torch.nn.functional.cross_entropy(10 * features @ text.T, labels)
+        return Step(loss, features, labels, text, old_text, lambda: features, lambda: teacher, 10.0)
+
+    def gradients(spec):
+        model.zero_grad(set_to_none=True)
+        make_strategy(spec).backward(task, step())
+        return {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+
+    both, shared = gradients("dulbe:routing=both"), gradients("dulbe")
+    task_only = torch.autograd.grad(step().task_loss, list(parameters.values()), allow_unused=True)
+    structure = make_strategy("dulbe").structure_loss(task, step())
+    structure_only = torch.autograd.grad(structure, list(parameters.values()), allow_unused=True)
+    seen = set()
+    for name, first, second in zip(parameters, task_only, structure_only, strict=True):
+        if first is None:  # the text tower is not run here
+            assert both[name] is None and second is None
+            continue
+        kind = "shared" if "shared_B" in name else "residual"
+        seen.add(kind)
+        assert torch.allclose(both[name], first + 0.7 * second, rtol=1e-4, atol=1e-6)
+        expected = first + 0.7 * second if kind == "shared" else first
+        assert torch.allclose(shared[name], expected, rtol=1e-4, atol=1e-6)
+    assert seen == {"shared", "residual"}
+    with pytest.raises(ValueError, match="routing"):
+        make_strategy("dulbe:routing=none")
+
+
+# The rows of the other files differ in a number alone.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file, row", [entry for entry in ROWS if entry[0] in ("modes", "bridge", "places", "statistics")]
+)
+def test_rows_learn(file, row, base):
+    """Two tasks of two digits, one epoch: not a result, a row that runs."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    rows = np.concatenate([np.flatnonzero(digits.target == label)[:6] for label in range(4)])
+    images = DigitImages(digits.images[rows], digits.target[rows])
+    images.class_names = DIGITS[:4]
+    settings = settings_of(file, row)
+    strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
+    args = pick(LearnerArguments, settings | {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False})
+    torch.manual_seed(0)
+    model = copy.deepcopy(base[0])
+    if strategy.adapts:
+        model = get_peft_model(model, config)
+    classifiers = split_specs(settings["classifiers"])
+    learner = ClassIncrementalLearner(model, base[1], args=args, strategy=strategy, classifiers=classifiers)
+    for task in class_incremental_tasks(images, images, increment=2):
+        learner.learn_task(task.train, task.class_names)
+    assert 0 <= learner.evaluate(images)["accuracy"] <= 1 and len(learner.class_names) == 4

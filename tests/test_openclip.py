@@ -1,0 +1,228 @@
+"""The converter against open_clip's forward pass, written out here in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny_encoders as tiny
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from dulbe_peft import load_clip
+from dulbe_peft.backbone import pixel_values, tokenize
+from dulbe_peft.cli import main
+from dulbe_peft.openclip import convert_open_clip, save_open_clip
+
+WIDTH, TEXT_WIDTH, FEATURES, PATCH, SIDE, LONGEST = 128, 64, 24, 4, 3, tiny.LONGEST
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer whose end token is the last one, as CLIP's own."""
+    import transformers
+
+    pieces = [*tiny.LETTERS, *(f"{letter}</w>" for letter in tiny.LETTERS)]
+    vocab = {piece: index for index, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    folder = tmp_path_factory.mktemp("tokenizer")
+    transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=LONGEST).save_pretrained(folder)
+    return folder, len(vocab)
+
+
+def random_state(vocabulary, layers=2):
+    """A state dict under open_clip's names."""
+
+    def tower(prefix, width):
+        state = {}
+        for layer in range(layers):
+            block = f"{prefix}.resblocks.{layer}"
+            shapes = {
+                "ln_1.weight": (width,),
+                "ln_1.bias": (width,),
+                "attn.in_proj_weight": (3 * width, width),
+                "attn.in_proj_bias": (3 * width,),
+                "attn.out_proj.weight": (width, width),
+                "attn.out_proj.bias": (width,),
+                "ln_2.weight": (width,),
+                "ln_2.bias": (width,),
+                "mlp.c_fc.weight": (4 * width, width),
+                "mlp.c_fc.bias": (4 * width,),
+                "mlp.c_proj.weight": (width, 4 * width),
+                "mlp.c_proj.bias": (width,),
+            }
+            state |= {f"{block}.{name}": torch.randn(shape) / 8 for name, shape in shapes.items()}
+        return state
+
+    state = tower("visual.transformer", WIDTH) | tower("transformer", TEXT_WIDTH)
+    state |= {
+        "positional_embedding": torch.randn(LONGEST, TEXT_WIDTH),
+        "text_projection": torch.randn(TEXT_WIDTH, FEATURES),
+        "logit_scale": torch.tensor(math.log(70.0)),
+        "token_embedding.weight": torch.randn(vocabulary, TEXT_WIDTH),
+        "ln_final.weight": torch.randn(TEXT_WIDTH),
+        "ln_final.bias": torch.randn(TEXT_WIDTH),
+        "visual.class_embedding": torch.randn(WIDTH),
+        "visual.positional_embedding": torch.randn(SIDE**2 + 1, WIDTH),
+        "visual.proj": torch.randn(WIDTH, FEATURES),
+        "visual.conv1.weight": torch.randn(WIDTH, 3, PATCH, PATCH) / 4,
+    }
+    for name in ("ln_pre", "ln_post"):
+        state |= {f"visual.{name}.weight": torch.randn(WIDTH), f"visual.{name}.bias": torch.randn(WIDTH)}
+    return state
+
+
+def norm(x, state, name):
+    return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+
+
+def attention(x, state, name, heads, mask):
+    """Packed projection, then each head by itself."""
+    q, k, v = (x @ state[f"{name}.in_proj_weight"].T + state[f"{name}.in_proj_bias"]).chunk(3, dim=-1)
+    size = x.shape[-1] // heads
+    mixed = []
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) / math.sqrt(size)
+        mixed.append((scores + mask).softmax(dim=-1) @ v[..., part])
+    return torch.cat(mixed, dim=-1) @ state[f"{name}.out_proj.weight"].T + state[f"{name}.out_proj.bias"]
+
+
+def blocks(x, state, prefix, heads, mask, act):
+    for layer in range(2):
+        name = f"{prefix}.resblocks.{layer}"
+        x = x + attention(norm(x, state, f"{name}.ln_1"), state, f"{name}.attn", heads, mask)
+        hidden = norm(x, state, f"{name}.ln_2") @ state[f"{name}.mlp.c_fc.weight"].T + state[f"{name}.mlp.c_fc.bias"]
+        x = x + act(hidden) @ state[f"{name}.mlp.c_proj.weight"].T + state[f"{name}.mlp.c_proj.bias"]
+    return x
+
+
+def literal(state, pixels, texts, act=F.gelu, vision_heads=WIDTH // 64, text_heads=1):
+    """open_clip's cosine logits, (images, texts), in float64; texts are padded with 0 behind the end token."""
+    state = {name: tensor.double() for name, tensor in state.items()}
+    x = F.conv2d(pixels.double(), state["visual.conv1.weight"], stride=PATCH)
+    x = x.flatten(2).transpose(1, 2)
+    first = state["visual.class_embedding"].expand(len(x), 1, -1)
+    x = torch.cat([first, x], dim=1) + state["visual.positional_embedding"]
+    x = blocks(norm(x, state, "visual.ln_pre"), state, "visual.transformer", vision_heads, 0, act)
+    images = norm(x[:, 0], state, "visual.ln_post") @ state["visual.proj"]
+    length = texts.shape[1]
+    mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)
+    y = state["token_embedding.weight"][texts] + state["positional_embedding"][:length]
+    y = norm(blocks(y, state, "transformer", text_heads, mask, act), state, "ln_final")
+    read = y[torch.arange(len(texts)), texts.argmax(dim=1)] @ state["text_projection"]
+    return state["logit_scale"].exp() * F.normalize(images, dim=1) @ F.normalize(read, dim=1).T
+
+
+def example(vocabulary):
+    """Random images, and token ids of three texts of several lengths padded with 0 as open_clip does."""
+    texts = torch.zeros(3, LONGEST, dtype=torch.int64)
+    for row, length in zip(texts, (4, 9, LONGEST), strict=True):
+        row[:length] = torch.randint(1, vocabulary - 2, (length,))
+        row[0], row[length - 1] = vocabulary - 2, vocabulary - 1
+    return torch.randn(2, 3, SIDE * PATCH, SIDE * PATCH), texts
+
+
+@pytest.mark.parametrize(
+    "facts, act",
+    [
+        ({}, F.gelu),
+        ({"activation": "quick_gelu"}, lambda x: x * torch.sigmoid(1.702 * x)),
+        ({"vision_heads": 4, "text_heads": 2}, F.gelu),
+    ],
+)
+@torch.no_grad()
+def test_both_towers_equal_open_clip_s(facts, act):
+    state = random_state(50)
+    pixels, texts = example(50)
+    model = convert_open_clip(state, **facts)
+    heads = {name: count for name, count in facts.items() if name.endswith("heads")}
+    expected = literal(state, pixels, texts, act, **heads)
+    found = model(input_ids=texts, pixel_values=pixels).logits_per_image
+    assert (found / 70 - expected / 70).abs().max() < 1e-5
+    vision, text = model.config.vision_config, model.config.text_config
+    assert (vision.image_size, vision.patch_size, vision.num_hidden_layers) == (SIDE * PATCH, PATCH, 2)
+    assert (text.vocab_size, text.max_position_embeddings, text.intermediate_size) == (50, LONGEST, 4 * TEXT_WIDTH)
+
+
+@torch.no_grad()
+def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_path, capsys):
+    folder, vocabulary = tokenizer
+    state = random_state(vocabulary)
+    # As open_clip's training writes it: half precision, data parallelism's prefix, and the epoch beside the weights.
+    torch.save({"epoch": 32, "state_dict": {f"module.{n}": t.half() for n, t in state.items()}}, tmp_path / "it.pt")
+    command = ["convert-openclip", str(tmp_path / "it.pt"), str(tmp_path / "out"), "--tokenizer", str(folder)]
+    assert main([*command, "--resize", "squash"]) == 0
+    assert "2 blocks of width 128, 2 heads" in capsys.readouterr().out
+    model, processor = load_clip(tmp_path / "out")
+    prompts = ["a photo of a cat.", "ox", "a bad photo of an owl."]
+    tokens = tokenize(processor, prompts, model)["input_ids"]
+    assert (tokens == vocabulary - 1).any(dim=1).all()
+    padded = torch.zeros(3, LONGEST, dtype=torch.int64)
+    for row, ids in zip(padded, processor.tokenizer(prompts)["input_ids"], strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    image = Image.linear_gradient("L").convert("RGB").resize((40, 20))
+    pixels = pixel_values(processor, image)[None]
+    squashed = pixel_values(processor, image.resize((SIDE * PATCH, SIDE * PATCH), Image.Resampling.BICUBIC))[None]
+    assert pixels.shape[2:] == (SIDE * PATCH, SIDE * PATCH) and torch.allclose(pixels, squashed, atol=1e-6)
+    half = {name: tensor.half().float() for name, tensor in state.items()}
+    expected = literal(half, pixels, padded)
+    found = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+    assert (found / 70 - expected / 70).abs().max() < 1e-5
+
+
+def test_cropping_is_the_default(tokenizer, tmp_path):
+    folder, vocabulary = tokenizer
+    save_open_clip(random_state(vocabulary), tmp_path, folder)
+    _, processor = load_clip(tmp_path)
+    image = Image.linear_gradient("L").convert("RGB").resize((40, 20))
+    middle = image.crop((10, 0, 30, 20))
+    assert torch.allclose(pixel_values(processor, image), pixel_values(processor, middle), atol=0.05)
+
+
+def changed(**changes):
+    state = random_state(50)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del state[name]
+        else:
+            state[name] = value(state[name]) if callable(value) else value
+    return state
+
+
+@pytest.mark.parametrize(
+    "state, facts, message",
+    [
+        (lambda: changed(visual__conv1__weight=None), {}, "no tensor 'visual.conv1.weight'"),
+        (lambda: changed(visual__ln_pre__bias=None), {}, "lacks 1 tensors .* 'visual.ln_pre.bias'"),
+        (
+            lambda: changed(transformer__resblocks__0__attn__in_proj_bias=None),
+            {},
+            "'transformer.resblocks.0.attn.in_proj_bias'",
+        ),
+        (lambda: changed(logit_bias=torch.zeros(())), {}, "tensor 'logit_bias' is unknown"),
+        (lambda: changed(visual__proj=lambda t: t[:-1]), {}, "'visual.proj' gives visual_projection.weight the shape"),
+        (lambda: changed(visual__positional_embedding=lambda t: t[:-1]), {}, "has 9 rows"),
+        (lambda: changed(visual__class_embedding=torch.zeros(3, dtype=torch.int64)), {}, "'visual.class_embedding'"),
+        (lambda: changed(), {"vision_heads": 3}, "vision_heads is 3, which does not divide .* 128"),
+        (lambda: changed(), {"activation": "relu"}, "activation must be one of gelu, quick_gelu, got 'relu'"),
+    ],
+)
+def test_what_does_not_fit_is_named(state, facts, message):
+    with pytest.raises(ValueError, match=message):
+        convert_open_clip(state(), **facts)
+
+
+def test_files_that_could_hold_more_than_tensors_are_refused(tmp_path):
+    torch.save({"state_dict": {}, "folder": tmp_path}, tmp_path / "it.pt")
+    with pytest.raises(ValueError, match="could not be read as tensors alone"):
+        convert_open_clip(tmp_path / "it.pt")
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        convert_open_clip(tmp_path / "absent.pt")
+
+
+def test_another_models_tokenizer_is_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="it is the tokenizer of another model"):
+        save_open_clip(random_state(50), tmp_path, tokenizer[0])
+    assert not list(tmp_path.iterdir())

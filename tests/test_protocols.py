@@ -1,0 +1,231 @@
+"""The paper's protocols as files: what they say, what they check, and that they open."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.cli import main, make_parser
+from dulbe_peft.commands.run import stream_tasks
+from dulbe_peft.commands.settings import StreamArguments, pick, settings_of
+from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.specs import split_specs
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.streams.folders import ImageFolder
+from dulbe_peft.streams.protocols import check_counts, rename_classes
+
+FOLDER = Path(__file__).parents[1] / "examples" / "protocols"
+FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+B_16, L_14, B = "openai/clip-vit-base-patch16", "openai/clip-vit-large-patch14", "openclip-vit-b-16-laion400m_e32"
+GOOD, PHOTO, FOOD = "a good photo of a {}.", "a photo of a {}.", "a photo of {}, a type of food."
+# Model, classes, train, test, first task, increment, epochs, template, names, zero-shot.
+TABLE = {
+    "a-cifar100": (B_16, 100, 50_000, 10_000, 10, 10, 2, GOOD, "verbatim", 66.7),
+    "a-cub200": (B_16, 200, 5_994, 5_794, 20, 20, 4, GOOD, "verbatim", 51.2),
+    "a-imagenet-r": (B_16, 200, 24_000, 6_000, 20, 20, 4, GOOD, "verbatim", 72.0),
+    "a-imagenet100": (B_16, 100, 129_395, 5_000, 10, 10, 4, GOOD, "spaces", 75.4),
+    "a-cifar100-vit-l14": (L_14, 100, 50_000, 10_000, 10, 10, 2, GOOD, "verbatim", 73.5),
+    "a-imagenet-r-vit-l14": (L_14, 200, 24_000, 6_000, 20, 20, 4, GOOD, "verbatim", 83.1),
+    "b-cifar100": (B, 100, 50_000, 10_000, 10, 10, 2, PHOTO, "spaces", 71.4),
+    "b-sun397": (B, 300, 15_000, 15_000, 30, 30, 10, PHOTO, "spaces", 72.1),
+    "b-cars": (B, 100, 4_114, 4_062, 10, 10, 10, PHOTO, "spaces", 76.4),
+    "b-food101": (B, 100, 75_000, 25_000, 10, 10, 10, FOOD, "spaces", 81.9),
+    "b-half-cifar100": (B, 100, 50_000, 10_000, 50, 10, 2, PHOTO, "spaces", 71.4),
+    "b-half-sun397": (B, 300, 15_000, 15_000, 150, 30, 10, PHOTO, "spaces", 72.1),
+    "b-half-cars": (B, 100, 4_114, 4_062, 50, 10, 10, PHOTO, "spaces", 76.4),
+    "b-half-food101": (B, 100, 75_000, 25_000, 50, 10, 10, FOOD, "spaces", 81.9),
+}
+ICARL = """
+87 0 52 58 44 91 68 97 51 15 94 92 10 72 49 78 61 14 8 86 84 96 18 24 32 45 88 11 4 67 69 66 77 47 79 93 29 50 57 83
+17 81 41 12 37 59 25 20 80 73 1 28 6 46 62 82 53 9 31 75 38 63 33 74 27 22 36 3 16 21 60 19 70 90 89 43 5 42 65 76 40
+30 23 85 2 95 56 48 71 64 98 13 99 7 34 55 54 26 35 39
+"""
+FROZEN = ["--strategy", "frozen", "--classifiers", "text", "--device", "cpu", "--no-progress"]
+
+
+def settings_from(name, *flags):
+    command = ["run", "--config", str(FOLDER / f"{name}.yaml"), *map(str, flags)]
+    return settings_of(make_parser().parse_args(command))
+
+
+@pytest.fixture(scope="module")
+def hundred(tmp_path_factory):
+    """A hundred classes of two images to learn from and one to test on; the names sort in the order of the labels."""
+    root = tmp_path_factory.mktemp("data") / "hundred"
+    rng = np.random.default_rng(0)
+    for label in range(100):
+        for split, count in (("train", 2), ("test", 1)):
+            (root / split / f"class_{label:02d}").mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / f"class_{label:02d}" / f"{number}.png")
+    return root
+
+
+# ---------------------------------------------------------------------- what the files say
+
+
+def test_there_is_a_file_for_every_row():
+    assert set(FILES) == set(TABLE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_what_the_table_says(name):
+    settings = settings_from(name)
+    stream, args = pick(StreamArguments, settings), pick(LearnerArguments, settings)
+    first = stream.initial_increment or stream.increment
+    counts = (stream.expected_classes, stream.expected_train, stream.expected_test)
+    found = (stream.model, *counts, first, stream.increment, args.epochs, args.prompt_template, args.class_name_style)
+    assert (*found, stream.expected_zero_shot) == TABLE[name]
+    assert stream.zero_shot_tolerance == 1.0
+    assert stream.image_resize == ("crop" if name.startswith("a-") else "squash")
+    tasks = 6 if "half" in name else 10
+    assert first + (tasks - 1) * stream.increment == stream.expected_classes
+    listed = {"a-cub200", "a-imagenet-r", "a-imagenet-r-vit-l14"}
+    order = None if name.startswith("b-") or name == "a-imagenet100" else "list" if name in listed else "icarl"
+    given = stream.class_order
+    assert (given and (given if given == "icarl" else "list")) == order
+    assert stream.order_seed == (None if order else 1993)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_has_the_papers_hyper_parameters(name):
+    """They are the defaults; a file that spells them out keeps them where a default changes."""
+    written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    settings = settings_from(name)
+    args, config = pick(LearnerArguments, settings), pick(DualModeLoraConfig, settings)
+    assert make_strategy(settings["strategy"]).name == "dulbe"
+    assert list(make_classifiers(split_specs(settings["classifiers"]), 512)) == ["bridge", "text"]
+    fixed = {"batch_size": 32, "learning_rate": 1e-3, "class_temperature": 5.0, "instance_temperature": 0.1}
+    fixed |= {"structure_weight": 0.5, "num_depths": 10, "reliability_temperature": 0.05, "mixed_precision": "no"}
+    modes = {"shared_rank": 1, "residual_rank": 8, "support_rank": 128, "text_rank": 8}
+    assert {key: getattr(args, key) for key in fixed} == fixed
+    assert {key: getattr(config, key) for key in modes} == modes
+    assert set(fixed) | set(modes) <= set(written)
+
+
+# ---------------------------------------------------------------------- orders
+
+
+def classes_of(tasks):
+    return [int(name.removeprefix("class_")) for task in tasks for name in task.class_names]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if TABLE[name][1] == 100 and name != "a-imagenet100"])
+def test_orders(name, hundred):
+    flags = ("--data", hundred, "--expected-train", 200, "--expected-test", 100)
+    tasks = stream_tasks(pick(StreamArguments, settings_from(name, *flags)))
+    expected = np.random.RandomState(1993).permutation(100)
+    if name.startswith("a-cifar"):
+        expected = np.array(ICARL.split(), dtype=int)
+    assert classes_of(tasks) == expected.tolist()
+    assert [len(task.class_names) for task in tasks] == ([50] + [10] * 5 if "half" in name else [10] * 10)
+
+
+def test_imagenet_100_draws_its_order_over_synsets_and_takes_names_from_a_file(hundred, tmp_path):
+    names = [f"kind {99 - label}" for label in range(100)]  # sorted, they would be in another order
+    lines = [f"class_{label:02d}\t{name}\n" for label, name in enumerate(names)]
+    (tmp_path / "names.txt").write_text(
+        "".join(["another\tone that is not there\n", *reversed(lines)]), encoding="utf-8"
+    )
+    flags = ("--data", hundred, "--expected-train", 200, "--expected-test", 100, "--class-names")
+    tasks = stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags, tmp_path / "names.txt")))
+    order = np.random.RandomState(1993).permutation(100)
+    assert [name for task in tasks for name in task.class_names] == [names[label] for label in order]
+    assert tasks[0].train.item_name(0).endswith(f"class_{min(order[:10]):02d}/0.png")
+    with pytest.raises(FileNotFoundError, match="imagenet100_class_names.txt' is no file"):
+        stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags[:-1])))
+
+
+@pytest.mark.parametrize("name", ["a-cub200", "a-imagenet-r"])
+def test_published_lists_are_read_from_a_path(name, hundred, tmp_path):
+    order = np.random.default_rng(0).permutation(100)
+    (tmp_path / "order.txt").write_text("\n".join(map(str, order)), encoding="utf-8")
+    counts = ("--expected-classes", 100, "--expected-train", 200, "--expected-test", 100)
+    flags = ("--data", hundred, *counts, "--class-names", "")
+    listed = settings_from(name, *flags, "--class-order", tmp_path / "order.txt")
+    assert classes_of(stream_tasks(pick(StreamArguments, listed))) == order.tolist()
+    with pytest.raises(FileNotFoundError, match="_class_order.txt' is neither 'icarl' nor a file"):
+        stream_tasks(pick(StreamArguments, settings_from(name, *flags)))
+
+
+# ---------------------------------------------------------------------- what stops a run
+
+
+def test_other_counts_stop_a_run_before_the_model_is_loaded(hundred, tmp_path, capsys):
+    command = ["run", "--config", str(FOLDER / "b-food101.yaml"), "--data", str(hundred), "--model", "no-such-model"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "200 images to learn from, expected 75000; 100 images to test on, expected 25000" in said
+    assert not (tmp_path / "out").exists()
+    data = ImageFolder(hundred, "train")
+    check_counts(data, None, 100, 200, 0)
+    with pytest.raises(ValueError, match=r"it has 100 classes, expected 99$"):
+        check_counts(data, None, classes=99)
+
+
+def run_digits(folder, output, *more):
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(folder), "--output", str(output)]
+    return main([*command, "--increment", "2", "--prompt-template", "a photo of the digit {}.", *FROZEN, *more])
+
+
+def test_another_zero_shot_accuracy_stops_a_run_before_training(digit_folders, tmp_path, capsys):
+    folder, out = digit_folders(4, 3, 3), tmp_path / "out"
+    assert run_digits(folder, out, "--expected-zero-shot", "10") == 2
+    said = capsys.readouterr().err
+    found = float(said.split("all classes is ")[1].split(" %")[0])
+    assert "expected 10.0 % within 1.0: the model, the prompts" in said and not list(out.glob("task-*"))
+    assert run_digits(folder, out, "--expected-zero-shot", str(found + 0.9)) == 0
+    assert run_digits(folder, tmp_path / "near", "--expected-zero-shot", str(found + 1.1)) == 2
+    shutil.copytree(folder / "train", tmp_path / "untested")
+    assert run_digits(tmp_path / "untested", tmp_path / "no", "--expected-zero-shot", "10") == 2
+    assert "but there is none" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_file(hundred, capsys):
+    command = ["run", "--config", str(FOLDER / "a-cifar100.yaml"), "--data", str(hundred), "--dry-run"]
+    small = ["--model", str(demo_model_folder()), "--support-rank", "8", "--batch-size", "4", "--no-progress"]
+    assert main([*command, *small, "--expected-train", "200", "--expected-test", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "task 1: 10 classes, 20 images to learn from, 10 to test on: class_87, class_00, class_52" in said
+    assert "adapted visual layers: 16" in said and "classifier bridge" in said and "the whole run" in said
+
+
+# ---------------------------------------------------------------------- class names
+
+
+def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path):
+    data, file = ImageFolder(digit_folders(3, 2, 1), "train"), tmp_path / "names.txt"
+    file.write_text("b\na\nc\n", encoding="utf-8")
+    found = rename_classes(data, file)
+    assert data.class_names == tuple(sorted(DIGITS[:3])) and found.class_names == ("b", "a", "c")
+    assert found.labels.tolist() == data.labels.tolist() and found[2]["label"] == data[2]["label"]
+    for text, message in (
+        ("a\nb\n", "2 names, the data has 3 classes"),
+        ("one\tb\n", "no line for the class"),
+        ("a\na\nb\n", "must differ"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            rename_classes(data, file)
+
+
+def test_a_run_with_other_names_goes_on_and_is_evaluated_with_them(digit_folders, tmp_path, capsys, monkeypatch):
+    folder, out = digit_folders(4, 3, 3), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text("".join(f"{name}\tdigit {name}\n" for name in DIGITS), encoding="utf-8")
+    assert run_digits(folder, out, "--class-names", "names.txt") == 0
+    monkeypatch.chdir(folder)  # the run noted where the file is
+    names = str(tmp_path / "names.txt")
+    learner = str(out / "task-002")
+    assert main(["evaluate", learner, "--data", str(folder), "--class-names", names]) == 0
+    assert '"num_classes": 4' in capsys.readouterr().out
+    assert main(["evaluate", learner, "--data", str(folder)]) == 2

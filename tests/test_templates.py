@@ -1,0 +1,139 @@
+"""Several prompt templates: classifiers see the mean of the unit embeddings, losses see one template."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from torch.nn import functional as F
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft.backbone import tokenize
+from dulbe_peft.cli import make_parser
+from dulbe_peft.commands.settings import pick, settings_of
+from dulbe_peft.demo import DIGITS, DigitImages
+from dulbe_peft.deployment.classifier import class_facts
+
+TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
+QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False}
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    rows = np.concatenate([np.flatnonzero(digits.target == label)[:10] for label in range(4)])
+    images = DigitImages(digits.images[rows], digits.target[rows])
+    images.class_names = DIGITS[:4]
+    return class_incremental_tasks(images, images, increment=2)
+
+
+def make_learner(base, **args):
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(residual_rank=2, support_rank=8))
+    args = LearnerArguments(**QUICK | args)
+    return ClassIncrementalLearner(model, base[1], args=args, classifiers=("bridge", "text"))
+
+
+@torch.no_grad()
+def literal(model, processor, names, templates):
+    """Each prompt by itself, in float64 once it has left the tower."""
+    rows = []
+    for name in names:
+        units = []
+        for template in templates:
+            ids = tokenize(processor, [template.replace("{}", name)], model)["input_ids"]
+            units.append(F.normalize(model.get_text_features(input_ids=ids).pooler_output.double()[0], dim=0))
+        rows.append(F.normalize(torch.stack(units).mean(dim=0), dim=0))
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def learned(base, tasks):
+    learner = make_learner(base, prompt_template=list(TEMPLATES))
+    for task in tasks:
+        learner.learn_task(task.train, task.class_names)
+    return learner
+
+
+def test_classifiers_see_the_mean_of_all_templates(learned):
+    found = learned.classifiers["text"].text_embeds
+    expected = literal(learned.clip, learned.processor, DIGITS[:4], TEMPLATES)
+    assert (found - expected).abs().max() < 1e-6
+    assert (found - literal(learned.clip, learned.processor, DIGITS[:4], TEMPLATES[:1])).abs().max() > 1e-3
+
+
+def adapter(learner):
+    return {name: value for name, value in learner.model.state_dict().items() if "dulbe" in name}
+
+
+def test_training_sees_one_template(base, tasks, learned):
+    """The same adapter comes out as with that template alone; another one gives another adapter."""
+    for args, same in (
+        ({"prompt_template": TEMPLATES[0]}, True),
+        ({"prompt_template": list(TEMPLATES[1:]), "training_template": TEMPLATES[0]}, True),
+        ({"prompt_template": TEMPLATES[1]}, False),
+    ):
+        learner = make_learner(base, **args)
+        for task in tasks:
+            learner.learn_task(task.train, task.class_names)
+        equal = [torch.equal(value, adapter(learned)[name]) for name, value in adapter(learner).items()]
+        assert all(equal) == same, args
+
+
+@torch.no_grad()
+def test_zero_shot_sees_all_templates(base, tasks):
+    learner = make_learner(base, prompt_template=list(TEMPLATES))
+    tests = [(task.test, task.class_names) for task in tasks]
+    text = literal(base[0], base[1], DIGITS[:4], TEMPLATES).float()
+    features = torch.cat([learner.image_embeds(test) for test, _ in tests])
+    labels = torch.cat([torch.as_tensor(task.test.labels) + 2 * index for index, task in enumerate(tasks)])
+    right = ((features @ text.T).argmax(dim=1) == labels).float().mean().item()
+    assert learner.zero_shot(tests)[-1] == pytest.approx(right)
+
+
+def test_templates_are_saved_and_exported(learned, tmp_path):
+    learned.save_pretrained(tmp_path / "it")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it")
+    assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
+    facts = class_facts(loaded.state, loaded.classifiers["text"])
+    assert facts["prompts"][1] == ["a photo of the digit one.", "the number one.", "one"]
+
+
+def arguments_of(*flags):
+    arguments = make_parser().parse_args(["run", *flags])
+    return pick(LearnerArguments, settings_of(arguments))
+
+
+def test_templates_from_flags_files_and_yaml(tmp_path):
+    (tmp_path / "three.txt").write_text("\n".join(TEMPLATES) + "\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text('prompt_template: ["a {}", "an {}"]\n', encoding="utf-8")
+    assert arguments_of("--prompt-template", "one, {}").prompt_template == "one, {}"
+    assert arguments_of("--prompt-template", "a {}", "--prompt-template", "an {}").templates == ("a {}", "an {}")
+    assert arguments_of("--prompt-template", str(tmp_path / "three.txt")).templates == TEMPLATES
+    assert arguments_of("--config", str(tmp_path / "run.yaml")).templates == ("a {}", "an {}")
+    assert LearnerArguments(prompt_template=["a {}"]) == LearnerArguments(prompt_template="a {}")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ({"prompt_template": []}, r"exactly one {}, got \[\]"),
+        ({"prompt_template": ["a {}", "a"]}, "exactly one {}, got 'a'"),
+        ({"prompt_template": ["a {}", "a {}"]}, "the same text twice"),
+        ({"training_template": "a"}, "training_template must be a text with exactly one {}"),
+    ],
+)
+def test_templates_that_cannot_be_meant(args, message):
+    with pytest.raises(ValueError, match=message):
+        LearnerArguments(**args)
+
+
+def test_every_template_is_checked_before_training(base, tasks):
+    learner = make_learner(base, prompt_template=[TEMPLATES[0], "a very " * 80 + "{}"])
+    with pytest.raises(ValueError, match="shorten it"):
+        learner.learn_task(tasks[0].train, tasks[0].class_names)
