@@ -21,7 +21,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.run import stream_tasks
-from dulbe_peft.commands.settings import StreamArguments, pick, settings_of, validated
+from dulbe_peft.commands.settings import StreamArguments, fields_of, pick, settings_of, validated
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]

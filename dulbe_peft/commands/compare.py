@@ -10,7 +10,8 @@ EXAMPLE = """example:
   dulbe-peft compare examples/comparisons/digits.yaml --output comparison
   dulbe-peft report comparison
 
-The file names streams, methods, classifiers and seeds. What is finished stays; the same command goes on.
+The file names streams, methods, classifiers and seeds. What is finished stays; the same command
+goes on.
 """
 
 

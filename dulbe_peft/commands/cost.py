@@ -12,7 +12,7 @@ from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, p
 
 EXAMPLE = """example:
   dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
-  dulbe-peft cost --model openai/clip-vit-base-patch16 --target-modules k_proj,v_proj --layers-to-transform 8,9,10,11
+  dulbe-peft cost --model openai/clip-vit-base-patch16 --target-modules k_proj,v_proj
 
 Of the model its config.json alone is read. All adapter settings of `run` apply.
 """

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checks import check_int
 from dulbe_peft.commands.data import check_run_folder, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, validated
@@ -169,7 +170,7 @@ def stream_tasks(stream: StreamArguments) -> Any:
     finished = _finished_tasks(stream)
     asked = _finished_increment(stream, finished) if stream.increment is None else stream.increment
     increment = fit_increment(asked, len(names))
-    return class_incremental_tasks(
+    tasks = class_incremental_tasks(
         train,
         test,
         increment=increment,
@@ -178,6 +179,9 @@ def stream_tasks(stream: StreamArguments) -> Any:
         seed=stream.order_seed,
         first_tasks=finished if _go_on(stream, increment, finished, names) else [],
     )
+    if stream.max_tasks is not None:
+        tasks = tasks[: check_int("max_tasks", stream.max_tasks, 1)]
+    return tasks
 
 
 def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:

@@ -78,6 +78,7 @@ class StreamArguments:
             "for each class in the order of the data. None: the names that the data carries."
         },
     )
+    max_tasks: int | None = dataclasses.field(default=None, metadata={"help": "Learn the first so many tasks alone."})
     class_order: str | None = dataclasses.field(
         default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
     )

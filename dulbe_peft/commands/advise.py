@@ -1,0 +1,70 @@
+"""`dulbe-peft advise`: what to use for one's own images, found out on held-back training images."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of
+
+EXAMPLE = """example:
+  dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos --output advice
+
+It tries every classifier without training, and a few ways to train on the first tasks. Test images are not
+looked at. What is finished stays; the same command goes on.
+"""
+_HIDDEN = {
+    "strategy",
+    "classifiers",
+    "resume",
+    "dry_run",
+    "validation_fraction",
+    "max_tasks",
+    "output",
+    "drift",
+    "seed",
+}
+_SHOWN = {"model", "data", "increment", "images_per_class", "epochs", "prompt_template", "device"}
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    usage = "dulbe-peft advise --model MODEL --data DATA [settings]"
+    parser = commands.add_parser("advise", help="say what to use for one's own images", usage=usage, epilog=EXAMPLE)
+    parser.add_argument("--output", default="advice", help="folder for the runs and advice.json (%(default)s)")
+    parser.add_argument("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
+    parser.add_argument(
+        "--no-training", action="store_true", help="try the classifiers alone, which takes a few minutes"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of what is held back, and of the class order (%(default)s)"
+    )
+    parser.add_argument("--config", help="YAML file with settings of run, by their names")
+    for cls, title in ((StreamArguments, "stream"), (LearnerArguments, "learner")):
+        group = parser.add_argument_group(title)
+        for field in fields_of(cls):
+            if field.name not in _HIDDEN:
+                action = add_flag(group, field, get_type_hints(cls)[field.name])
+                if field.name not in _SHOWN:
+                    parser.rare(action)
+    parser.set_defaults(call=advise, resumes=True)
+
+
+def advise(arguments: argparse.Namespace) -> int:
+    """Measure, and say what was found."""
+    from dulbe_peft.comparison.advice import TRIALS, advise, format_advice
+    from dulbe_peft.files import write_json
+
+    settings = {name: value for name, value in settings_of(arguments).items() if name not in _HIDDEN}
+    for name in ("model", "data"):
+        if not settings.get(name):
+            raise ValueError(f"--{name} is required")
+    output, trials = Path(arguments.output), {} if arguments.no_training else TRIALS
+    advice = advise(settings, output, arguments.jobs, trials=trials, seed=arguments.seed)
+    write_json(output / "advice.json", asdict(advice))
+    print(format_advice(advice))
+    print(f"written: {output / 'advice.json'}")
+    return 0

@@ -1,0 +1,181 @@
+"""What to use for one's own images: training-free classifiers and one short probe of training, side by side.
+
+Everything is measured on training images that are held back. Test images are never looked at.
+
+    whole stream    the model as it is, every classifier                     which classifier
+    first tasks     the model as it is, and trained with a few settings      whether training pays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.comparison.cells import read_answers, read_cell
+from dulbe_peft.comparison.compare import compare
+from dulbe_peft.comparison.plan import CHOICE_FRACTION, Cell, Plan, Row
+from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
+
+CLASSIFIERS = ("bayes", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
+TRIALS: dict[str, dict[str, Any]] = {
+    f"{name} {rate:g}": {"strategy": strategy, "learning_rate": rate}
+    for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))
+    for rate in (1e-4, 3e-4)
+}
+FROZEN = "frozen"
+WHOLE, PROBE = "whole", "probe"
+PROBE_TASKS, PROBE_IMAGES = 3, 16
+FEW_HELD_BACK = 100  # images, below which the figures are rough
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use, and how sure that is. Accuracies are fractions, on held-back training images.
+
+    Attributes:
+        settings: of `dulbe-peft run`: strategy, classifiers, and what training needs.
+        accuracy: of the best classifier without training after the last task.
+        classifiers: spec -> accuracy without training after the last task, the best first.
+        runner_up: spec of the second classifier, and how far the best is ahead of it; None of a single one.
+        training: the best way to train that the probe tried, and what it gains over no training on the probe's tasks,
+            both with their best classifiers; None where nothing was tried.
+        pays: whether the gain of training is clear: its interval lies above zero.
+        held_back: how many images were held back.
+        seconds: of the whole stream without training, and of the trained probe; measured on this machine.
+    """
+
+    settings: dict[str, Any]
+    accuracy: float
+    classifiers: dict[str, float]
+    runner_up: tuple[str, Difference] | None
+    training: tuple[Row, Difference] | None
+    pays: bool
+    held_back: int
+    seconds: dict[str, float]
+
+
+def advice_plan(
+    settings: Mapping[str, Any],
+    classifiers: Sequence[str] = CLASSIFIERS,
+    trials: Mapping[str, dict[str, Any]] = TRIALS,
+    seed: int = 0,
+) -> Plan:
+    """The comparison that an advice is made of.
+
+    Args:
+        settings: of `dulbe-peft run`: at least model and data.
+        classifiers: specs of those to choose from.
+        trials: name -> settings of the ways to train that the probe tries.
+        seed: of what is held back, of the class order and of training.
+    """
+    whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
+    few = min(whole.get("images_per_class") or PROBE_IMAGES, PROBE_IMAGES)
+    probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": few}
+    methods = {FROZEN: {"strategy": "frozen"}, **trials}
+    return Plan({WHOLE: whole, PROBE: probe}, methods, list(classifiers), ["none", "linear"], [seed])
+
+
+def advise(
+    settings: Mapping[str, Any],
+    output: str | Path,
+    jobs: int | None = None,
+    classifiers: Sequence[str] = CLASSIFIERS,
+    trials: Mapping[str, dict[str, Any]] = TRIALS,
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> Advice:
+    """Measure on held-back training images what to use.
+
+    The best classifier without training is the advice, unless the best way to train is clearly ahead of it on the
+    probe's tasks.
+
+    Args:
+        settings: of `dulbe-peft run`: at least model and data.
+        output: folder for the runs; what is finished there is not run again.
+        jobs: runs at once, see `compare`.
+        classifiers: as in `advice_plan`.
+        trials: as in `advice_plan`.
+        seed: as in `advice_plan`.
+        say: told what is done.
+
+    Raises:
+        ValueError: no class has an image to hold back, or a setting is wrong.
+    """
+    output = Path(output)
+    plan = advice_plan(settings, classifiers, trials, seed)
+    whole = Plan({WHOLE: plan.streams[WHOLE]}, {FROZEN: plan.methods[FROZEN]}, plan.classifiers, ["none"], plan.seeds)
+    compare(whole, output, jobs, say=say)
+    free = _shares(whole, output, whole.cells())
+    ranked = sorted(free, key=lambda row: -free[row].mean())
+    best = ranked[0]
+    runner_up = None
+    if len(ranked) > 1:
+        runner_up = (ranked[1].classifier, paired_difference(free[best][None], free[ranked[1]][None]))
+    seconds = {WHOLE: _seconds(output, whole.cells())}
+    training, pays, chosen = None, False, best
+    if trials:
+        probe = Plan({PROBE: plan.streams[PROBE]}, plan.methods, plan.classifiers, plan.drifts, plan.seeds)
+        compare(probe, output, jobs, say=say)
+        cells = probe.cells()
+        found = _shares(probe, output, cells)
+        without = max((row for row in found if row.method == FROZEN), key=lambda row: found[row].mean())
+        trained = max((row for row in found if row.method != FROZEN), key=lambda row: found[row].mean())
+        gain = paired_difference(found[trained][None], found[without][None])
+        training, pays = (trained, gain), gain.low > 0
+        chosen = trained if pays else best
+        seconds[PROBE] = _seconds(output, [cell for cell in cells if cell.method == trained.method])
+    use = {**plan.methods[chosen.method], "classifiers": chosen.classifier}
+    if chosen.drift != "none":
+        use["drift"] = chosen.drift
+    accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
+    return Advice(use, accuracies[best.classifier], accuracies, runner_up, training, pays, len(free[best]), seconds)
+
+
+def _shares(plan: Plan, output: Path, cells: Sequence[Cell]) -> dict[Row, np.ndarray]:
+    """Row -> whether it names each held-back image right after the last task."""
+    found = {}
+    for cell in cells:
+        for row in plan.rows(cell.method):
+            answers, names, _ = read_answers(output / cell.folder, row)
+            found[row] = image_shares(answers, names)[0]
+    return found
+
+
+def _seconds(output: Path, cells: Sequence[Cell]) -> float:
+    found = [read_cell(output / cell.folder) for cell in cells]
+    return sum(cell["cost"]["seconds"] for cell in found if cell is not None)
+
+
+def format_advice(advice: Advice) -> str:
+    """The advice in plain words."""
+
+    def points(found: Difference) -> str:
+        return f"{100 * found.mean:+.1f} points, 95 % interval {100 * found.low:+.1f} to {100 * found.high:+.1f}"
+
+    lines = ["Without training, right of the held-back training images:"]
+    lines += [f"  {100 * accuracy:5.1f} %  {name}" for name, accuracy in advice.classifiers.items()]
+    if advice.runner_up:
+        name, ahead = advice.runner_up
+        sure = "clearly ahead of" if ahead.clear else "not clearly ahead of"
+        lines.append(f"The first is {sure} {name} ({points(ahead)}).")
+    if advice.training:
+        row, gain = advice.training
+        drift = "" if row.drift == "none" else f", drift {row.drift}"
+        said = "Training pays" if advice.pays else "Training does not pay clearly"
+        lines.append(
+            f"{said}: the best of the probe, {row.method} with {row.classifier}{drift}, is {points(gain)} from no "
+            f"training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
+            f"training took {advice.seconds[WHOLE]:.0f} s."
+        )
+    if advice.held_back < FEW_HELD_BACK:
+        lines.append(f"Only {advice.held_back} images could be held back, so all of this is rough.")
+    lines.append("Use: " + " ".join(_flag(name, value) for name, value in advice.settings.items()))
+    return "\n".join(lines)
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {value}"
