@@ -15,6 +15,7 @@ from dulbe_peft.backbone import load_clip, load_dual_encoder
 from dulbe_peft.checkpoint import CheckpointError
 from dulbe_peft.classifiers import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CLASSIFIERS",
     "STRATEGIES",
+    "BayesClassifier",
     "BridgeEnsembleHead",
     "CheckpointError",
     "ClassIncrementalLearner",

@@ -45,13 +45,15 @@ SPECS = {
     "ridge fixed": "ridge:ridge=0.5",
     "ranpac": "ranpac:features=200",
     "ranpac fixed": "ranpac:features=200,ridge=20",
+    "bayes": "bayes:features=100",
+    "bayes linear": "bayes:features=0",
     "visual_agent": "visual_agent",
     "rapf": "rapf:batch_size=32,learning_rate=0.01",
     "bofa": "bofa",
 }
 NAMED = [name for name in SPECS if " " not in name]
 UPDATING = [name for name in SPECS if name not in ("text", "bridge", "visual_agent", "rapf", "bofa")]
-JOINT = ["prototype", "lda", "lda fixed", "ridge fixed", "ranpac fixed"]
+JOINT = ["prototype", "lda", "lda fixed", "ridge fixed", "ranpac fixed", "bayes", "bayes linear"]
 
 
 class Digits:
@@ -212,15 +214,15 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(digits, n
     late = make_classifier(SPECS[name], DIM, SCALE)
     images, labels = task(digits, range(CLASSES))
     early = torch.arange(len(labels)) % 60 < 20
-    late.add_classes([str(c) for c in range(CLASSES)], images[early], labels[early])
+    late.add_classes([str(c) for c in range(CLASSES)], images[early], labels[early], digits.texts)
     before, state = late.fork(), snapshot(late)
     for rows in (~early).nonzero()[:, 0].split(77):
         late.update_classes(images[rows], labels[rows])
     late.update_classes(images[:0], labels[:0])
     assert_equal_states(snapshot(before), state)
     together = make_classifier(SPECS[name], DIM, SCALE)
-    together.add_classes([str(c) for c in range(CLASSES)], images, labels)
-    if hasattr(late, "strength"):
+    together.add_classes([str(c) for c in range(CLASSES)], images, labels, digits.texts)
+    if hasattr(late, "errors"):
         late.ridge = together.ridge = together.strength()
     torch.testing.assert_close(late(digits.tests), together(digits.tests), rtol=1e-4, atol=2e-3)
     assert late.counts.tolist() == [60] * CLASSES
@@ -248,7 +250,8 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
     classifier.forget_class("digit 4")
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert classifier.class_names == [f"digit {c}" for c in kept]
-    if name != "visual_agent":  # its scores are of a mix of distributions over all classes
+    # Scores of visual_agent are of a mix of distributions over all classes, those of bayes of the mean of all texts.
+    if name != "visual_agent" and not name.startswith("bayes"):
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=0, atol=1e-5)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
     with pytest.raises(ValueError, match="'digit 4' is not known"):
@@ -406,7 +409,7 @@ def test_linear_map_refuses(change, message):
         linear_map(**{"before": torch.ones(3, 5), "after": torch.ones(3, 5), **change})
 
 
-@pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed"])
+@pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed", "bayes linear"])
 def test_a_turn_of_all_features_is_followed_exactly(digits, name):
     turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64))[0]
     classifier, expected = learned(name, digits), None
@@ -416,19 +419,21 @@ def test_a_turn_of_all_features_is_followed_exactly(digits, name):
         classifier = copy.deepcopy(expected)
     expected = (expected or classifier)(digits.tests)
     classifier.move(turn)
+    if name == "bayes linear":
+        classifier.set_text_embeds((F.normalize(digits.texts, dim=1).double() @ turn).float())
     found = classifier((digits.tests.double() @ turn).float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
 
 
 def test_ranpac_and_text_stay_where_they_are(digits):
-    for name in ("ranpac", "text"):
+    for name in ("ranpac", "text", "bayes"):
         classifier = learned(name, digits)
         state = snapshot(classifier)
         classifier.move(2 * torch.eye(DIM))
         assert_equal_states(snapshot(classifier), state)
 
 
-@pytest.mark.parametrize("name", ["bridge", "prototype", "lda", "ridge"])
+@pytest.mark.parametrize("name", ["bridge", "prototype", "lda", "ridge", "bayes linear"])
 def test_moved_classifiers_lie_between_unmoved_ones_and_the_oracle(digits, name):
     """The features drift by a linear map and noise; the oracle learned the old classes from their drifted images."""
     generator = torch.Generator().manual_seed(2)
@@ -527,7 +532,7 @@ def test_gradients_reach_the_features_and_copies_are_independent(digits, name):
         assert torch.equal(classifier(digits.tests), expected)
 
 
-@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac"])
+@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac", "bayes", "bayes linear"])
 def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, name):
     classifier = learned(name, digits)
     expected = classifier(digits.tests)
@@ -537,7 +542,7 @@ def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, 
     double = {key for key, value in classifier.state_dict().items() if value.dtype == torch.float64}
     classifier.to(torch.bfloat16)
     assert double and double == {k for k, v in classifier.state_dict().items() if v.dtype == torch.float64}
-    if name != "ranpac":  # its G is float32 and is rounded
+    if name in ("prototype", "lda", "ridge"):  # G of ranpac and the texts of bayes are float32 and are rounded
         assert torch.equal(classifier(digits.tests), expected)
     assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
 
@@ -656,6 +661,8 @@ ONES = torch.ones(DIM, DIM, dtype=torch.float64)
         ("ranpac", edit("ranpac_config.json", ridge="most"), "ridge must be a number"),
         ("ranpac", edit("ranpac.safetensors", errors=-torch.ones(len(RIDGES)).double()), "errors must not be"),
         ("ridge", edit("ridge.safetensors", gram=ONES.triu().contiguous()), "gram is not symmetric"),
+        ("bayes linear", edit("bayes.safetensors", images=torch.tensor(599)), "images must be at least the sum"),
+        ("bayes linear", edit("bayes.safetensors", text_embeds=torch.ones(10, DIM)), "text_embeds must hold unit"),
     ],
 )
 def test_damaged_files_are_refused(digits, name, damage, message, tmp_path):
@@ -753,6 +760,10 @@ def test_names_and_settings_make_classifiers():
         ("ranpac:features=0", "features must be at least 1"),
         ("ridge:ridge=-1", "ridge must be finite and positive"),
         ("ridge:ridge=big", "must be a number or auto"),
+        ("bayes:text_weight=0", "text_weight must be finite and positive"),
+        ("bayes:text_images=-1", "text_images must be finite and at least 0"),
+        ("bayes:flatness=1.5", "flatness must be at most 1"),
+        ("bayes:features=-1", "features must be at least 0"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
     ],

@@ -39,7 +39,17 @@ from dulbe_peft.deployment.classifier import checked_formula
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
-WITH_TEXT = ("bridge", "text", "lda", "ranpac:features=50", "rapf:epochs=2", "visual_agent", "bofa", "ridge")
+WITH_TEXT = (
+    "bridge",
+    "text",
+    "lda",
+    "ranpac:features=50",
+    "bayes:features=50",
+    "rapf:epochs=2",
+    "visual_agent",
+    "bofa",
+    "ridge",
+)
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
 # model type -> the formats and the classifier of each
 CASES = {
@@ -237,7 +247,7 @@ def test_every_classifier_has_a_formula_that_gives_its_scores(clip):
         torch.testing.assert_close(found, classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
     linear = {name for name, classifier in clip.classifiers.items() if "bias" in classifier.formula()[1]}
     assert linear == {"bridge", "text", "lda", "bofa", "ridge"}
-    assert len({name for name in CLASSIFIERS if name in clip.classifiers} | {"prototype"}) == 9  # one is in CASES
+    assert len({name for name in CLASSIFIERS if name in clip.classifiers} | {"prototype"}) == 10  # one is in CASES
 
 
 class Squares(PrototypeClassifier):

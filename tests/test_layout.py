@@ -54,6 +54,7 @@ ORDER = [
     "classifiers.lda",
     "classifiers.ridge",
     "classifiers.ranpac",
+    "classifiers.bayes",
     "classifiers.fitting",
     "classifiers.visual_agent",
     "classifiers.rapf",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
@@ -123,6 +124,7 @@ for _cls in (
     LdaClassifier,
     RidgeClassifier,
     RanpacClassifier,
+    BayesClassifier,
 ):
     register_classifier(_cls)
 for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):

@@ -69,6 +69,10 @@ class RanpacClassifier(RidgeSums):
         }
 
     def _projection(self) -> torch.Tensor:
-        # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
-        entries = np.random.RandomState(self.seed).standard_normal((self.embed_dim, self.features))
-        return torch.from_numpy(entries)
+        return random_layer(self.embed_dim, self.features, self.seed)
+
+
+def random_layer(embed_dim: int, features: int, seed: int) -> torch.Tensor:
+    """R, (d, M), float64, independent normal entries; the same for a seed in every version of the libraries."""
+    # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
+    return torch.from_numpy(np.random.RandomState(seed).standard_normal((embed_dim, features)))

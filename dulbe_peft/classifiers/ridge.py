@@ -20,8 +20,8 @@ RIDGE_UNCHOSEN = 1.0
 CHUNK = 4096  # images whose h is in memory at a time
 
 
-class RidgeSums(Classifier):
-    """What ridge regression keeps, and its solution; a subclass says what h and lambda are.
+class RegressionSums(Classifier):
+    """What regression from h to classes keeps of the images; a subclass says what h is, and solves.
 
     Args:
         embed_dim: d, width of the features.
@@ -35,13 +35,11 @@ class RidgeSums(Classifier):
         gram: G, (M, M).
         sums: C transposed, (C, M), float64.
         counts: (C,), int64, images of each class.
-        errors: held-back squared error of each ridge of the grid, over all tasks, float64.
     """
 
     gram: torch.Tensor
     sums: torch.Tensor
     counts: torch.Tensor
-    errors: torch.Tensor
 
     def __init__(
         self,
@@ -58,17 +56,14 @@ class RidgeSums(Classifier):
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
-        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
     @abstractmethod
     def lifted(self, images: torch.Tensor) -> torch.Tensor:
         """h of unit features z, (n, d) to (n, M), in the type of `images`."""
 
+    @abstractmethod
     def strength(self) -> float:
         """lambda."""
-        if self.ridge != "auto":
-            return self.ridge
-        return self.unit * (RIDGES[int(self.errors.argmin())] if self.errors.any() else RIDGE_UNCHOSEN)
 
     def learn(
         self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
@@ -89,6 +84,42 @@ class RidgeSums(Classifier):
         counts = torch.bincount(labels, minlength=len(sums))
         counts[: len(self.counts)] += self.counts.to(counts.device)
         return {"gram": gram, "sums": sums, "counts": counts}
+
+    def moved_sums(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """G to M' G M and C to M' C, which is exact for a linear drift where h = z."""
+        matrix = matrix.to(self.sums.device)
+        return {"gram": matrix.T @ self.gram @ matrix, "sums": self.sums @ matrix}
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_counts(state["counts"])
+        check_symmetric("gram", state["gram"])
+
+
+class RidgeSums(RegressionSums):
+    """Ridge regression toward zero, with the lambda that errs least on held-back images; see `RegressionSums`.
+
+    Attributes:
+        errors: held-back squared error of each ridge of the grid, over all tasks, float64.
+    """
+
+    errors: torch.Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float,
+        width: int,
+        dtype: torch.dtype,
+        unit: float,
+        ridge: float | Literal["auto"],
+    ) -> None:
+        super().__init__(embed_dim, logit_scale, width, dtype, unit, ridge)
+        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
+
+    def strength(self) -> float:
+        if self.ridge != "auto":
+            return self.ridge
+        return self.unit * (RIDGES[int(self.errors.argmin())] if self.errors.any() else RIDGE_UNCHOSEN)
 
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Add the held-back squared error of every ridge, all from one eigendecomposition of G."""
@@ -120,8 +151,7 @@ class RidgeSums(Classifier):
         return torch.cholesky_solve(self.sums.T, factor).float().to(self.device)
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_counts(state["counts"])
-        check_symmetric("gram", state["gram"])
+        super().check_state(state)
         if (state["errors"] < 0).any():
             raise ValueError("errors must not be negative")
 
@@ -152,6 +182,4 @@ class RidgeClassifier(RidgeSums):
         return images
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        """G to M' G M and C to M' C, which is exact for a linear drift."""
-        matrix = matrix.to(self.sums.device)
-        return {"gram": matrix.T @ self.gram @ matrix, "sums": self.sums @ matrix}
+        return self.moved_sums(matrix)

@@ -24,6 +24,7 @@ LABELS = {
     "lda": "LDA",
     "ridge": "analytic ridge",
     "ranpac": "RanPAC",
+    "bayes": "Bayesian regression",
 }
 
 
@@ -138,6 +139,37 @@ def _mean(values: np.ndarray) -> float:
     """Mean of the finite values, NaN without one."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if finite.size else float("nan")
+
+
+def calibration_error(probabilities: Any, truth: Any, bins: int = 15) -> float:
+    """Expected calibration error: how far the largest probabilities are from the share of right answers.
+
+    The images are put into equal bins by their largest probability. A bin's gap is the difference of its mean largest
+    probability and its share of right answers. The error is the mean gap, weighted by the images.
+
+    Args:
+        probabilities: (n, C), rows sum to 1; an array or a tensor on the CPU.
+        truth: (n,), integers, columns of `probabilities`.
+        bins: number of bins.
+
+    Raises:
+        ValueError: there is no image, or the shapes do not fit.
+
+    Reference:
+        Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
+
+    >>> calibration_error([[0.9, 0.1], [0.9, 0.1]], [0, 1])
+    0.4
+    """
+    rows, own = np.asarray(probabilities, dtype=np.float64), np.asarray(truth)
+    if rows.ndim != 2 or not len(rows) or own.shape != (len(rows),):
+        raise ValueError(
+            f"probabilities must be (n, C) and truth (n,), n at least 1, got {rows.shape} and {own.shape}"
+        )
+    sure, right = rows.max(axis=1), rows.argmax(axis=1) == own
+    number = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
+    gaps = np.bincount(number, weights=sure - right, minlength=bins)
+    return float(np.abs(gaps).sum() / len(rows))
 
 
 def summarize(matrix: Any, overall: Sequence[float | None]) -> dict[str, Any]:

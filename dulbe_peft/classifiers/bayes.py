@@ -1,0 +1,198 @@
+"""Bayesian regression with the texts as its prior: right with no image a class, with one, and with many.
+
+h = [z, relu(z R)]                            R: the random layer of RanPAC, made from the seed
+Y = H W + noise,  W ~ N(W_0, s2 L^-1)         one-hot Y; W_0 scores an image by its likeness to the classes' texts
+W = W_0 + (G + L)^-1 (C - G W_0)              the posterior mean: few images leave W at W_0, many forget it
+L = lambda (G / g + 0.001 I)^f                g: mean eigenvalue of G; f = 0: lambda times the identity
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.classifiers.base import check_unit_rows, positive
+from dulbe_peft.classifiers.ranpac import random_layer
+from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
+
+FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
+
+
+class BayesClassifier(RegressionSums):
+    """Regression to one-hot classes, pulled to the text classifier as far as the images do not say otherwise.
+
+    The text enters in two ways. It is the prior mean: W_0 = a (e_c - mean of e) on z, and 0 on the random layer. And
+    it is an image of its class, at the place where the images are: in the direction of their mean plus that of
+    e_c - mean of e, as far from the mean as images are. lambda is the one that makes the targets most likely under
+    the prior; see `log_evidence`.
+
+    G and C are sums, and texts enter when the solution is made. So the solution is the one on all data at once,
+    whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
+
+    A forgotten class's images stay in G. They count as images of none of the classes.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau.
+        features: M, width of the random layer; G takes 4 (M + d)^2 bytes. 0: h = z alone.
+        seed: of R.
+        text_weight: a / tau, positive. The scores are divided by it, so without images they would be the text
+            classifier's, up to a number that is the same for all classes.
+        text_images: how many images of its class a text counts for, 0 or more.
+        flatness: f, from 0 to 1. Above 0, the prior leaves more room in directions in which features vary less.
+        ridge: lambda, positive. "auto": the most likely one of 1e-4 M to 100 M, or of 1e-4 to 100 without R.
+
+    Attributes:
+        gram: G, (d + M, d + M), float32; float64 without R.
+        sums: C transposed, (C, d + M), float64.
+        counts: (C,), int64, images of each class.
+        images: int64, number of images in G, those of forgotten classes included.
+        text_embeds: e_c, (C, d), unit vectors.
+
+    Reference:
+        MacKay, "Bayesian Interpolation", 1992, for lambda; McDonnell et al., "RanPAC", 2023, for the random layer.
+    """
+
+    name = "bayes"
+    needs_text = True
+    images: torch.Tensor
+    text_embeds: torch.Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float = 100.0,
+        features: int = 2000,
+        seed: int = 0,
+        text_weight: float = 0.03,
+        text_images: float = 1.0,
+        flatness: float = 0.25,
+        ridge: float | Literal["auto"] = "auto",
+    ) -> None:
+        width = embed_dim + check_int("features", features, 0)
+        dtype = torch.float32 if features else torch.float64
+        super().__init__(embed_dim, logit_scale, width, dtype, float(features or 1), ridge)
+        self.features = features
+        self.seed = check_int("seed", seed, 0, 2**32 - 1)
+        self.text_weight = positive("text_weight", text_weight)
+        check_number("text_images", text_images, least=0)
+        self.text_images = float(text_images)
+        check_number("flatness", flatness, least=0)
+        if flatness > 1:
+            raise ValueError(f"flatness must be at most 1, got {flatness}")
+        self.flatness = float(flatness)
+        self.register_rows("text_embeds", embed_dim)
+        self.register_buffer("images", torch.zeros((), dtype=torch.int64))
+
+    def lifted(self, images: torch.Tensor) -> torch.Tensor:
+        if not self.features:
+            return images
+        return torch.cat([images, (images @ self._layer(images)).relu()], dim=1)
+
+    def _layer(self, like: torch.Tensor) -> torch.Tensor:
+        layer = self.derived("layer", lambda: random_layer(self.embed_dim, self.features, self.seed))
+        return self.derived(f"layer {like.dtype} {like.device}", lambda: layer.to(like))
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        assert texts is not None
+        return super().learn(names, images, labels, texts) | {"text_embeds": texts}
+
+    def added(self, images: torch.Tensor, labels: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
+        return super().added(images, labels, new) | {"images": self.images + len(images)}
+
+    # ------------------------------------------------------------------ the solution
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.lifted(images) @ self.derived("solution", self._solve)[0]
+
+    def strength(self) -> float:
+        return self.derived("solution", self._solve)[1]
+
+    def _solve(self) -> tuple[torch.Tensor, float]:
+        """W / text_weight, (d + M, C), float32, and lambda."""
+        d, device = self.embed_dim, self.sums.device
+        texts = self.text_embeds.to(device).double()
+        texts = texts - texts.mean(dim=0)
+        prior = torch.zeros_like(self.sums.T)
+        prior[:d] = self.text_weight * self.logit_scale * texts.T
+        shown = self.lifted(self._as_images(texts))
+        gram = self.gram.to(device).double() + self.text_images * shown.T @ shown
+        sums = self.sums.T + self.text_images * shown.T
+        # R = Y - H W_0 is what the prior mean leaves over, and H'R = C - G W_0.
+        left = sums - gram @ prior
+        values, vectors = torch.linalg.eigh(gram)
+        values = values.clamp_min(0)  # rounding G to float32 can leave eigenvalues a little below zero
+        shape = (values / values.mean() + FLOOR) ** self.flatness
+        turned = vectors.T @ left
+        if self.ridge == "auto":
+            targets = float(self.counts.sum()) + self.text_images * len(texts)
+            residual = targets - float((prior * (sums + left)).sum())
+            rows = int(self.images) + (len(texts) if self.text_images else 0)
+            ridge = max(
+                (ridge * self.unit for ridge in RIDGES),
+                key=lambda ridge: log_evidence(values, turned, residual, rows, ridge * shape),
+            )
+        else:
+            ridge = float(self.ridge)
+        solution = prior + vectors @ (turned / (values + ridge * shape)[:, None])
+        return (solution / self.text_weight).float().to(self.device), ridge
+
+    def _as_images(self, texts: torch.Tensor) -> torch.Tensor:
+        """The unit features that the texts stand for, (C, d), from e_c less their mean."""
+        mean = self.sums[:, : self.embed_dim].sum(dim=0) / self.counts.sum().to(self.sums.device)
+        spread = (1 - mean @ mean).clamp_min(0).sqrt()
+        return F.normalize(mean + spread * F.normalize(texts, dim=1), dim=1)
+
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        if not self.features:
+            return super().formula()
+        weight = self.derived("solution", self._solve)[0]
+        tensors = {"projection": self._layer(weight), "linear": weight[: self.embed_dim].contiguous()}
+        tensors["weight"] = weight[self.embed_dim :].contiguous()
+        return 'z @ t["linear"] + (z @ t["projection"]).relu() @ t["weight"]', tensors
+
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Without R: G to M' G M and C to M' C. With it nothing: G is of features behind a ReLU."""
+        return {} if self.features else self.moved_sums(matrix)
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().check_state(state)
+        check_unit_rows("text_embeds", state["text_embeds"])
+        if int(state["images"]) < int(state["counts"].sum()):
+            raise ValueError("images must be at least the sum of counts: the classes' images are among them")
+
+
+def log_evidence(
+    values: torch.Tensor, turned: torch.Tensor, residual: float, rows: int, precisions: torch.Tensor
+) -> float:
+    """Log density of the targets under the prior, with the noise variance s2 that makes them most likely.
+
+    Every class's residuals r over the n images are r ~ N(0, s2 (I + H L^-1 H')), independently of the others'. With
+    q = the sum over the classes of r' (I + H L^-1 H')^-1 r, the most likely s2 is q / (n C).
+
+    Args:
+        values: eigenvalues of G = H'H, (K,).
+        turned: H'R in the basis of the eigenvectors, (K, C).
+        residual: sum of the squares of R.
+        rows: n.
+        precisions: eigenvalues of L, (K,), in the same basis.
+
+    Returns:
+        The natural logarithm of the density.
+
+    Reference:
+        MacKay, 1992, section 3: the evidence of a linear model.
+    """
+    classes = turned.shape[1]
+    explained = float((turned.square().sum(dim=1) / (values + precisions)).sum())
+    # Where every target is met, q is 0 up to rounding.
+    spread = max(residual - explained, 1e-12 * max(residual, 1.0)) / (rows * classes)
+    determinant = float((values / precisions).log1p().sum())
+    return -0.5 * classes * (rows * (math.log(2 * math.pi * spread) + 1) + determinant)
