@@ -134,6 +134,8 @@ ORDER = [
     "comparison.statistics",
     "comparison.engine",
     "comparison.table",
+    "comparison.figures",
+    "comparison.page",
     "comparison.compare",
     "comparison",
     "commands.learn",
