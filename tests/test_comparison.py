@@ -71,6 +71,7 @@ def test_every_row_of_every_stream_is_there(finished):
     ]
     assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
     assert entries[1].differences == {"last": None, "average": None} and entries[0].differences["last"] is not None
+    assert read_table(folder / "out").missing() == []
     assert sum("best on held-back training images" in line for line in said) == 1
     assert read_table(folder / "out").entries == entries
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
@@ -130,6 +131,19 @@ def test_a_run_that_fails_costs_no_other(content, tmp_path):
     with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
         compare(read_plan(path), tmp_path / "out", jobs=1, say=lambda _: None)
     assert {entry.stream for entry in read_table(tmp_path / "out").entries} == {"digits"}
+
+
+def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cells", interrupted)
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
+    table = read_table(tmp_path / "out")
+    assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
+    assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows("frozen")]
 
 
 def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):

@@ -113,7 +113,7 @@ def forest_figure(entries: Sequence[Entry]) -> Any:
         axes.plot([low, high], [place, place], color=colour, linewidth=1.5)
         axes.plot([mean], [place], "o", color=colour, markersize=5, **({} if found.clear else {"mfc": "none"}))
         # Above its interval: beside it, a long name would leave no room for the axis on a phone.
-        where = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5}
+        where = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5, "color": INK}
         axes.text(0.0, place - 0.45, _plain(entry.row.title), in_layout=False, **where)
     axes.set_ylim(len(rows) - 0.5, -0.9)
     axes.set_yticks([])

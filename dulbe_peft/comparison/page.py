@@ -13,7 +13,6 @@ from dulbe_peft.comparison.figures import (
     forest_figure,
     grouping,
     image_counts,
-    important_rows,
     streams_figure,
 )
 from dulbe_peft.comparison.plan import Row
@@ -88,8 +87,10 @@ def _view(table: Table, name: str) -> dict[str, Any]:
     tested = {entry.stream for entry in entries}
     drawn = len(tested) > 1
     chosen = [
-        (key, _listed(values), _listed(scope.choices.get(key.partition(": ")[2], {})))
-        for key, values in table.chosen.items()
+        (f"{stream}: {method}", _listed(table.chosen[f"{stream}: {method}"]), _listed(tried))
+        for stream in scope.streams
+        for method, tried in scope.choices.items()
+        if f"{stream}: {method}" in table.chosen
     ]
     return {
         "name": name,
@@ -143,13 +144,13 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
         worse = sum(found is not None and found.high < 0 for found in (entry.differences["last"] for entry in others))
         return (
             f"No row is better than the reference, {reference.title}. It names {percent(top)} % of the test images "
-            f"right after the last task. {_rows(worse)} of the {len(others)} others "
+            f"right after the last task. {_number(worse)} of the {len(others)} others "
             f"{'is' if worse == 1 else 'are'} clearly worse."
         )
     best, *equal = [entry for entry in entries if entry.means["last"] == top]
     words = f"{best.row.title} names most test images right after the last task: {percent(top)} %."
     if equal:
-        words += f" {_rows(len(equal))} {'is' if len(equal) == 1 else 'are'} exactly as good."
+        words += f" {_number(len(equal))} other{' has' if len(equal) == 1 else 's have'} the same accuracy."
     found = best.differences["last"]
     if found is None or first is None:
         return (
@@ -166,7 +167,7 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
     )
 
 
-def _rows(number: int) -> str:
+def _number(number: int) -> str:
     return {0: "None", 1: "One"}.get(number, str(number))
 
 
@@ -187,5 +188,5 @@ def _missing(table: Table) -> list[dict[str, Any]]:
 def _listed(settings: dict[str, Any]) -> str:
     return "; ".join(
         f"{name} = {', '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in settings.items()
+        for name, value in sorted(settings.items())
     )
