@@ -257,6 +257,10 @@ def test_paired_differences_against_literal_resampling():
     assert found.clear == (low > 0)
     same = paired_difference(ours, ours)
     assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
+    cancelling = np.zeros((1, 60))
+    cancelling[0, :11], cancelling[0, 11:15] = -1, 1
+    edge = paired_difference(cancelling, np.zeros((1, 60)), draws=400)
+    assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
     with pytest.raises(ValueError, match=r"\(seeds, images\)"):
         paired_difference(ours, reference[:2])
 

@@ -13,6 +13,7 @@ from dulbe_peft.comparison.figures import (
     forest_figure,
     grouping,
     image_counts,
+    important_rows,
     streams_figure,
 )
 from dulbe_peft.comparison.plan import Row
