@@ -134,8 +134,10 @@ def test_a_run_that_fails_costs_no_other(content, tmp_path):
 
 
 def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(work, *_):
+        if work:  # nothing is to be chosen
+            raise KeyboardInterrupt
+        return iter(())
 
     monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cells", interrupted)
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))

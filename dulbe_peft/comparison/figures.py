@@ -102,7 +102,7 @@ def forest_figure(entries: Sequence[Entry]) -> Any:
         entries: those that `compared` returned; the first `MOST` are drawn.
     """
     rows = list(entries[:MOST])
-    figure, axes = new_figure(0.7 + 0.34 * len(rows))
+    figure, axes = new_figure(0.8 + 0.36 * len(rows))
     axes.axvline(0, color=INK, linewidth=1)
     for place, entry in enumerate(rows):
         found = entry.differences["last"]
