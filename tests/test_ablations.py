@@ -20,8 +20,9 @@ from dulbe_peft import (
     class_incremental_tasks,
 )
 from dulbe_peft.backbone import empty_encoder
-from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.classifiers import make_classifier, make_classifiers
 from dulbe_peft.commands.settings import StreamArguments, fields_of, pick
+from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.cost import shared_inputs
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
 from dulbe_peft.specs import split_specs
@@ -62,13 +63,10 @@ def test_there_is_a_file_for_every_ablation():
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_has_the_parts_of_a_comparison(file):
-    content = FILES[file]
-    assert list(content) == ["streams", "methods", "classifiers", "seeds", "reference"]
-    assert content["streams"]["digits"]["model"] == "demo" and len(content["seeds"]) == 3
-    assert content["reference"]["method"] in content["methods"]
-    row = settings_of(file, content["reference"]["method"])
-    assert content["reference"]["classifier"] in {spec.partition(":")[0] for spec in split_specs(row["classifiers"])}
+def test_a_file_is_a_comparison_whose_rows_differ(file):
+    plan = read_plan(FOLDER / f"{file}.yaml")
+    assert list(plan.streams) == ["digits"] and plan.seeds == [0, 1, 2] and plan.reference is not None
+    assert sum(len(plan.rows(method)) for method in plan.methods) > 4
 
 
 @pytest.mark.parametrize("file, row", ROWS)
@@ -127,13 +125,10 @@ def test_depths_that_are_fixed_or_alike():
     texts = torch.nn.functional.normalize(torch.randn(4, 64), dim=1)
     labels = torch.arange(4).repeat(10)
     heads = {}
-    for row in ("depth 0.25", "all depths alike", "reliable depths"):
-        settings = settings_of("bridge", row)
-        args = pick(LearnerArguments, settings)
-        defaults = {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature}
-        made = make_classifiers(split_specs(settings["classifiers"]), 64, defaults=defaults)
-        heads[row] = made["bridge"]
-        heads[row].add_classes(list("abcd"), images, labels, texts)
+    for spec in ("bridge:depths=0.25", "bridge:reliability_temperature=1e6", "bridge"):
+        assert spec in read_plan(FOLDER / "bridge.yaml").classifiers
+        heads[spec] = make_classifier(spec, 64)
+        heads[spec].add_classes(list("abcd"), images, labels, texts)
     fixed, alike, reliable = heads.values()
     assert isinstance(fixed, BridgeEnsembleHead) and fixed.depths.tolist() == [0.25]
     expected = BridgeEnsembleHead(64, depths=[0.25])
@@ -187,9 +182,7 @@ def test_routing_both_gives_the_structure_loss_to_both_modes(base):
 
 # The rows of the other files differ in a number alone.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, row", [entry for entry in ROWS if entry[0] in ("modes", "bridge", "places", "statistics")]
-)
+@pytest.mark.parametrize("file, row", [entry for entry in ROWS if entry[0] in ("modes", "places", "statistics")])
 def test_rows_learn(file, row, base):
     """Two tasks of two digits, one epoch: not a result, a row that runs."""
     from sklearn.datasets import load_digits

@@ -7,8 +7,11 @@ import shutil
 
 import pytest
 import torch
+from test_comparison_page import made_table
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
+from dulbe_peft.comparison.page import write_comparison_page
+from dulbe_peft.comparison.table import write_table
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
 
@@ -38,7 +41,7 @@ CONTRASTS = """() => {
 
 @pytest.fixture(scope="module")
 def pages(digit_folders, tmp_path_factory):
-    """The report of a run, and that of two runs."""
+    """The report of a run, that of two runs, and that of a comparison."""
     torch.set_num_threads(1)
     data, root = digit_folders(6, 4, 4), tmp_path_factory.mktemp("reports")
     for seed in (0, 1):
@@ -48,7 +51,9 @@ def pages(digit_folders, tmp_path_factory):
         tasks = class_incremental_tasks(load_data(data, "train"), load_data(data, "test"), increment=2)
         learner.run(tasks, root / f"seed-{seed}")
     one = write_report(root / "seed-0", root / "one.html")
-    return [one, write_report([root / "seed-0", root / "seed-1"], root / "two.html")]
+    two = write_report([root / "seed-0", root / "seed-1"], root / "two.html")
+    write_table(made_table(), root)
+    return [one, two, write_comparison_page(root, root / "comparison.html")]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def browser():
         chromium.close()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["one run", "two runs"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["one run", "two runs", "comparison"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [375, 1280])
 def test_the_report_in_a_browser(pages, browser, which, scheme, width):
@@ -76,7 +81,7 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
     pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt])")
-    assert pictures and all(loaded and alt for loaded, alt in pictures)
+    assert bool(pictures) == (which != 2) and all(loaded and alt for loaded, alt in pictures)
     charts = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")
     assert charts and min(charts) > 100
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"

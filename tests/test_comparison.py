@@ -71,8 +71,9 @@ def test_every_row_of_every_stream_is_there(finished):
     ]
     assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
     assert entries[1].differences == {"last": None, "average": None} and entries[0].differences["last"] is not None
+    assert read_table(folder / "out").missing() == []
     assert sum("best on held-back training images" in line for line in said) == 1
-    assert read_table(folder / "out")[0] == entries
+    assert read_table(folder / "out").entries == entries
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
     assert "| frozen | lda |" in format_table(entries) and "digits, 2 seeds" in format_table(entries)
@@ -111,7 +112,7 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
 
 def test_the_better_setting_on_held_back_training_images_is_taken(finished):
     folder, _, _ = finished
-    chosen = read_table(folder / "out")[1]
+    chosen = read_table(folder / "out").chosen
     cells = [json.loads(path.read_text()) for path in sorted((folder / "out" / "choices").rglob("cell.json"))]
     assert len(cells) == 2 and all(cell["settings"]["validation_fraction"] == 0.2 for cell in cells)
     rate = chosen["digits: LoRA"]["learning_rate"]
@@ -129,7 +130,22 @@ def test_a_run_that_fails_costs_no_other(content, tmp_path):
     path = write(tmp_path / "plan.yaml", plan)
     with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
         compare(read_plan(path), tmp_path / "out", jobs=1, say=lambda _: None)
-    assert {entry.stream for entry in read_table(tmp_path / "out")[0]} == {"digits"}
+    assert {entry.stream for entry in read_table(tmp_path / "out").entries} == {"digits"}
+
+
+def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
+    def interrupted(work, *_):
+        if work:  # nothing is to be chosen
+            raise KeyboardInterrupt
+        return iter(())
+
+    monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cells", interrupted)
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
+    table = read_table(tmp_path / "out")
+    assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
+    assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows("frozen")]
 
 
 def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
@@ -143,7 +159,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     assert "0 runs are missing, and 2 whose settings are chosen" in capsys.readouterr().out
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     assert "| LoRA | lda | linear |" in capsys.readouterr().out
-    again = read_table(tmp_path / "out")[0]
+    again = read_table(tmp_path / "out").entries
     assert [replace(entry, seconds=0.0) for entry in again] == [replace(entry, seconds=0.0) for entry in entries]
 
 
@@ -243,6 +259,10 @@ def test_paired_differences_against_literal_resampling():
     assert found.clear == (low > 0)
     same = paired_difference(ours, ours)
     assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
+    cancelling = np.zeros((1, 60))
+    cancelling[0, :11], cancelling[0, 11:15] = -1, 1
+    edge = paired_difference(cancelling, np.zeros((1, 60)), draws=400)
+    assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
     with pytest.raises(ValueError, match=r"\(seeds, images\)"):
         paired_difference(ours, reference[:2])
 

@@ -138,6 +138,8 @@ ORDER = [
     "comparison.statistics",
     "comparison.engine",
     "comparison.table",
+    "comparison.figures",
+    "comparison.page",
     "comparison.compare",
     "comparison.advice",
     "comparison",

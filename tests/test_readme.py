@@ -14,6 +14,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.settings import StreamArguments, fields_of
+from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
@@ -134,10 +135,14 @@ def test_start_page_links_every_page():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_pages_name_exist(page):
+def test_options_that_pages_name_exist(page, tmp_path):
     text = text_of(page)
     for _, _, block in blocks(page, "yaml"):
-        assert set(yaml.safe_load(block)) <= set(SETTINGS)
+        if "streams" in yaml.safe_load(block):
+            (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
+            read_plan(tmp_path / "plan.yaml")
+        else:
+            assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):
         assert value in SETTINGS[name].metadata.get("choices", (value,)), f"{name}={value!r}"
     for name in re.findall(r"`(\w+)=[\d\[]", text):

@@ -1,4 +1,4 @@
-"""`dulbe-peft report`: one page about a run, or about several side by side."""
+"""`dulbe-peft report`: one page about a run, about several side by side, or about a comparison."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dulbe_peft.commands.outputs import check_output
 EXAMPLE = """example:
   dulbe-peft report out
   dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
+  dulbe-peft report comparison
 
 The page is one file that any browser opens, also without a network.
 """
@@ -17,10 +18,10 @@ The page is one file that any browser opens, also without a network.
 
 def add(commands: Any) -> None:
     """Add the command to the parser's commands."""
-    parser = commands.add_parser("report", help="write a page about one run or several", epilog=EXAMPLE)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that run has written, finished or not")
+    parser = commands.add_parser("report", help="write a page about runs or a comparison", epilog=EXAMPLE)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that run or compare has written")
     parser.add_argument(
-        "--output", metavar="FILE.html", help="the page (report.html in the run's folder, or here for several runs)"
+        "--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)"
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table of results, too, with full figures")
     parser.add_argument("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
@@ -29,12 +30,21 @@ def add(commands: Any) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page, and tables where they are asked for."""
+    from dulbe_peft.comparison.page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_report
 
     check_output("--output", arguments.output, ".html")
     check_output("--csv", arguments.csv, ".csv")
     check_output("--latex", arguments.latex, ".tex")
-    page = write_report(arguments.runs, arguments.output, arguments.csv, arguments.latex)
+    folders, files = arguments.runs, (arguments.output, arguments.csv, arguments.latex)
+    comparisons = [folder for folder in folders if is_comparison(folder)]
+    if comparisons and len(folders) > 1:
+        runs = [folder for folder in folders if folder not in comparisons]
+        found = (
+            f"{comparisons[0]} is a comparison and {runs[0]} is none" if runs else f"got {len(folders)} comparisons"
+        )
+        raise ValueError(f"a page is about runs or about one comparison, {found}: report on each alone")
+    page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
     for path in (page, arguments.csv, arguments.latex):
         if path is not None:
             print(f"written: {path}")

@@ -10,7 +10,7 @@ from dulbe_peft.comparison.cells import is_done, read_answers
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import image_shares
-from dulbe_peft.comparison.table import Entry, make_table, write_table
+from dulbe_peft.comparison.table import Entry, Scope, Table, make_table, write_table
 
 Work = list[tuple[Cell, list[Row]]]
 
@@ -54,10 +54,13 @@ def compare(
     how = (output, jobs or default_jobs(), backend, address)
     chosen = _choose(plan, *how, say)
     cells = plan.cells(chosen)
-    failed = _finish([(cell, plan.rows(cell.method)) for cell in cells], *how, say)
-    entries = make_table(plan, output, cells)
-    output.mkdir(parents=True, exist_ok=True)
-    write_table(entries, output, {f"{stream}: {method}": values for (stream, method), values in chosen.items()})
+    try:
+        failed = _finish([(cell, plan.rows(cell.method)) for cell in cells], *how, say)
+    finally:  # also of a comparison that is interrupted, a table says what is finished and what is missing
+        entries = make_table(plan, output, cells)
+        output.mkdir(parents=True, exist_ok=True)
+        values = {f"{stream}: {method}": values for (stream, method), values in chosen.items()}
+        write_table(Table(entries, values, Scope.of(plan)), output)
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(cells)} runs failed; the first: {failed[0]}")
     return entries
@@ -101,8 +104,7 @@ def _choose(
 def _judge(plan: Plan, method: str) -> Row:
     """The row that settings are chosen by: the reference's classifier where the method has it."""
     rows = plan.rows(method)
-    wanted = plan.reference.classifier if plan.reference else plan.classifiers[0]
-    return next((row for row in reversed(rows) if row.classifier == wanted), rows[-1])
+    return next((row for row in reversed(rows) if row.classifier == plan.baseline.classifier), rows[-1])
 
 
 def _accuracy(output: Path, cell: Cell, row: Row) -> float:

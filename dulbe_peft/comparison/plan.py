@@ -55,6 +55,15 @@ class Row:
     classifier: str
     drift: str = "none"
 
+    @property
+    def title(self) -> str:
+        """The row as people call it.
+
+        >>> Row("DuLBE", "lda", "linear").title
+        'DuLBE with lda, drift linear'
+        """
+        return f"{self.method} with {self.classifier}" + ("" if self.drift == "none" else f", drift {self.drift}")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -87,7 +96,7 @@ class Plan:
         classifiers: specs.
         drifts: of `DRIFTS`.
         seeds: at least one.
-        reference: the row that all others are compared with; None: the first one.
+        reference: the row that all others are compared with; None: the first one, see `baseline`.
         choices: method -> setting -> values to choose from on held-back training images.
         retentions: stream -> images of classes that are in no stream.
     """
@@ -100,6 +109,11 @@ class Plan:
     reference: Row | None = None
     choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     retentions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> Row:
+        """The row that all others are compared with."""
+        return self.reference or self.rows(next(iter(self.methods)))[0]
 
     def strategy(self, method: str) -> Strategy:
         """The strategy of a method."""

@@ -19,6 +19,25 @@ from dulbe_peft.streams.metrics import percent
 
 TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
 MEASURES = {"last": "A_last", "average": "A_bar"}
+# What a column is called, and what it means to somebody who has not read the paper.
+COLUMNS = {
+    "method": "What trained the model: settings under a name.",
+    "classifier": "What tells the classes apart. It learned from the features of the trained model.",
+    "drift": "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
+    "A_bar": "After each task, the percent of test images of all classes seen by then that are named right. This is "
+    "the mean over the tasks. ± is the standard deviation over the seeds.",
+    "A_last": "The percent of all test images that are named right after the last task. ± as for A_bar.",
+    "to the reference (95 %)": "A_last minus the reference's A_last, in percentage points, over the seeds that both "
+    "have finished. The brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
+    "calibration error": "How far the probability of an answer is from how often such answers are right, in "
+    "percentage points. Zero is best.",
+    "seconds": "To train and test the stream and to teach the classifier, as a mean over the seeds.",
+    "trained": "How many parameters a task trains.",
+    "kept MiB": "What method and classifier keep in memory between tasks, without the model and its adapter.",
+    "still known": "Images of classes that the model never learned here: the percent that it names right by the class "
+    "names, before all tasks → after them.",
+}
+TEXT_COLUMNS = 3  # the first ones; all others hold figures
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,59 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Scope:
+    """What a comparison holds when all of it is finished.
+
+    Attributes:
+        streams: name -> settings.
+        methods: name -> settings.
+        choices: method -> setting -> values that were tried on held-back training images.
+        rows: of every stream.
+        seeds: of every row.
+        reference: the row that all others are compared with.
+    """
+
+    streams: dict[str, dict[str, Any]]
+    methods: dict[str, dict[str, Any]]
+    choices: dict[str, dict[str, list[Any]]]
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    reference: Row
+
+    @classmethod
+    def of(cls, plan: Plan) -> Scope:
+        """The scope of a plan."""
+        rows = tuple(row for method in plan.methods for row in plan.rows(method))
+        return cls(plan.streams, plan.methods, plan.choices, rows, tuple(plan.seeds), plan.baseline)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a comparison has found so far.
+
+    Attributes:
+        entries: of all streams.
+        chosen: "stream: method" -> the settings that were chosen on held-back training images.
+        scope: what there is to find.
+    """
+
+    entries: list[Entry]
+    chosen: dict[str, dict[str, Any]]
+    scope: Scope
+
+    def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
+        """Stream, row and seeds of what is not finished."""
+        done = {(entry.stream, entry.row): entry.seeds for entry in self.entries}
+        found = []
+        for stream in self.scope.streams:
+            for row in self.scope.rows:
+                seeds = tuple(seed for seed in self.scope.seeds if seed not in done.get((stream, row), ()))
+                if seeds:
+                    found.append((stream, row, seeds))
+        return found
+
+
+@dataclass(frozen=True)
 class _Found:
     """One row of one cell, as its files tell."""
 
@@ -71,8 +143,7 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
             read = _read(output / cell.folder, row)
             if read is not None:
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
-    first = plan.reference or next(iter(plan.rows(next(iter(plan.methods)))))
-    entries = []
+    first, entries = plan.baseline, []
     for (stream, row), by_seed in found.items():
         other = None if row == first else found.get((stream, first))
         entries.append(_entry(stream, row, by_seed, other or {}))
@@ -117,10 +188,20 @@ def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Fo
 # ---------------------------------------------------------------------- for people and for files
 
 
-def write_table(entries: Sequence[Entry], output: Path, chosen: dict[str, Any]) -> None:
-    """Write `comparison.json`, with all figures, and `comparison.csv`, a line for each row of each stream."""
-    rows = [{**asdict(entry), "row": asdict(entry.row)} for entry in entries]
-    write_json(output / TABLE_FILE, {"rows": rows, "chosen": chosen})
+def write_table(table: Table, output: Path) -> None:
+    """Write `comparison.json`, with all that is known, and `comparison.csv`, a line for each row of each stream."""
+    content = asdict(table)
+    content["scope"]["streams"] = list(table.scope.streams.items())  # JSON would sort their names
+    write_json(output / TABLE_FILE, content)
+    write_table_csv(table.entries, output / CSV_FILE)
+
+
+def write_table_csv(entries: Sequence[Entry], path: Path) -> None:
+    """Write all figures in full, as fractions.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     header = ["stream", "method", "classifier", "drift", "seeds"]
     header += [f"{name}{part}" for name in MEASURES for part in ("", "_std", "_difference", "_low", "_high")]
     header += ["calibration_error", "seconds", "trainable_parameters", "kept_bytes", "retention_before", "retention"]
@@ -133,11 +214,11 @@ def write_table(entries: Sequence[Entry], output: Path, chosen: dict[str, Any]) 
         retention: dict[str, Any] = entry.retention or {"before": None, "after": None}
         line += [entry.calibration_error, entry.seconds, entry.trainable_parameters, entry.kept_bytes]
         lines.append(["" if cell is None else cell for cell in [*line, retention["before"], retention["after"]]])
-    write_csv(output / CSV_FILE, header, lines)
+    write_csv(path, header, lines)
 
 
-def read_table(output: Path) -> tuple[list[Entry], dict[str, Any]]:
-    """The rows that `write_table` wrote, and what was chosen.
+def read_table(output: Path) -> Table:
+    """What `write_table` wrote.
 
     Raises:
         FileNotFoundError: there is no table.
@@ -148,14 +229,22 @@ def read_table(output: Path) -> tuple[list[Entry], dict[str, Any]]:
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        rows = []
-        for line in content["rows"]:
+        entries = []
+        for line in content["entries"]:
             differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}
             read = {"row": Row(**line["row"]), "differences": differences, "seeds": tuple(line["seeds"])}
-            rows.append(Entry(**{**line, **read}))
-        return rows, dict(content["chosen"])
+            entries.append(Entry(**{**line, **read}))
+        scope = content["scope"]
+        rows, reference = tuple(Row(**row) for row in scope["rows"]), Row(**scope["reference"])
+        read = {
+            "rows": rows,
+            "reference": reference,
+            "seeds": tuple(scope["seeds"]),
+            "streams": dict(scope["streams"]),
+        }
+        return Table(entries, dict(content["chosen"]), Scope(**{**scope, **read}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not as a comparison writes it: {error!r}") from error
+        raise ValueError(f"{path} is not as `dulbe-peft compare` writes it: {error!r}; run it again") from error
 
 
 def format_table(entries: Sequence[Entry]) -> str:
@@ -163,16 +252,20 @@ def format_table(entries: Sequence[Entry]) -> str:
     parts = []
     for stream in dict.fromkeys(entry.stream for entry in entries):
         own = [entry for entry in entries if entry.stream == stream]
-        retention = any(entry.retention for entry in own)
-        head = ["method", "classifier", "drift", "A_bar", "A_last", "to the reference (95 %)", "calibration error"]
-        head += ["seconds", "trained", "kept MiB", *(["still known"] if retention else [])]
-        lines = [f"{stream}, {_counted(own)}", "", _line(head), _line(["---"] * 3 + ["---:"] * (len(head) - 3))]
-        lines += [_line(_cells(entry, retention)) for entry in own]
-        parts.append("\n".join(lines))
+        head = columns(own)
+        marks = ["---:" if number >= TEXT_COLUMNS else "---" for number in range(len(head))]
+        lines = [f"{stream}, {counted(own)}", "", _line(head), _line(marks)]
+        parts.append("\n".join([*lines, *(_line(cells(entry)[: len(head)]) for entry in own)]))
     return "\n\n".join(parts)
 
 
-def _counted(entries: Sequence[Entry]) -> str:
+def columns(entries: Sequence[Entry]) -> list[str]:
+    """The columns that the table of these rows has: `COLUMNS`, without the last where it was not measured."""
+    return list(COLUMNS) if any(entry.retention for entry in entries) else list(COLUMNS)[:-1]
+
+
+def counted(entries: Sequence[Entry]) -> str:
+    """How many seeds the rows have."""
     counts = sorted({len(entry.seeds) for entry in entries})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{number} seed" if counts == [1] else f"{number} seeds"
@@ -182,20 +275,23 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(entry: Entry, retention: bool) -> list[str]:
+def cells(entry: Entry) -> list[str]:
+    """A row of the table as people read it, one text for each of `COLUMNS`; shares in percent."""
+
     def figure(name: str) -> str:
         spread = entry.spreads[name]
         return percent(entry.means[name]) + ("" if spread is None else f" ± {percent(spread)}")
 
     found = entry.differences["last"]
-    away = "" if found is None else f"{_signed(found.mean)} ({_signed(found.low)} to {_signed(found.high)})"
-    known = entry.retention or {}
-    kept = [f"{percent(known.get('before'))} → {percent(known.get('after'))}"] if retention else []
+    away = "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+    known = entry.retention
+    kept = "" if known is None else f"{percent(known['before'])} → {percent(known['after'])}"
     cost = [f"{entry.seconds:.0f}", f"{entry.trainable_parameters:,}", f"{entry.kept_bytes / 2**20:.1f}"]
     drift = "" if entry.row.drift == "none" else entry.row.drift
     names = [entry.row.method, entry.row.classifier, drift]
-    return [*names, figure("average"), figure("last"), away, percent(entry.calibration_error), *cost, *kept]
+    return [*names, figure("average"), figure("last"), away, percent(entry.calibration_error), *cost, kept]
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference of two fractions in percentage points, with its sign."""
     return ("+" if round(100 * value, 1) > 0 else "") + percent(value)

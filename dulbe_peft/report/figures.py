@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dulbe_peft.streams.metrics import LABELS, result_rows
 
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
-_STYLES = ("^:", "s--", "v-.", "o-", "d-", "P-", "X-", "*-")
+STYLES = ("^:", "s--", "v-.", "o-", "d-", "P-", "X-", "*-")
 _KNOWN = list(LABELS.values())
 _MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
 
@@ -45,11 +46,11 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     rows = result_rows(results)
     steps = max(len(block["overall"]) for _, block in rows)
     classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
-    figure, axes = _new_figure()
+    figure, axes = new_figure()
     for number, (label, block) in enumerate(rows):
         # What is known by name looks the same in every picture.
         series = _KNOWN.index(label) if label in _KNOWN else number
-        colour, style = SERIES[series % len(SERIES)], _STYLES[series % len(_STYLES)]
+        colour, style = SERIES[series % len(SERIES)], STYLES[series % len(STYLES)]
         values = [math.nan if value is None else 100 * value for value in block["overall"]]
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if label == LABELS["zero_shot"] else {"markersize": 4}
@@ -70,7 +71,7 @@ def matrix_figure(results: dict[str, Any]) -> Any:
     rows = next(iter(results["classifiers"].values()))["matrix"]
     size = len(rows)
     values = [[math.nan if v is None else 100 * v for v in row] + [math.nan] * (size - len(row)) for row in rows]
-    figure, axes = _new_figure(4.8)
+    figure, axes = new_figure(4.8)
     image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
     axes.grid(False)
     for step, row in enumerate(values if size <= _MOST_NUMBERS else []):
@@ -94,7 +95,7 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
     Args:
         losses: per task the mean loss of each epoch; none where nothing was trained.
     """
-    figure, axes = _new_figure(2.6)
+    figure, axes = new_figure(2.6)
     done = 0
     for task in losses:
         axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
@@ -116,7 +117,9 @@ def inline_svg(figure: Any, name: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
+        # A reader's fonts have more signs than matplotlib's, with which it measures the texts.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -141,7 +144,8 @@ def _thinned(values: Sequence[int]) -> list[int]:
     return list(values)[:: -(-len(values) // 10) or 1]
 
 
-def _new_figure(height: float = 3.8) -> tuple[Any, Any]:
+def new_figure(height: float = 3.8) -> tuple[Any, Any]:
+    """A figure of a page and its axes, in the page's colours; the height is in inches."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -99,6 +99,23 @@ def render_report(runs: Sequence[Run]) -> str:
     Args:
         runs: at least one.
     """
+    groups = group_runs(runs)
+    comparison = compare(groups) if len(runs) > 1 else []
+    measured = [row for row in comparison if "last_accuracy" in row.figures]
+    content = {
+        "runs": [_view(run, f"run{number}") for number, run in enumerate(runs)],
+        "comparison": comparison,
+        "best": max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
+        "same_classes": len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
+        "repeated": len(groups) < len(runs),
+        "differences": differences(runs) if len(runs) > 1 else [],
+        "measures": MEASURES,
+    }
+    return render_page("page.html", content)
+
+
+def render_page(template: str, content: dict[str, Any]) -> str:
+    """The HTML of a page from one of the templates in `assets/report`, with the style sheet in it."""
     import jinja2
 
     assets = Path(str(resources.files("dulbe_peft") / "assets" / "report"))
@@ -110,22 +127,9 @@ def render_report(runs: Sequence[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "points": points, "mib": _mib, "count": "{:,}".format}
-    groups = group_runs(runs)
-    comparison = compare(groups) if len(runs) > 1 else []
-    measured = [row for row in comparison if "last_accuracy" in row.figures]
-    page = environment.get_template("page.html")
-    content = {
-        "style": (assets / "page.css").read_text(encoding="utf-8"),
-        "runs": [_view(run, f"run{number}") for number, run in enumerate(runs)],
-        "comparison": comparison,
-        "best": max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
-        "same_classes": len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
-        "repeated": len(groups) < len(runs),
-        "differences": differences(runs) if len(runs) > 1 else [],
-        "measures": MEASURES,
-    }
+    style = (assets / "page.css").read_text(encoding="utf-8")
     try:
-        return page.render(content)
+        return environment.get_template(template).render(content, style=style)
     except jinja2.TemplateError as error:
         raise ValueError(f"a figure of the page is missing: {error}") from error
 

@@ -27,6 +27,7 @@ _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     **{sign: f"{{{sign}}}" for sign in "<>|"},
 }
+_LATEX_FIGURE = str.maketrans({"±": r"$\pm$", "→": r"$\to$", "-": "$-$"})
 
 
 def format_summary(results: dict[str, Any]) -> str:
@@ -187,12 +188,29 @@ def write_comparison_latex(rows: Sequence[Comparison], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    titles = ["runs", "strategy", "method", *(f"{title} (\\%)" for title in MEASURES.values())]
-    lines = [r"\begin{tabular}{lll" + "r" * len(MEASURES) + "}", r"\hline", " & ".join(titles) + r" \\", r"\hline"]
+    titles = ["runs", "strategy", "method", *(f"{title} (%)" for title in MEASURES.values())]
+    figures = [[str(row.figures[m]) if m in row.figures else "" for m in MEASURES] for row in rows]
+    names = [[", ".join(row.runs), row.strategy, row.method] for row in rows]
+    write_latex(path, titles, [own + numbers for own, numbers in zip(names, figures, strict=True)], 3)
+
+
+def write_latex(path: Path, titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> None:
+    """Write a LaTeX `tabular` that needs no package.
+
+    Args:
+        path: the file.
+        titles: of the columns.
+        rows: a cell for each column.
+        texts: how many columns, from the left, hold texts; all others hold figures.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    layout = "l" * texts + "r" * (len(titles) - texts)
+    lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", " & ".join(map(latex_text, titles)) + r" \\", r"\hline"]
     for row in rows:
-        figures = [str(row.figures[m]).replace("±", r"$\pm$") if m in row.figures else "" for m in MEASURES]
-        texts = [latex_text(text) for text in (", ".join(row.runs), row.strategy, row.method)]
-        lines.append(" & ".join([*texts, *(figure.replace("-", "$-$") for figure in figures)]) + r" \\")
+        cells = [*map(latex_text, row[:texts]), *(figure.translate(_LATEX_FIGURE) for figure in row[texts:])]
+        lines.append(" & ".join(cells) + r" \\")
     lines += [r"\hline", r"\end{tabular}", ""]
     with replacing(path) as temporary:
         temporary.write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""The pictures of a comparison: rows over the streams, and each row's difference to the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dulbe_peft.comparison.plan import Row
+from dulbe_peft.comparison.table import Entry, Table
+from dulbe_peft.report.figures import INK, SERIES, STYLES, new_figure
+
+MOST = 24  # rows that a picture of differences still shows legibly
+_LONGEST = 60  # letters of a name in a picture
+
+
+def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The number of training images of each class on each stream; empty where the streams differ in more than that."""
+    counts = {name: settings.get("images_per_class") for name, settings in streams.items()}
+    others = [{**settings, "images_per_class": None} for settings in streams.values()]
+    numbers = {name: count for name, count in counts.items() if count is not None}
+    alike = all(other == others[0] for other in others) and len(set(numbers.values())) == len(streams)
+    return numbers if alike and len(streams) > 1 else {}
+
+
+def important_rows(table: Table) -> list[Row]:
+    """The reference, and the best row of each method, or of each classifier where there is one method; at most eight.
+
+    The best row is there on most streams, and has the highest mean of A_last over them.
+    """
+    found: dict[Row, list[float]] = {}
+    for entry in table.entries:
+        found.setdefault(entry.row, []).append(entry.means["last"])
+    ranked = sorted(found, key=lambda row: (len(found[row]), math.fsum(found[row])), reverse=True)
+    kind = grouping(table)
+    best = list({getattr(row, kind): row for row in reversed(ranked)}.values())
+    first = [row for row in found if row == table.scope.reference]
+    return first + sorted((row for row in best if row not in first), key=ranked.index)[: len(SERIES) - len(first)]
+
+
+def grouping(table: Table) -> str:
+    """Of what a picture of few rows shows the best one: of each "method", or of each "classifier"."""
+    return "method" if len({row.method for row in table.scope.rows}) > 1 else "classifier"
+
+
+def streams_figure(table: Table, rows: Sequence[Row]) -> Any:
+    """matplotlib's figure of A_last of some rows over the streams.
+
+    Where the streams differ only in the number of images a class, this number is the axis, with equal steps for equal
+    factors. Otherwise each stream has a line of its own with a mark for each row.
+    """
+    counts = image_counts(table.scope.streams)
+    names = sorted(counts, key=counts.__getitem__) if counts else list(table.scope.streams)
+    size = 3.0 if counts else 0.8 + 0.45 * len(names)
+    figure, axes = new_figure(size + 0.2 * len(rows))
+    handles = []
+    for number, row in enumerate(rows):
+        own = {entry.stream: entry for entry in table.entries if entry.row == row}
+        found = [own[name] for name in names if name in own]
+        shares = [100 * entry.means["last"] for entry in found]
+        spreads = [100 * (entry.spreads["last"] or 0.0) for entry in found]
+        look = {"color": SERIES[number], "marker": STYLES[number][0], "markersize": 4, "linewidth": 1.5}
+        if counts:
+            places: list[float] = [counts[entry.stream] for entry in found]
+            handles.append(axes.errorbar(places, shares, yerr=spreads, elinewidth=0.8, capsize=2, **look))
+        else:  # nothing lies between two streams, so no line joins them; rows stand beside each other
+            step = 0.5 * ((number + 0.5) / len(rows) - 0.5)
+            places = [names.index(entry.stream) + step for entry in found]
+            look |= {"linestyle": "none"}
+            handles.append(axes.errorbar(shares, places, xerr=spreads, elinewidth=0.8, capsize=2, **look))
+    share = "right after the last task (%)"
+    if counts:
+        axes.set_xscale("log")
+        axes.set_xticks([counts[name] for name in names], [str(counts[name]) for name in names])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("training images of each class")
+        axes.set_ylabel(share)
+    else:
+        axes.set_yticks(range(len(names)), [_plain(name, _LONGEST // 3) for name in names])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel(share)
+    legend = figure.legend(
+        handles, ["row"] * len(rows), loc="outside lower center", frameon=False, labelcolor=INK, fontsize=8
+    )
+    for text, row in zip(legend.get_texts(), rows, strict=True):
+        text.set_text(_plain(row.title))  # the legend itself would leave out a name that begins with "_"
+    return figure
+
+
+def compared(entries: Sequence[Entry]) -> list[Entry]:
+    """The rows that have a difference to the reference, the best first."""
+    found = [entry for entry in entries if entry.differences["last"] is not None]
+    return sorted(found, key=lambda entry: entry.differences["last"].mean, reverse=True)  # type: ignore[union-attr]
+
+
+def forest_figure(entries: Sequence[Entry]) -> Any:
+    """matplotlib's figure of differences to the reference with their intervals, one line a row, zero marked.
+
+    Args:
+        entries: those that `compared` returned; the first `MOST` are drawn.
+    """
+    rows = list(entries[:MOST])
+    figure, axes = new_figure(0.8 + 0.36 * len(rows))
+    axes.axvline(0, color=INK, linewidth=1)
+    for place, entry in enumerate(rows):
+        found = entry.differences["last"]
+        if found is None:
+            raise ValueError(f"{entry.row.title} has no difference to the reference")
+        colour = SERIES[3] if found.clear else SERIES[0]
+        low, mean, high = (100 * value for value in (found.low, found.mean, found.high))
+        axes.plot([low, high], [place, place], color=colour, linewidth=1.5)
+        axes.plot([mean], [place], "o", color=colour, markersize=5, **({} if found.clear else {"mfc": "none"}))
+        # Above its interval: beside it, a long name would leave no room for the axis on a phone.
+        where = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5, "color": INK}
+        axes.text(0.0, place - 0.45, _plain(entry.row.title), in_layout=False, **where)
+    axes.set_ylim(len(rows) - 0.5, -0.9)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("difference to the reference (percentage points)")
+    return figure
+
+
+def _plain(text: str, longest: int = _LONGEST) -> str:
+    """A name as matplotlib shows it as it is, and short enough."""
+    short = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return short.replace("$", r"\$")

@@ -1,0 +1,252 @@
+"""The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from test_report import OLD, Page, self_contained
+
+from dulbe_peft.cli import main
+from dulbe_peft.comparison.figures import MOST, compared, forest_figure, image_counts, important_rows, streams_figure
+from dulbe_peft.comparison.page import lead, write_comparison_page
+from dulbe_peft.comparison.plan import Row
+from dulbe_peft.comparison.statistics import Difference
+from dulbe_peft.comparison.table import COLUMNS, Entry, Scope, Table, read_table, write_table
+
+REFERENCE = Row("frozen", "bridge")
+CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.04), Difference(-0.1, -0.15, -0.05)
+
+
+def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None):
+    spread = 0.01234 if len(seeds) > 1 else None
+    means, spreads = {"last": last, "average": last + 0.03}, {"last": spread, "average": spread}
+    found = {"last": difference, "average": difference}
+    return Entry(stream, row, seeds, means, spreads, found, 0.0789, 12.4, 28800, 3 * 2**20, retention)
+
+
+def made_table(names=("4 images", "16 images"), method="DuLBE", classifier="lda"):
+    """Four rows on two streams, of which the second lacks a row and a seed of another."""
+    other, moved, best = Row(method, classifier), Row(method, classifier, "linear"), Row("frozen", "ranpac:features=9")
+    known = {"before": 0.9, "after": 0.85}
+    entries = [
+        entry(REFERENCE, 0.8, None, names[0], retention={"before": 0.9, "after": 0.9}),
+        entry(best, 0.81, UNCLEAR, names[0]),
+        entry(other, 0.85, CLEAR, names[0], retention=known),
+        entry(moved, 0.7, WORSE, names[0], retention=known),
+        entry(REFERENCE, 0.9, None, names[1]),
+        entry(best, 0.91, UNCLEAR, names[1]),
+        entry(other, 0.9, UNCLEAR, names[1], seeds=(0, 1)),
+    ]
+    settings = {"model": "demo", "data": "demo-digits"}
+    streams = {name: {**settings, "images_per_class": count} for name, count in zip(names, (4, 16), strict=True)}
+    methods = {"frozen": {"strategy": "frozen"}, method: {"strategy": "dulbe"}}
+    choices = {method: {"learning_rate": [1e-4, 1e-3]}}
+    scope = Scope(streams, methods, choices, (REFERENCE, best, other, moved), (0, 1, 2), REFERENCE)
+    return Table(entries, {f"{names[0]}: {method}": {"learning_rate": 1e-3}}, scope)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "compared"
+    path.mkdir()
+    write_table(made_table(), path)
+    return path
+
+
+def words(page):
+    return " ".join(page.text.split())
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_a_clear_difference_is_called_clear():
+    rows = [entry(REFERENCE, 0.8), entry(Row("DuLBE", "lda"), 0.85, CLEAR), entry(Row("LoRA", "lda"), 0.7, WORSE)]
+    assert lead(rows, REFERENCE) == (
+        "DuLBE with lda names most test images right after the last task: 85.0 %. It is clearly better than the "
+        "reference, frozen with bridge, which has 80.0 %: the difference is +5.0 percentage points, and its 95 % "
+        "interval, +2.0 to +8.0, leaves out zero."
+    )
+
+
+def test_an_unclear_difference_is_not():
+    rows = [entry(REFERENCE, 0.8), entry(Row("DuLBE", "lda"), 0.81, UNCLEAR), entry(Row("LoRA", "lda"), 0.81, UNCLEAR)]
+    found = lead(rows, REFERENCE)
+    assert "not distinguishable from the reference" in found and "-2.0 to +4.0, holds zero" in found
+    assert "clearly" not in found and "One other has the same accuracy." in found
+
+
+def test_the_reference_may_be_the_best():
+    rows = [entry(Row("DuLBE", "lda"), 0.8, UNCLEAR), entry(REFERENCE, 0.8), entry(Row("LoRA", "lda"), 0.7, WORSE)]
+    assert lead(rows, REFERENCE) == (
+        "No row is better than the reference, frozen with bridge. It names 80.0 % of the test images right after the "
+        "last task. One of the 2 others is clearly worse."
+    )
+
+
+@pytest.mark.parametrize("rows", [[], [entry(REFERENCE, 0.8, seeds=(1,))]])
+def test_what_no_seed_compares_is_not_judged(rows):
+    found = lead([*rows, entry(Row("DuLBE", "lda"), 0.9, seeds=(0,))], REFERENCE)
+    assert "No seed is finished for both" in found and "better than" not in found
+    assert lead([], REFERENCE) == "Nothing is finished yet."
+
+
+def test_the_page_has_all_figures(folder):
+    page = Page(write_comparison_page(folder))
+    self_contained(page)
+    text = words(page)
+    assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
+    assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text
+    assert "reference, frozen with bridge" in text and "With one seed" not in text
+    tables = [table for table in page.tables if table[0][0] == "method"]
+    cost = ["7.9", "12", "28,800", "3.0"]
+    assert tables[0] == [
+        list(COLUMNS),
+        ["frozen (reference)", "bridge", "", "83.0 ± 1.2", "80.0 ± 1.2", "", *cost, "90.0 → 90.0"],
+        ["frozen", "ranpac:features=9", "", "84.0 ± 1.2", "81.0 ± 1.2", "+1.0 (-2.0 to +4.0)", *cost, ""],
+        ["DuLBE", "lda", "", "88.0 ± 1.2", "85.0 ± 1.2", "+5.0 (+2.0 to +8.0)", *cost, "90.0 → 85.0"],
+        ["DuLBE", "lda", "linear", "73.0 ± 1.2", "70.0 ± 1.2", "-10.0 (-15.0 to -5.0)", *cost, "90.0 → 85.0"],
+    ]
+    assert len(tables) == 2 and tables[1][0] == list(COLUMNS)[:-1] and "2 to 3 seeds" in text
+    assert all(meaning in text for meaning in COLUMNS.values())
+    assert page.table("stream: method", "chosen") == [
+        ["4 images: DuLBE", "learning_rate = 0.001", "learning_rate = 0.0001, 0.001"]
+    ]
+    assert page.table("stream", "classifiers", "seeds") == [
+        ["16 images", "DuLBE", "lda", "2"],
+        ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"],
+    ]
+    settings = dict(page.table("stream or method"))
+    assert settings["16 images"] == "data = demo-digits; images_per_class = 16; model = demo"
+    assert settings["frozen"] == "strategy = frozen"
+    assert page.source.count("<svg") == 3, "one of the streams, one of each stream's differences"
+
+
+def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
+    table = made_table()
+    scope = replace(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
+    entries = [replace(one, seeds=(0,)) for one in table.entries[:4]]
+    write_table(Table(entries, {}, scope), tmp_path)
+    text = words(page := Page(write_comparison_page(tmp_path, tmp_path / "page.html")))
+    self_contained(page)
+    assert "With one seed, an interval speaks of the test images alone." in text
+    assert "not finished" not in text and "Settings that were chosen" not in text
+    assert page.source.count("<svg") == 1 and "4 images: DuLBE" not in text
+
+
+def test_nothing_finished_is_a_page_too(tmp_path):
+    write_table(replace(made_table(), entries=[]), tmp_path)
+    page = Page(write_comparison_page(tmp_path))
+    self_contained(page)
+    assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
+    assert "Nothing is finished yet" in page.text and "<svg" not in page.source
+
+
+def test_a_name_is_only_a_text(tmp_path):
+    names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
+    write_table(made_table(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
+    page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
+    self_contained(page)
+    assert not {"b", "i", "script"} & {tag for tag, _ in page.tags}
+    for name in names:
+        assert [1 for level, text in page.headings if (level, text) == (2, name)], name
+    assert page.text.count("_<b>$\\frac$ with <i>&amp;") >= 4, "in the lead, the legend and the pictures"
+    assert r"\_{<}b{>}\$\textbackslash{}frac\$" in (tmp_path / "t.tex").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def test_the_map_from_images_to_accuracy():
+    table = made_table()
+    assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
+    rows = important_rows(table)
+    assert rows == [REFERENCE, Row("DuLBE", "lda"), Row("frozen", "ranpac:features=9")]
+    figure = streams_figure(table, rows)
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log" and axes.get_ylim() == (0, 100)
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["4", "16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [row.title for row in rows]
+    lines = [container.lines[0] for container in axes.containers]
+    assert [list(line.get_xdata()) for line in lines] == [[4, 16]] * 3
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
+
+
+def test_streams_that_differ_in_more_have_a_line_each():
+    table = made_table()
+    for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
+        streams = {**table.scope.streams, "4 images": {**table.scope.streams["4 images"], **change}}
+        assert image_counts(streams) == {}, change
+    figure = streams_figure(replace(table, scope=replace(table.scope, streams=streams)), [REFERENCE])
+    axes = figure.axes[0]
+    assert axes.get_xlim() == (0, 100) and axes.get_xscale() == "linear"
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["4 images", "16 images"]
+    line = axes.containers[0].lines[0]
+    assert list(line.get_xdata()) == [80, 90] and line.get_linestyle() == "None"
+
+
+def test_few_rows_of_one_method_are_the_best_of_each_classifier():
+    rows = [Row("frozen", name) for name in "abcdefghij"]
+    entries = [entry(row, 0.5 + place / 100) for place, row in enumerate(rows)]
+    scope = replace(made_table().scope, rows=tuple(rows), reference=rows[0])
+    assert important_rows(Table(entries, {}, scope)) == [rows[0], *rows[:2:-1]], "eight at most"
+
+
+def test_differences_are_drawn_with_their_intervals():
+    rows = compared(made_table().entries[:4])
+    assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]
+    axes = forest_figure(rows).axes[0]
+    zero, *lines = axes.lines
+    assert list(zero.get_xdata()) == [0, 0]
+    assert [list(line.get_xdata()) for line in lines[::2]] == [[2, 8], [-2, 4], [-15, -5]]
+    assert [line.get_xdata()[0] for line in lines[1::2]] == [5, 1, -10]
+    assert [line.get_markerfacecolor() == "none" for line in lines[1::2]] == [False, True, False]
+    many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST + 5)]
+    assert len(forest_figure(many).axes[0].texts) == MOST
+
+
+# ---------------------------------------------------------------------- files and the command
+
+
+def test_the_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), "--csv", "a.csv", "--latex", "a.tex"]) == 0
+    assert capsys.readouterr().out.split()[1::2] == [str(folder / "report.html"), "a.csv", "a.tex"]
+    assert (tmp_path / "a.csv").read_bytes() == (folder / "comparison.csv").read_bytes()
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        row = list(csv.DictReader(file))[2]
+    assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
+    lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == r"\begin{tabular}{llllrrrrrrrr}"
+    assert lines[6] == (
+        r"4 images & DuLBE & lda &  & 88.0 $\pm$ 1.2 & 85.0 $\pm$ 1.2 & +5.0 (+2.0 to +8.0) & 7.9 & 12 & 28,800 & 3.0 "
+        r"& 90.0 $\to$ 85.0 \\"
+    )
+    assert all(line.count("&") == 11 for line in lines if line.endswith(r"\\"))
+    assert main(["report", str(folder), "--output", "b.html"]) == 0 and (tmp_path / "b.html").is_file()
+
+
+def test_a_page_is_about_runs_or_about_one_comparison(folder, tmp_path, capsys):
+    assert main(["report", str(OLD), str(folder), "--output", str(tmp_path / "p.html")]) == 2
+    assert f"{folder} is a comparison and {OLD} is none" in capsys.readouterr().err
+    assert main(["report", str(folder), str(folder)]) == 2
+    assert "got 2 comparisons" in capsys.readouterr().err
+    assert not (tmp_path / "p.html").exists() and not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("key", ["entries", "scope", "chosen"])
+def test_a_damaged_table_is_named(folder, key):
+    content = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    (folder / "comparison.json").write_text(json.dumps(content | {key: 3}), encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(f"{folder / 'comparison.json'} is not as")):
+        write_comparison_page(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_a_table_is_read_as_it_was_written(folder):
+    assert read_table(folder) == made_table()
+    assert list(read_table(folder).scope.streams) == ["4 images", "16 images"], "in the order of the file"
