@@ -124,11 +124,11 @@ def save_open_clip(
     """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
 
     Args:
-        checkpoint: as in [`convert_open_clip`].
+        checkpoint: as in `convert_open_clip`.
         folder: where to write.
         tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
         resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
-        facts: `activation`, `vision_heads` and `text_heads` of [`convert_open_clip`].
+        facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
 
     Returns:
         The model.
