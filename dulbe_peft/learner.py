@@ -26,6 +26,7 @@ from dulbe_peft.backbone import (
     check_statistics_tokens,
     has_text,
     logit_scale,
+    with_image_resize,
 )
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -124,6 +125,8 @@ class ClassIncrementalLearner:
         model = model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+        if args.image_resize != "processor":
+            processor = with_image_resize(processor, clip, args.image_resize)
         self.encoder = Encoder(clip, processor, args, self.device)
         self.logit_scale = logit_scale(clip)
         rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_run_folder(stream.data, stream.output)
     import torch
 
-    from dulbe_peft.backbone import load_dual_encoder, with_image_resize
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.report import format_summary
@@ -83,8 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     tasks: Any = stream_tasks(stream) if stream.data else None
     model: Any
     model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-    if stream.image_resize:
-        processor = with_image_resize(processor, model, stream.image_resize)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model

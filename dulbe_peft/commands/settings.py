@@ -71,14 +71,6 @@ class StreamArguments:
     order_seed: int | None = dataclasses.field(
         default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
     )
-    image_resize: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Short side to the model's size and centre crop, or the whole image to a square. None: as the "
-            "model's processor does.",
-            "choices": ("crop", "squash"),
-        },
-    )
     expected_classes: int | None = dataclasses.field(
         default=None, metadata={"help": "Stop before anything else where the data has another number of classes."}
     )
@@ -112,8 +104,6 @@ class StreamArguments:
             value = getattr(self, name)
             if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
-        if self.image_resize not in (None, "crop", "squash"):
-            raise ValueError(f"image_resize must be crop or squash, got {self.image_resize!r}")
         check_number("zero_shot_tolerance", self.zero_shot_tolerance, least=0)
 
 
