@@ -26,7 +26,6 @@ from dulbe_peft.backbone import (
     check_statistics_tokens,
     has_text,
     logit_scale,
-    with_image_resize,
 )
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -35,6 +34,7 @@ from dulbe_peft.devices import choose_device, own_randomness
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.evaluation import Evaluation, evaluate_features
+from dulbe_peft.images import with_image_resize
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
-from dulbe_peft.backbone import with_image_resize
 from dulbe_peft.checks import check_int
 from dulbe_peft.files import read_tensors
+from dulbe_peft.images import with_image_resize
 
 ACTIVATIONS = ("gelu", "quick_gelu")
 HEAD_WIDTH = 64
