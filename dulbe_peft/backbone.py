@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def load_dual_encoder(
     encoders DINOv2 and ViT.
 
     Args:
-        name_or_path: folder in the transformers layout, or Hub id.
+        name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
         revision: Hub revision.
         attn_implementation: transformers' name of the attention kernel. None: "eager" without an accelerator, whose
             backward pass is the faster one on a CPU, else transformers' default.
@@ -128,8 +129,15 @@ def load_clip(
     return load_dual_encoder(name, revision, attn_implementation)
 
 
+def demo_model_folder() -> Path:
+    """Folder of the packaged tiny CLIP, pretrained on rendered glyphs and never on handwritten digits."""
+    return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
+
+
 def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
     name = str(name_or_path)
+    if name == "demo" and not Path(name).exists():
+        return str(demo_model_folder())
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     return name

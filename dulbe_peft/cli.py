@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.commands import (
+    compare,
     convert_openclip,
     cost,
     demo,
@@ -31,7 +32,7 @@ from dulbe_peft.commands import (
 from dulbe_peft.commands.parser import Parser
 from dulbe_peft.commands.settings import settings_of
 
-COMMANDS = (demo, run, learn, forget, predict, evaluate, report, export, cost, convert_openclip, env)
+COMMANDS = (demo, run, learn, forget, predict, evaluate, report, compare, export, cost, convert_openclip, env)
 EXAMPLE = """`dulbe-peft COMMAND --help` shows a command's flags and an example.
 """
 

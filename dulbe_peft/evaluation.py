@@ -31,6 +31,7 @@ class Evaluation:
         baselines: "text", nearest text embedding, and "class_means", nearest class mean -> predictions, (n,). Either
             is there where a classifier keeps what it needs and no classifier of its own does the same.
         probability: (n,), float32, calibrated probability of the first classifier's prediction.
+        features: (n, d), float32, the images' unit features, on the CPU.
     """
 
     class_names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Evaluation:
     classifiers: dict[str, torch.Tensor]
     baselines: dict[str, torch.Tensor]
     probability: torch.Tensor
+    features: torch.Tensor
 
     def figures(self) -> dict[str, Any]:
         """Top-1 accuracies, see `ClassIncrementalLearner.evaluate`."""
@@ -100,6 +102,7 @@ def evaluate_features(
         classifiers={name: scores.argmax(dim=1).cpu() for name, scores in logits.items()},
         baselines=found,
         probability=sure.float().cpu(),
+        features=features.cpu(),
     )
 
 

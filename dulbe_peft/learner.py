@@ -29,7 +29,7 @@ from dulbe_peft.backbone import (
 )
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.closing import ClosingPass, taught
 from dulbe_peft.devices import choose_device, own_randomness
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
@@ -87,6 +87,7 @@ class ClassIncrementalLearner:
         memory: what the strategy keeps of finished tasks.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
+        closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
         past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
 
     Raises:
@@ -141,6 +142,7 @@ class ClassIncrementalLearner:
             raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self.record: TaskRecord | None = None
+        self.closing: ClosingPass | None = None
         self.past = Past()
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
@@ -263,11 +265,12 @@ class ClassIncrementalLearner:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Where the block raises, the learner becomes what it was before."""
-        state, record, adapter = self.state, self.record, saving.adapter_state(self.state.model)
+        state, adapter = self.state, saving.adapter_state(self.state.model)
+        record, closing = self.record, self.closing
         try:
             yield
         except BaseException:
-            self.state, self.record = state, record
+            self.state, self.record, self.closing = state, record, closing
             if adapter is not None:
                 saving.set_adapter_state(state.model, adapter)
                 state.model.zero_grad(set_to_none=True)
@@ -328,7 +331,9 @@ class ClassIncrementalLearner:
         trainer = TaskTrainer(state, self.encoder, self.logit_scale, log)
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
-            classifiers = self._classifiers_after(state, teacher, features, images.labels, names)
+            labels = torch.as_tensor(images.labels, device=features.device)
+            self.closing = ClosingPass(names, features, labels, teacher)
+            classifiers = self._classifiers_after(state, self.closing)
         self.record = trainer.record
         bridge = classifiers.get("bridge")
         if isinstance(bridge, BridgeEnsembleHead):
@@ -336,34 +341,13 @@ class ClassIncrementalLearner:
         return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=steps)
 
     @torch.no_grad()
-    def _classifiers_after(
-        self,
-        state: LearnerState,
-        teacher: torch.Tensor | None,
-        features: torch.Tensor,
-        labels: Any,
-        names: tuple[str, ...],
-    ) -> dict[str, Classifier]:
+    def _classifiers_after(self, state: LearnerState, closing: ClosingPass) -> dict[str, Classifier]:
         """Every classifier with the new classes; the present ones stay as they are."""
-        classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-        new_text = old_text = torch.zeros(0, self.encoder.embed_dim, device=features.device)
-        if any(classifier.needs_text for classifier in classifiers.values()):
-            new_text = self.encoder.text_embeds(names)
-            old_text = self.encoder.text_embeds(state.class_names) if state.tasks else old_text
-        map_ = None
-        if state.args.drift == "linear" and state.tasks and teacher is not None:
-            map_ = linear_map(teacher, features)
-        indices = torch.as_tensor(labels, device=features.device)
-        for classifier in classifiers.values():
-            text = None
-            if classifier.needs_text:
-                kept: Any = getattr(classifier, "text_embeds", None)
-                at_introduction = state.args.text_embeds == "at_introduction" and kept is not None
-                text = torch.cat([kept.to(new_text) if at_introduction else old_text, new_text])
-            if map_ is not None:
-                classifier.move(map_)
-            classifier.add_classes(list(names), features, indices, text)
-        return classifiers
+        texts = None
+        if any(classifier.needs_text for classifier in state.classifiers.values()):
+            old = [self.encoder.text_embeds(state.class_names)] if state.tasks else []
+            texts = torch.cat([*old, self.encoder.text_embeds(closing.class_names)])
+        return taught(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
 
     # ------------------------------------------------------------------ using
 
@@ -378,6 +362,17 @@ class ClassIncrementalLearner:
         dataset = Gallery(images) if labels is None else images
         with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
+
+    @_in_turn
+    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
+        """Unit text embeddings of class names, learned or not, (classes, d), float32, by the model as it is.
+
+        Raises:
+            ValueError: the model has no text tower, or a name is empty or repeated.
+        """
+        if not has_text(self.clip):
+            raise ValueError(f"{type(self.clip).__name__} has no text tower, so class names have no embeddings")
+        return self.encoder.text_embeds(check_class_names(class_names))
 
     def predict(
         self, images: Any, top_k: int | None = None, return_scores: bool = False, reject: float | None = None
@@ -507,6 +502,7 @@ class ClassIncrementalLearner:
         known_tests: Sequence[Any] | None = None,
         source: dict[str, Any] | None = None,
         check_zero_shot: Callable[[float | None], None] | None = None,
+        keep_features: bool = False,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -525,6 +521,9 @@ class ClassIncrementalLearner:
                 data from others.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
+            keep_features: write what the classifiers saw of each task to `features/task-001.safetensors` and so on:
+                the features of its training images and of all test images. `recording.replay` asks other classifiers
+                later, without training again.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
@@ -535,13 +534,13 @@ class ClassIncrementalLearner:
                 (the message names what differs), or holds tasks and `resume` is off.
         """
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, check_zero_shot)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, check_zero_shot)
+            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
         finally:
             self._accelerator.end_training()
             self._accelerator = None

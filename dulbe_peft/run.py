@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from tqdm.auto import tqdm
 
 from dulbe_peft import checkpoint, saving
 from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
+from dulbe_peft.closing import ClosingPass
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.files import write_json
@@ -32,6 +34,7 @@ from dulbe_peft.progress import (
     spread,
     written,
 )
+from dulbe_peft.recording import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.results import progress_row, stream_results
 from dulbe_peft.resuming import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
 from dulbe_peft.state import LearnerState
@@ -57,6 +60,9 @@ class StreamLearner(Protocol):
     def transaction(self) -> AbstractContextManager[None]: ...
     @property
     def record(self) -> TaskRecord | None: ...
+    @property
+    def closing(self) -> ClosingPass | None: ...
+    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]: ...
 
@@ -68,6 +74,7 @@ def run_stream(
     resume: bool = True,
     known_tests: Sequence[Any] | None = None,
     source: dict[str, Any] | None = None,
+    keep_features: bool = False,
     check_zero_shot: Callable[[float | None], None] | None = None,
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
@@ -86,7 +93,9 @@ def run_stream(
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_lock_folder, output, held))
-        return _open_run(learner, stream, output, resume, known_tests, source).finish(check_zero_shot)
+        run = _open_run(learner, stream, output, resume, known_tests, source)
+        run.keep_features = keep_features
+        return run.finish(check_zero_shot)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -123,6 +132,7 @@ class Run:
         source: where the data of the run's tasks came from, JSON-ready; None: unknown.
         new: whether nothing of it is in the folder yet.
         evaluations: number of a task -> what was said of its test images after the newest task.
+        keep_features: whether to write what the classifiers saw of each task.
     """
 
     learner: StreamLearner
@@ -135,6 +145,7 @@ class Run:
     source: dict[str, Any] | None
     new: bool
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    keep_features: bool = False
 
     def __len__(self) -> int:
         return len(self.known) + len(self.own)
@@ -213,6 +224,8 @@ class Run:
         with learner.profile.phase("test"):
             past.rows.append(self.measured(index + 1))
         with learner.profile.phase("save"):
+            if self.keep_features and learner.closing is not None:
+                on_main_process(partial(self.write_features, learner.closing, self.texts()))
             self.commit(task)
         seconds = time.perf_counter() - started
         done = {
@@ -248,6 +261,22 @@ class Run:
             "tasks": [list(names) for names in state.tasks],
         }
         on_main_process(partial(checkpoint.commit_folder, self.newest, write, fields, replace=True))
+
+    def texts(self) -> torch.Tensor | None:
+        """Text embeddings of all seen classes by the model as it is, where it has a text tower."""
+        state = self.learner.state
+        if not has_text(state.base):
+            return None
+        # Old and new classes apart, as the classifiers got them: batches of another size are rounded otherwise.
+        *old, new = state.tasks
+        parts = [tuple(name for task in old for name in task), new]
+        return torch.cat([self.learner.text_embeds(names) for names in parts if names])
+
+    def write_features(self, closing: ClosingPass, texts: torch.Tensor | None) -> None:
+        """Write what the newest task showed; before the commit, so that no finished task is without it."""
+        tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
+        self.newest.parent.joinpath(FEATURES_FOLDER).mkdir(parents=True, exist_ok=True)
+        TaskFeatures(closing, texts, tests).write(self.newest.parent / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}")
 
     def write_sources(self) -> None:
         """Note where each finished task's data came from, with what tells its test data from others."""

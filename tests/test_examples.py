@@ -49,27 +49,6 @@ def test_image_folders(tmp_path):
     assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
 
 
-def test_few_images(tmp_path):
-    blob = np.arange(60, dtype=np.uint8)
-    whole = {
-        "blob": blob,
-        "offsets": np.arange(0, 61, 3),
-        "labels": np.tile([0, 1], 10),
-        "names": np.array(["a", "b"]),
-    }
-    np.savez(tmp_path / "all.npz", split=np.repeat([0, 1], [14, 6]), **whole)
-    for seed, held_back, tested in ((0, 0, 6), (1, 0, 6), (0, 3, 6)):
-        arguments = ("all.npz", "few.npz", "--images", 2, "--seed", seed, "--held-back", held_back)
-        assert f"4 images to learn from, {tested} to test on" in run("few_images.py", *arguments, cwd=tmp_path)
-        few = np.load(tmp_path / "few.npz")
-        parts = np.split(few["blob"], few["offsets"][1:-1])
-        source = np.array([part[0] // 3 for part in parts])  # where each image stood
-        assert (few["labels"] == whole["labels"][source]).all() and all(len(part) == 3 for part in parts)
-        assert (source[few["split"] == 0] < 14).all()
-        assert ((source[few["split"] == 1] < 14) == bool(held_back)).all() and len(set(source)) == len(source)
-        assert np.bincount(few["labels"][few["split"] == 0]).tolist() == [2, 2]
-
-
 def test_every_example_is_run_by_a_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = Path(__file__).read_text(encoding="utf-8")

@@ -27,7 +27,9 @@ def guesses(seen, task, seed, sure=0.6):
 
     rows = {"bridge": guess(), "lda": guess()}
     images = tuple(f"{task}/{i}" for i in range(10))
-    return Evaluation(tuple(names[:seen]), images, truth, rows, {"text": guess()}, torch.full((10,), 0.5))
+    return Evaluation(
+        tuple(names[:seen]), images, truth, rows, {"text": guess()}, torch.full((10,), 0.5), torch.zeros(10, 2)
+    )
 
 
 def stream():

@@ -14,7 +14,7 @@ from dulbe_peft.streams import inventory
 from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.inventory import inspect_images, without
 from dulbe_peft.streams.readers import ImageFolder, NpzImages
-from dulbe_peft.streams.splits import hold_out, open_stream_data
+from dulbe_peft.streams.splits import draw_per_class, hold_out, open_stream_data
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -318,3 +318,14 @@ def test_saved_hugging_face_datasets_have_the_splits_that_were_saved(tmp_path):
     assert len(train) == len(test) == 4 and found.left_out[0][0].endswith("three[val]")
     train, test, _ = open_stream_data(tmp_path / "single")
     assert len(train) == 4 and test is None
+
+
+def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
+    photos_by_class = ImageFolder(photos(tmp_path, {"a": 9, "b": 12}), None)
+    few, more = (draw_per_class(photos_by_class, count, seed=3) for count in (1, 3))
+    assert np.bincount(few.labels).tolist() == [1] * len(few.class_names)
+    assert set(few.indices) <= set(more.indices) and more.class_names == photos_by_class.class_names
+    assert not np.array_equal(draw_per_class(photos_by_class, 1, seed=4).indices, few.indices)
+    assert len(draw_per_class(photos_by_class, 10**6)) == len(photos_by_class)
+    with pytest.raises(ValueError, match="count"):
+        draw_per_class(photos_by_class, 0)

@@ -127,3 +127,5 @@ for _cls in (
     register_classifier(_cls)
 for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
     register_classifier(_method_cls)
+# Classifiers that are a part of one method each.
+METHOD_CLASSIFIERS = (VisualAgentClassifier.name, RapfClassifier.name, BofaClassifier.name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,7 +12,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.data import check_run_folder, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, validated
 from dulbe_peft.commands.sources import open_source, source_of
 
 EXAMPLE = """example:
@@ -57,26 +57,45 @@ def add(commands: Any) -> None:
     parser.set_defaults(call=run, resumes=True)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Learn, or say what would be learned."""
-    settings = settings_of(arguments)
-    stream: StreamArguments = pick(StreamArguments, settings)
-    config: DualModeLoraConfig = pick(DualModeLoraConfig, settings)
-    args: LearnerArguments = pick(LearnerArguments, settings)
-    for name in ("model",) if stream.dry_run else ("model", "data", "output"):
-        if not getattr(stream, name):
-            raise ValueError(f"--{name} is required")
+@dataclass(frozen=True)
+class Setup:
+    """A run before it begins: its data, and the model with its adapter.
+
+    Attributes:
+        stream: where the stream comes from.
+        args: the learner's settings.
+        strategy: what is trained.
+        model: the adapted model, or the pristine one where nothing is trained.
+        tasks: the stream; None where no data is named.
+        make_learner: makes the learner with some settings.
+    """
+
+    stream: StreamArguments
+    args: LearnerArguments
+    strategy: Any
+    model: Any
+    tasks: Any
+    make_learner: Callable[[LearnerArguments], Any]
+
+    def check_zero_shot(self, found: float | None) -> None:
+        """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
+        from dulbe_peft.streams.protocols import check_zero_shot
+
+        if self.stream.expected_zero_shot is not None:
+            check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
+
+
+def set_up(settings: dict[str, Any]) -> Setup:
+    """Open the data and load the model that the settings name."""
+    stream, config, args = validated(settings)
     if stream.data and stream.output:
         check_run_folder(stream.data, stream.output)
     import torch
 
     from dulbe_peft.backbone import load_dual_encoder
-    from dulbe_peft.distributed import leave, world
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.report import format_summary
     from dulbe_peft.specs import split_specs
     from dulbe_peft.strategies import make_strategy
-    from dulbe_peft.streams.protocols import check_zero_shot
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
@@ -94,18 +113,36 @@ def run(arguments: argparse.Namespace) -> int:
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
-    if stream.dry_run:
-        if tasks is not None:
-            print(describe_tasks(tasks))
-        print(describe_model(model, strategy))
-        if tasks is not None:
-            print(describe_stream(make_learner, args, tasks))
+    return Setup(stream, args, strategy, model, tasks, make_learner)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Learn, or say what would be learned."""
+    settings = settings_of(arguments)
+    dry = settings.get("dry_run", False)
+    for name in ("model",) if dry else ("model", "data", "output"):
+        if not settings.get(name):
+            raise ValueError(f"--{name} is required")
+    setup = set_up(settings)
+    from dulbe_peft.distributed import leave, world
+    from dulbe_peft.report import format_summary
+
+    stream = setup.stream
+    if dry:
+        if setup.tasks is not None:
+            print(describe_tasks(setup.tasks))
+        print(describe_model(setup.model, setup.strategy))
+        if setup.tasks is not None:
+            print(describe_stream(setup.make_learner, setup.args, setup.tasks))
         return 0
-    learner = make_learner(args)
-    check: Any = None
-    if stream.expected_zero_shot is not None:
-        check = partial(check_zero_shot, expected=stream.expected_zero_shot, tolerance=stream.zero_shot_tolerance)
-    results = learner.run(tasks, stream.output, resume=stream.resume, source=source_of(stream), check_zero_shot=check)
+    learner = setup.make_learner(setup.args)
+    results = learner.run(
+        setup.tasks,
+        stream.output,
+        resume=stream.resume,
+        source=source_of(stream),
+        check_zero_shot=setup.check_zero_shot,
+    )
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))

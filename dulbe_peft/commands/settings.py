@@ -55,6 +55,19 @@ class StreamArguments:
     test_fraction: float | None = dataclasses.field(
         default=None, metadata={"help": "Without a test split: how much of each class to hold back for tests."}
     )
+    validation_fraction: float | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Test on this share of each class's training images, which are then not learned, and leave the "
+            "test images alone: for choosing settings."
+        },
+    )
+    images_per_class: int | None = dataclasses.field(
+        default=None, metadata={"help": "Learn from at most so many images of each class, drawn at random."}
+    )
+    draw_seed: int = dataclasses.field(
+        default=0, metadata={"help": "Seed of the images that are drawn, or held back for --validation-fraction."}
+    )
     skip_unreadable: bool = dataclasses.field(
         default=False, metadata={"help": "Leave images out that cannot be read, instead of stopping."}
     )
@@ -149,45 +162,85 @@ def _converter(kinds: tuple[Any, ...]) -> Any:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The YAML file's settings, with the flags' on top."""
-    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    hints = {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
-    known = set(hints)
     settings: dict[str, Any] = {}
     if arguments.config:
-        import yaml
-
         path = Path(arguments.config)
-        if not path.is_file():
-            raise FileNotFoundError(f"configuration file {str(path)!r} does not exist")
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"configuration file {str(path)!r} is not YAML: {error}") from error
-        if not isinstance(loaded, dict):
-            kind = type(loaded).__name__
-            raise ValueError(f"configuration file {str(path)!r} must hold names and values, got a {kind}")
-        for name in loaded:
-            if name not in known:
-                hint = closest(str(name), sorted(known)).partition(" (known")[0]
-                raise ValueError(f"configuration file {str(path)!r} has an unknown setting {name!r}{hint}")
-        settings.update({name: _from_yaml(value, hints[name]) for name, value in loaded.items()})
-    settings.update({name: value for name, value in vars(arguments).items() if name in known})
-    if "prompt_template" in settings:
-        settings["prompt_template"] = _lines_of_files(settings["prompt_template"])
-    return settings
+        settings = setting_values(read_yaml(path, "configuration"), f"configuration file {str(path)!r}")
+    given = {name: value for name, value in vars(arguments).items() if name in _hints()}
+    return settings | given | _templates(given)
 
 
-def _lines_of_files(value: Any) -> Any:
-    """A text or a list of texts; in the place of a text that names a file stand the file's lines."""
+def read_yaml(path: Path, kind: str) -> dict[str, Any]:
+    """The names and values of a YAML file.
+
+    Args:
+        path: the file.
+        kind: what messages call it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, or holds something else.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{kind} file {str(path)!r} does not exist")
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{kind} file {str(path)!r} is not YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{kind} file {str(path)!r} must hold names and values, got a {type(loaded).__name__}")
+    return loaded
+
+
+def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
+    """Settings as a YAML file gives them, as they were meant.
+
+    Args:
+        loaded: names and values.
+        owner: what messages call the thing that has the settings.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    hints = _hints()
+    for name in loaded:
+        if name not in hints:
+            hint = closest(str(name), sorted(hints)).partition(" (known")[0]
+            raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
+    values = {name: _from_yaml(value, hints[name]) for name, value in loaded.items()}
+    return values | _templates(values)
+
+
+def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraConfig, LearnerArguments]:
+    """The settings of a run as the three objects that check them.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value is of another type.
+    """
+    return pick(StreamArguments, settings), pick(DualModeLoraConfig, settings), pick(LearnerArguments, settings)
+
+
+def _hints() -> dict[str, Any]:
+    """Name -> type of every setting of a run."""
+    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
+    return {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
+
+
+def _templates(settings: dict[str, Any]) -> dict[str, Any]:
+    """The prompt templates where they are set; in the place of a text that names a file stand the file's lines."""
+    value = settings.get("prompt_template")
     if not isinstance(value, (str, list)):
-        return value
+        return {}
     texts: list[Any] = []
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and "{}" not in text and Path(text).is_file():
             texts += [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
         else:
             texts.append(text)
-    return texts
+    return {"prompt_template": texts[0] if len(texts) == 1 else texts}
 
 
 def _from_yaml(value: Any, hint: Any) -> Any:

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.data import open_data
+from dulbe_peft.commands.data import open_data, say
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.progress import Past
 
-FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+_DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
+FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", *_DRAWS)
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -20,8 +21,10 @@ def source_of(settings: Any) -> dict[str, Any]:
     Args:
         settings: an object with those of `FIELDS` that the command has.
     """
+    from dulbe_peft.streams.digits import DEMO_DIGITS
+
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
-    if not source["data"].startswith("hf:"):
+    if not source["data"].startswith("hf:") and (source["data"] != DEMO_DIGITS or Path(DEMO_DIGITS).exists()):
         source["data"] = str(Path(source["data"]).absolute())
     if source.get("class_names"):
         source["class_names"] = str(Path(source["class_names"]).absolute())
@@ -36,6 +39,7 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         report: say what was found.
     """
     from dulbe_peft.streams.protocols import rename_classes
+    from dulbe_peft.streams.splits import draw_per_class, hold_out
 
     train, test = open_data(
         source["data"],
@@ -48,6 +52,14 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
     names = source.get("class_names")
     if names:
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
+    fraction, count, seed = (source.get(name) for name in _DRAWS)
+    if fraction is not None:
+        train, test = hold_out(train, fraction, seed or 0)
+    if count is not None:
+        train = draw_per_class(train, count, seed or 0)
+    if report and (fraction is not None or count is not None):
+        tested = "" if test is None else f", tested on {len(test)}" + (" of the training images" if fraction else "")
+        say(f"learned from {len(train)} images{tested}")
     return train, test
 
 

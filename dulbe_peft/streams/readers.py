@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from dulbe_peft.streams.decoding import decode_image, to_rgb
+from dulbe_peft.streams.digits import DEMO_DIGITS, DigitImages, load_digit_images
 from dulbe_peft.streams.folders import ImageFolder
 from dulbe_peft.streams.hub_data import HubImages, import_datasets, is_saved, load_saved
 from dulbe_peft.streams.npz import NPZ_SPLITS, NpzImages
@@ -23,12 +24,12 @@ def load_data(
     *,
     image_column: str = "image",
     label_column: str = "label",
-) -> ImageFolder | NpzImages | HubImages:
+) -> ImageFolder | NpzImages | HubImages | DigitImages:
     """Open a dataset by what its path is.
 
     Args:
         path_or_name: a folder of images, an `.npz` file, a folder written by `datasets.save_to_disk`, or "hf:" and
-            the name of a dataset on the Hugging Face hub.
+            the name of a dataset on the Hugging Face hub; or "demo-digits", scikit-learn's handwritten digits.
         split: the split to read; None for a folder of classes without splits.
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.
@@ -45,6 +46,8 @@ def load_data(
         dataset = import_datasets().load_dataset(text.removeprefix("hf:"), split=split)
         return HubImages(dataset, text, image_column, label_column)
     path = Path(text)
+    if text == DEMO_DIGITS and not path.exists():
+        return load_digit_images(split)
     if path.is_dir():
         if is_saved(path):
             return HubImages(load_saved(path, split), text, image_column, label_column)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.streams.digits import DEMO_DIGITS
 from dulbe_peft.streams.folders import SPLIT_NAMES, Found, holds_only_folders, subfolders
 from dulbe_peft.streams.hub_data import hub_splits, is_saved
 from dulbe_peft.streams.inventory import Inventory, images_at, inspect_images, unreadable_lines, without
@@ -50,8 +51,7 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset,
     if fraction >= 1:
         raise ValueError(f"fraction must be below 1, got {fraction}: some images must be left to learn from")
     seed = check_int("seed", seed, 0)
-    names, labels = carried_class_names(dataset), dataset_labels(dataset)
-    drawn = np.array([_draw(dataset, index, names[label], seed) for index, label in enumerate(labels)])
+    drawn, labels = _draws(dataset, seed)
     tested = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -62,6 +62,32 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset,
     if not tested.any():
         raise ValueError(f"no class has enough images to hold {fraction} of them back")
     return images_at(dataset, np.flatnonzero(~tested)), images_at(dataset, np.flatnonzero(tested))
+
+
+def draw_per_class(dataset: Any, count: int, seed: int = 0) -> ClassSubset:
+    """At most so many images of each class, drawn at random; with a smaller `count` some of the same ones.
+
+    Like `hold_out`, a hash of each image's name and class, and of the seed, decides.
+
+    Args:
+        dataset: a data set that carries class names.
+        count: images of each class, at least 1.
+        seed: another seed draws other images.
+
+    Raises:
+        ValueError: `count` is below 1, or the data set carries no class names.
+    """
+    count, seed = check_int("count", count, 1), check_int("seed", seed, 0)
+    drawn, labels = _draws(dataset, seed)
+    kept = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    kept = [members[np.argsort(drawn[members], kind="stable")[:count]] for members in kept]
+    return images_at(dataset, np.sort(np.concatenate(kept)))
+
+
+def _draws(dataset: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A number in [0, 1) for each image, and the labels."""
+    names, labels = carried_class_names(dataset), dataset_labels(dataset)
+    return np.array([_draw(dataset, index, names[label], seed) for index, label in enumerate(labels)]), labels
 
 
 def _draw(dataset: Any, index: int, class_name: str, seed: int) -> float:
@@ -168,9 +194,11 @@ def _with_classes_of(train: Any, test: Any) -> Any:
 def _splits(path: str | os.PathLike[str], train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The splits of a data set, none where it holds classes alone, and those that are left out, with the reason."""
     text, folder = os.fspath(path), Path(path)
-    if not text.startswith("hf:") and folder.is_dir() and not is_saved(folder):
+    if text == DEMO_DIGITS and not folder.exists():
+        splits = ["train", "test"]
+    elif not text.startswith("hf:") and folder.is_dir() and not is_saved(folder):
         return _folder_splits(folder, train, test)
-    if text.startswith("hf:") or folder.is_dir():
+    elif text.startswith("hf:") or folder.is_dir():
         splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open
     elif folder.suffix.lower() == ".npz" and folder.is_file():
         splits = npz_splits(folder)

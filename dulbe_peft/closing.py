@@ -1,0 +1,63 @@
+"""The end of a task: every classifier takes in the task's classes, from the features that the finished model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.drift import linear_map
+
+
+@dataclass(frozen=True)
+class ClosingPass:
+    """What the closing pass over a task's training images has seen.
+
+    Attributes:
+        class_names: the task's classes.
+        features: (n, d), unit features by the model after the task.
+        labels: (n,), integers that index `class_names`.
+        before: (n, d), the same images' features by the model before the task; None where nobody needed them.
+    """
+
+    class_names: tuple[str, ...]
+    features: torch.Tensor
+    labels: torch.Tensor
+    before: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def taught(
+    classifiers: Mapping[str, Classifier],
+    closing: ClosingPass,
+    texts: torch.Tensor | None,
+    drift: str = "none",
+    text_embeds: str = "current",
+) -> dict[str, Classifier]:
+    """Every classifier with the task's classes; the given ones stay as they are.
+
+    Args:
+        classifiers: name -> classifier over the classes before the task.
+        closing: the task.
+        texts: (C_seen, d), text embeddings of all seen classes by the model after the task, the old classes' first;
+            None will do where no classifier needs text.
+        drift: "linear" moves what is stored of old classes by the map from `closing.before` to `closing.features`.
+        text_embeds: "at_introduction" leaves the stored embeddings of old classes as they are.
+    """
+    made = {name: classifier.fork() for name, classifier in classifiers.items()}
+    old = len(next(iter(made.values())).class_names)
+    moves = drift == "linear" and old > 0 and closing.before is not None
+    map_ = linear_map(closing.before, closing.features) if moves and closing.before is not None else None
+    for classifier in made.values():
+        text = None
+        if classifier.needs_text and texts is not None:
+            kept: Any = getattr(classifier, "text_embeds", None)
+            at_introduction = text_embeds == "at_introduction" and kept is not None
+            text = torch.cat([kept.to(texts) if at_introduction else texts[:old], texts[old:]])
+        if map_ is not None:
+            classifier.move(map_)
+        classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)
+    return made

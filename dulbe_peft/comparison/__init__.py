@@ -1,0 +1,1 @@
+"""Methods and classifiers side by side on the same streams: what to run, running it, and the table."""

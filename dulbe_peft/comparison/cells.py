@@ -1,0 +1,213 @@
+"""One run of a comparison: train a stream once, keep its features, and ask every classifier about them.
+
+FOLDER/task-005        the learner after the last task
+FOLDER/features/       what the classifiers see of each task
+FOLDER/answers/        what each classifier says of the test images
+FOLDER/log.txt         what the run said
+FOLDER/cell.json       settings, cost, what is still known of classes in no stream; written when all is trained
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from dulbe_peft.checkpoint import TIMINGS_FILE, CheckpointError, read_manifest, task_folders
+from dulbe_peft.classifiers import spec as spec_of
+from dulbe_peft.commands.run import set_up
+from dulbe_peft.commands.sources import source_of
+from dulbe_peft.comparison.plan import Cell, Row
+from dulbe_peft.files import read_tensors, write_json, write_tensors
+from dulbe_peft.recording import Answers, read_features, replay
+
+CELL_FILE = "cell.json"
+ANSWERS_FOLDER = "answers"
+LOG_FILE = "log.txt"
+# The run itself needs some classifier; those that the table shows learn from the features.
+_OWN_CLASSIFIERS = "prototype"
+
+
+def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> str | None:
+    """Do what is missing of a cell; called in a process of its own.
+
+    Args:
+        cell: the run.
+        output: the comparison's folder.
+        rows: the classifiers to ask.
+        threads: how many threads torch uses; None leaves it as it is.
+
+    Returns:
+        None, or why it failed.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = output / cell.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOG_FILE).open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+            train(cell, folder)
+            for row in rows:
+                ask(folder, row)
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def read_cell(folder: Path) -> dict[str, Any] | None:
+    """What `cell.json` holds; None where the cell has not been trained to its end."""
+    path = folder / CELL_FILE
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not as a comparison writes it: {error}") from error
+
+
+def train(cell: Cell, folder: Path) -> None:
+    """Train the stream where that is not done, and write `cell.json`.
+
+    Raises:
+        ValueError: the folder holds a run with other settings; the message names them.
+    """
+    done = read_cell(folder)
+    if done is not None:
+        _check_same(done["settings"], cell, folder)
+        return
+    setup = set_up({**cell.settings, "classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False})
+    if any(task.test is None for task in setup.tasks):
+        raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
+    learner = setup.make_learner(setup.args)
+    source, check = source_of(setup.stream), setup.check_zero_shot
+    learner.run(setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check)
+    content = {
+        "stream": cell.stream,
+        "method": cell.method,
+        "seed": cell.seed,
+        "settings": cell.settings,
+        "strategy": {"name": learner.strategy.name, **learner.strategy.settings()},
+        "logit_scale": learner.logit_scale,
+        "text_embeds": learner.args.text_embeds,
+        "cost": _cost(learner, folder),
+        "retention": None if cell.retention is None else _retention(learner, cell.retention),
+        "finished": time.strftime("%Y-%m-%d"),
+    }
+    _drop_earlier_tasks(folder)
+    write_json(folder / CELL_FILE, content)
+
+
+def _check_same(settings: dict[str, Any], cell: Cell, folder: Path) -> None:
+    """Raise a ValueError where the finished run had other settings than the cell asks for."""
+    asked = json.loads(json.dumps(cell.settings))
+    for name in sorted({*settings, *asked}):
+        before, now = settings.get(name), asked.get(name)
+        if before != now:
+            raise ValueError(
+                f"{folder} was run with {name} = {before!r}, the file asks for {now!r}: give the stream or the method "
+                "another name, or remove the folder"
+            )
+
+
+def _cost(learner: Any, folder: Path) -> dict[str, Any]:
+    """Seconds of all tasks, parameters that a task trains, and bytes that the method keeps between tasks."""
+    timings = json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8"))["tasks"]
+    memory = learner.memory
+    tensors = memory.values() if isinstance(memory, dict) else ()
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    return {
+        "seconds": sum(task["seconds"] for task in timings),
+        "trainable_parameters": parameters if learner.strategy.adapts else 0,
+        "kept_bytes": int(getattr(memory, "nbytes", kept)),
+    }
+
+
+def _retention(learner: Any, data: str) -> dict[str, Any]:
+    """How well the model tells classes that it never learned by their names, before all tasks and after them."""
+    from peft import PeftModel
+
+    from dulbe_peft.commands.sources import open_source
+    from dulbe_peft.streams.samples import named_labels
+
+    source = {"data": data, "train_split": "train", "test_split": "test", "test_fraction": None}
+    train_images, test_images = open_source(source, report=False)
+    images = train_images if test_images is None else test_images
+    names, labels = named_labels(images)
+
+    def accuracy() -> float:
+        text = learner.text_embeds(names)
+        found = (learner.image_embeds(images, labels) @ text.T).argmax(dim=1).cpu()
+        return float((found == torch.as_tensor(labels)).float().mean())
+
+    now = accuracy()
+    if not isinstance(learner.model, PeftModel):
+        return {"before": now, "after": now}
+    with learner.model.disable_adapter():
+        return {"before": accuracy(), "after": now}
+
+
+def _drop_earlier_tasks(folder: Path) -> None:
+    """Keep the learner after the last task alone: with every task's, hundreds of runs would fill a disk."""
+    *earlier, _ = sorted(task_folders(folder))
+    for task in earlier:
+        read_manifest(task)  # raises unless a run wrote it
+        shutil.rmtree(task)
+
+
+# ---------------------------------------------------------------------- classifiers
+
+
+def answers_path(folder: Path, row: Row) -> Path:
+    """Where a cell keeps what a classifier said."""
+    drift = "" if row.drift == "none" else f" drift={row.drift}"
+    return folder / ANSWERS_FOLDER / f"{quote(row.classifier, safe=':=,.')}{drift}.safetensors".replace(":", " ")
+
+
+def ask(folder: Path, row: Row) -> None:
+    """Teach a classifier the cell's features and write its answers, where that is not done."""
+    path = answers_path(folder, row)
+    if path.is_file():
+        return
+    cell = read_cell(folder)
+    if cell is None:
+        raise ValueError(f"{folder} is not trained to its end")
+    features, started = read_features(folder), time.perf_counter()
+    scale, seed = cell["logit_scale"], cell["settings"]["seed"]
+    answers, classifier = replay(features, row.classifier, scale, row.drift, cell["text_embeds"], seed)
+    seconds = time.perf_counter() - started
+    tensors = {}
+    for step, found in enumerate(answers, 1):
+        for name, values in vars(found).items():
+            tensors[f"{name} {step}"] = values.to(torch.float32 if name == "probability" else torch.int32)
+    names = [name for task in features for name in task.closing.class_names]
+    facts = {"class_names": json.dumps(names), "nbytes": str(classifier.nbytes), "seconds": f"{seconds:.3f}"}
+    path.parent.mkdir(exist_ok=True)
+    write_tensors(path, tensors, {"classifier": spec_of(classifier), **facts})
+
+
+def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict[str, Any]]:
+    """What a classifier said after each task; the classes that its integers index; and its bytes and seconds."""
+    tensors, facts = read_tensors(answers_path(folder, row))
+    steps = sum(name.startswith("truth ") for name in tensors)
+    fields = ("truth", "predicted", "probability", "task")
+    answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]
+    cost = {"nbytes": int(facts["nbytes"]), "seconds": float(facts["seconds"])}
+    return answers, json.loads(facts["class_names"]), cost
+
+
+def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
+    """Whether nothing of a cell is missing."""
+    folder = output / cell.folder
+    done = read_cell(folder)
+    if done is None:
+        return False
+    _check_same(done["settings"], cell, folder)
+    return all(answers_path(folder, row).is_file() for row in rows)

@@ -1,0 +1,264 @@
+"""Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dulbe_peft.cli import main
+from dulbe_peft.comparison.compare import ComparisonError, compare
+from dulbe_peft.comparison.plan import Row, read_plan
+from dulbe_peft.comparison.statistics import calibration_error, image_shares, paired_difference
+from dulbe_peft.comparison.table import format_table, make_table, read_table
+from dulbe_peft.recording import Answers
+from dulbe_peft.streams.metrics import average_accuracy
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(path, content):
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def content(digit_folders):
+    """Four digits in two tasks, with and without training, two seeds."""
+    quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
+    root = str(digit_folders(4, 6, 3))
+    return {
+        "streams": {"digits": {"model": "demo", "data": root, "retention": root, **quick}},
+        "methods": {
+            "frozen": {"strategy": "frozen"},
+            "LoRA": {"strategy": "lora", "choose": {"learning_rate": ["1e-4", 0.1]}},
+        },
+        "classifiers": ["bridge", "lda"],
+        "drift": ["none", "linear"],
+        "seeds": [0, 1],
+        "reference": {"method": "frozen", "classifier": "lda"},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(content, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("comparison")
+    said: list[str] = []
+    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, say=said.append)
+    return folder, entries, said
+
+
+# ---------------------------------------------------------------------- a whole comparison
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
+
+
+def test_every_row_of_every_stream_is_there(finished):
+    folder, entries, said = finished
+    assert [entry.row for entry in entries] == [
+        Row("frozen", "bridge"),
+        Row("frozen", "lda"),
+        *[Row("LoRA", name, drift) for name in ("bridge", "lda") for drift in ("none", "linear")],
+    ]
+    assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
+    assert entries[1].differences == {"last": None, "average": None} and entries[0].differences["last"] is not None
+    assert sum("best on held-back training images" in line for line in said) == 1
+    assert read_table(folder / "out")[0] == entries
+    lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
+    assert "| frozen | lda |" in format_table(entries) and "digits, 2 seeds" in format_table(entries)
+
+
+def test_the_table_says_what_the_runs_measured(finished):
+    folder, _, _ = finished
+    runs = [folder / "out" / "runs" / "digits" / "frozen" / f"seed-{seed}" for seed in (0, 1)]
+    plan = read_plan(folder / "plan.yaml")
+    own = replace(plan, classifiers=["prototype"], reference=None)
+    compare(own, folder / "out", jobs=1, say=lambda _: None)
+    entry = make_table(own, folder / "out", own.cells())[0]
+    measured = [json.loads((run / "results.json").read_text())["classifiers"]["prototype"] for run in runs]
+    assert entry.means["last"] == pytest.approx(np.mean([block["last_accuracy"] for block in measured]))
+    assert entry.means["average"] == pytest.approx(np.mean([block["average_accuracy"] for block in measured]))
+    assert entry.trainable_parameters == 0 and entry.kept_bytes > 0
+
+
+def test_what_is_finished_is_not_run_again(finished, content):
+    folder, entries, _ = finished
+    before = times(folder)
+    assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, say=lambda _: None) == entries
+    more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
+    added = compare(read_plan(more), folder / "out", jobs=1, say=lambda _: None)
+    assert [entry.row.classifier for entry in added][-1] == "ranpac:features=20"
+    assert times(folder) == before  # a classifier that is added later trains nothing
+
+
+def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
+    folder, _, _ = finished
+    streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
+    changed = write(folder / "changed.yaml", content | {"streams": streams})
+    with pytest.raises(ValueError, match="epochs = 1, the file asks for 2"):
+        compare(read_plan(changed), folder / "out", jobs=1, say=lambda _: None)
+
+
+def test_the_better_setting_on_held_back_training_images_is_taken(finished):
+    folder, _, _ = finished
+    chosen = read_table(folder / "out")[1]
+    cells = [json.loads(path.read_text()) for path in sorted((folder / "out" / "choices").rglob("cell.json"))]
+    assert len(cells) == 2 and all(cell["settings"]["validation_fraction"] == 0.2 for cell in cells)
+    rate = chosen["digits: LoRA"]["learning_rate"]
+    runs = sorted((folder / "out" / "runs" / "digits" / "LoRA").rglob("cell.json"))
+    assert [json.loads(path.read_text())["settings"]["learning_rate"] for path in runs] == [rate, rate]
+
+
+def test_a_run_that_fails_costs_no_other(content, tmp_path):
+    broken = {"broken": {**content["streams"]["digits"], "data": str(tmp_path / "nowhere")}}
+    plan = content | {
+        "streams": content["streams"] | broken,
+        "methods": {"frozen": {"strategy": "frozen"}},
+        "seeds": [0],
+    }
+    path = write(tmp_path / "plan.yaml", plan)
+    with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
+        compare(read_plan(path), tmp_path / "out", jobs=1, say=lambda _: None)
+    assert {entry.stream for entry in read_table(tmp_path / "out")[0]} == {"digits"}
+
+
+def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
+    """By the command, with a run that was cut short: its last task is gone, and nothing says that it is finished."""
+    folder, entries, _ = finished
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for run in (tmp_path / "out" / "runs" / "digits" / "LoRA").iterdir():
+        shutil.rmtree(run)
+    path = str(folder / "plan.yaml")
+    assert main(["compare", path, "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert "0 runs are missing, and 2 whose settings are chosen" in capsys.readouterr().out
+    assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
+    assert "| LoRA | lda | linear |" in capsys.readouterr().out
+    again = read_table(tmp_path / "out")[0]
+    assert [replace(entry, seconds=0.0) for entry in again] == [replace(entry, seconds=0.0) for entry in entries]
+
+
+# ---------------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"streems": {}}, "unknown entry 'streems'; did you mean 'streams'"),
+        ({"streams": {}}, "streams must name at least one"),
+        ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
+        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "must be of letters"),
+        ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
+        ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
+        ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
+        ({"methods": {"a": {"strategy": "dulb"}}}, "dulbe"),
+        ({"methods": {"a": {"epochs": -1}}}, "epochs"),
+        ({"methods": {"a": {"choose": {"epochs": 3}}}}, "choose must name settings with a list"),
+        ({"classifiers": ["brigde"]}, "bridge"),
+        ({"classifiers": ["lda", "lda"]}, "different entries"),
+        ({"drift": ["quadratic"]}, "drift has the entry 'quadratic'"),
+        ({"seeds": [-1]}, "seeds must be integers of at least 0"),
+        ({"reference": {"method": "LoRA", "classifier": "text"}}, "no row of this comparison"),
+        ({"reference": {"methods": "LoRA"}}, "reference must name method, classifier, drift"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
+    path = write(tmp_path / "plan.yaml", {key: v for key, v in content.items() if key != "reference"} | change)
+    with pytest.raises(ValueError, match="plan.yaml: ") as error:
+        read_plan(path)
+    assert words in str(error.value)
+
+
+def test_a_method_brings_its_own_classifier(content, tmp_path):
+    methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}}
+    plan = read_plan(
+        write(tmp_path / "plan.yaml", content | {"methods": methods, "classifiers": ["text"], "reference": None})
+    )
+    assert [row.classifier for row in plan.rows("DuLBE")] == ["text"]  # text alone: nothing in it can drift
+    assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
+
+
+def test_the_files_that_come_with_the_library_are_right(monkeypatch):
+    monkeypatch.setenv("MODEL", "model")
+    monkeypatch.setenv("DATA", "data")
+    files = sorted((ROOT / "examples" / "comparisons").glob("*.yaml"))
+    assert files
+    for path in files:
+        plan = read_plan(path)
+        assert len(plan.cells()) == len(plan.streams) * len(plan.methods) * len(plan.seeds)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def answers_of(orders, seed):
+    """Answers of a stream of two classes a task, three images of each, right at random; and the classes."""
+    random = np.random.default_rng(seed)
+    found = []
+    for count in range(2, len(orders) + 1, 2):
+        truth = torch.arange(count).repeat_interleave(3)
+        predicted = torch.where(torch.from_numpy(random.random(len(truth)) < 0.6), truth, (truth + 1) % count)
+        found.append(Answers(truth, predicted, torch.rand(len(truth)), truth // 2 + 1))
+    return found
+
+
+def test_shares_of_images_add_up_to_the_measures():
+    names = ["d", "a", "c", "b"]
+    found = answers_of(names, 0)
+    last, average = image_shares(found, names)
+    accuracies = [float(step.right.float().mean()) for step in found]
+    assert last.mean() == pytest.approx(accuracies[-1])
+    assert average.mean() == pytest.approx(average_accuracy(accuracies))
+    # The images stand by the names of their classes: those of class a first, which was the second to come.
+    assert last[:3].tolist() == found[-1].right[3:6].double().tolist()
+
+
+def literal_bootstrap(difference, draws, seed):
+    random = np.random.default_rng(seed)
+    means = []
+    for _ in range(draws):
+        rows = random.integers(len(difference), size=len(difference))
+        columns = random.integers(difference.shape[1], size=difference.shape[1])
+        means.append(np.mean([difference[row, column] for row in rows for column in columns]))
+    return np.quantile(means, [0.025, 0.975])
+
+
+def test_paired_differences_against_literal_resampling():
+    random = np.random.default_rng(0)
+    ours, reference = (random.random((3, 40)) < share for share in (0.7, 0.5))
+    ours, reference = ours.astype(float), reference.astype(float)
+    found = paired_difference(ours, reference, draws=4000)
+    low, high = literal_bootstrap(ours - reference, 4000, 1)
+    assert found.mean == pytest.approx((ours - reference).mean())
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
+    assert found.clear == (low > 0)
+    same = paired_difference(ours, ours)
+    assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
+    with pytest.raises(ValueError, match=r"\(seeds, images\)"):
+        paired_difference(ours, reference[:2])
+
+
+def test_calibration_error_against_its_definition():
+    torch.manual_seed(0)
+    probability = torch.rand(200)
+    right = torch.rand(200) < 0.5
+    truth = torch.zeros(200, dtype=torch.int64)
+    found = calibration_error(Answers(truth, (~right).long(), probability, truth), bins=10)
+    literal = 0.0
+    for place in range(10):
+        inside = (probability >= place / 10) & (probability < (place + 1) / 10)
+        if inside.any():
+            gap = abs(probability[inside].mean() - right[inside].float().mean())
+            literal += float(gap * inside.float().mean())
+    assert found == pytest.approx(literal, abs=1e-6)
+    perfect = Answers(truth, truth, torch.ones(200), truth)
+    assert calibration_error(perfect) == 0

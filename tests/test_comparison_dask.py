@@ -1,0 +1,54 @@
+"""A comparison over several machines: a local Dask cluster of two worker processes and a folder that both see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from dulbe_peft.comparison.compare import compare
+from dulbe_peft.comparison.plan import read_plan
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def plan(digit_folders, tmp_path_factory):
+    quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
+    content = {
+        "streams": {"digits": {"model": "demo", "data": str(digit_folders(6, 6, 3)), **quick}},
+        "methods": {"frozen": {"strategy": "frozen"}, "DuLBE": {"strategy": "dulbe"}},
+        "classifiers": ["bridge", "lda"],
+        "seeds": [0, 1],
+    }
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return read_plan(path)
+
+
+def without_times(entries):
+    return [replace(entry, seconds=0.0) for entry in entries]
+
+
+def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    killed = threading.Event()
+
+    def kill_the_first_that_works(processes):
+        """Kill a worker as soon as a task of some run is committed."""
+        while not any((tmp_path / "dask").rglob("task-001/manifest.json")):
+            time.sleep(0.02)
+        os.kill(processes[0], signal.SIGKILL)
+        killed.set()
+
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        processes = [nanny.pid for nanny in cluster.workers.values()]
+        threading.Thread(target=kill_the_first_that_works, args=[processes], daemon=True).start()
+        found = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, say=lambda _: None)
+    assert killed.is_set()
+    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, say=lambda _: None))

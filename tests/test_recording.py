@@ -1,0 +1,73 @@
+"""Features that a run keeps: other classifiers learn from them what they would have learned while it ran."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import get_peft_model
+from small_runs import QUICK, tasks_of
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.recording import TaskFeatures, read_features, replay
+
+CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
+
+
+@pytest.fixture(scope="module", params=["none", "linear"])
+def run(request, base, digit_folders, tmp_path_factory):
+    """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
+    torch.set_num_threads(1)
+    clip, processor = base
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
+    args = LearnerArguments(**QUICK, drift=request.param)
+    learner = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS)
+    folder = tmp_path_factory.mktemp("run")
+    learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
+    return learner, folder
+
+
+@pytest.mark.parametrize("spec", CLASSIFIERS)
+def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec):
+    learner, folder = run
+    answers, replayed = replay(read_features(folder), spec, learner.logit_scale, learner.args.drift)
+    taught = learner.classifiers[spec.partition(":")[0]]
+    assert replayed.class_names == taught.class_names
+    for name, tensor in taught.tensors().items():
+        assert torch.equal(replayed.tensors()[name], tensor), name
+    rows = [row["classifiers"][taught.name] for row in learner.past.rows]
+    assert [float(found.right.float().mean()) for found in answers] == pytest.approx([row["accuracy"] for row in rows])
+    assert answers[-1].task.tolist() == [1] * 6 + [2] * 6
+
+
+def test_a_run_keeps_features_only_where_it_is_asked_to(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="keep_features=True"):
+        read_features(tmp_path)
+    learner, folder = run
+    kept = read_features(folder)
+    assert [task.closing.class_names for task in kept] == learner.tasks
+    assert torch.equal(kept[-1].closing.features, learner.closing.features)
+    path = tmp_path / "task-001.safetensors"
+    kept[0].write(path)
+    again = TaskFeatures.read(path)
+    assert torch.equal(again.closing.features, kept[0].closing.features) and again.tests.keys() == kept[0].tests.keys()
+
+
+def test_drift_without_features_from_before_is_refused(run):
+    kept = read_features(run[1])
+    tasks = [copy.copy(task) for task in kept]
+    object.__setattr__(tasks[1], "closing", copy.copy(tasks[1].closing))
+    object.__setattr__(tasks[1].closing, "before", None)
+    with pytest.raises(ValueError, match="train with drift linear"):
+        replay(tasks, "lda", 100.0, "linear")
+
+
+def test_damaged_features_are_named(run, tmp_path):
+    _, folder = run
+    whole = (folder / "features" / "task-001.safetensors").read_bytes()
+    path = tmp_path / "task-001.safetensors"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="task-001"):
+        TaskFeatures.read(path)
