@@ -87,6 +87,14 @@ class LearnerArguments:
         default="verbatim",
         metadata={"help": "Class names as they are, or underscores as spaces.", "choices": ("verbatim", "spaces")},
     )
+    image_resize: str = field(
+        default="processor",
+        metadata={
+            "help": "How an image gets the model's size: as the model's processor does it, by the short side and a "
+            "centre crop, or the whole image as a square.",
+            "choices": ("processor", "crop", "squash"),
+        },
+    )
     text_embeds: str = field(
         default="current",
         metadata={

@@ -28,7 +28,6 @@ from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConf
 from dulbe_peft.encoders import ENCODERS, DualEncoder, served
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-IMAGE_RESIZES = ("crop", "squash")
 
 
 @dataclass(frozen=True)
@@ -184,33 +183,6 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     if record.padding == "max_length":
         _match_training(tokenizer)
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
-
-
-def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
-    """A processor like this one that brings images to the model's size in another way.
-
-    Args:
-        processor: the processor of a CLIP.
-        model: the model.
-        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
-
-    Raises:
-        ValueError: `resize` is something else, or the image processor cannot crop.
-    """
-    if resize not in IMAGE_RESIZES:
-        raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
-    old, size = processor.image_processor, image_size(model)
-    if not hasattr(old, "do_center_crop"):
-        raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave it out")
-    square, crop = {"height": size, "width": size}, resize == "crop"
-    new = type(old).from_dict(
-        old.to_dict()
-        | {"do_resize": True, "do_center_crop": crop, "size": {"shortest_edge": size} if crop else square}
-        | {"crop_size": square}
-    )
-    if isinstance(processor, ImageOnlyProcessor):
-        return ImageOnlyProcessor(new)
-    return type(processor)(image_processor=new, tokenizer=processor.tokenizer)
 
 
 def _match_training(tokenizer: Any) -> None:

@@ -8,9 +8,38 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
-from dulbe_peft.backbone import pixel_values
+from dulbe_peft.backbone import ImageOnlyProcessor, image_size, pixel_values
 from dulbe_peft.streams.decoding import to_rgb
 from dulbe_peft.streams.samples import item_name, read_sample
+
+IMAGE_RESIZES = ("crop", "squash")
+
+
+def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
+    """A processor like this one that brings images to the model's size in another way.
+
+    Args:
+        processor: the processor of a CLIP.
+        model: the model.
+        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
+
+    Raises:
+        ValueError: `resize` is something else, or the image processor cannot crop.
+    """
+    if resize not in IMAGE_RESIZES:
+        raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
+    old, size = processor.image_processor, image_size(model)
+    if not hasattr(old, "do_center_crop"):
+        raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave it out")
+    square, crop = {"height": size, "width": size}, resize == "crop"
+    new = type(old).from_dict(
+        old.to_dict()
+        | {"do_resize": True, "do_center_crop": crop, "size": {"shortest_edge": size} if crop else square}
+        | {"crop_size": square}
+    )
+    if isinstance(processor, ImageOnlyProcessor):
+        return ImageOnlyProcessor(new)
+    return type(processor)(image_processor=new, tokenizer=processor.tokenizer)
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):

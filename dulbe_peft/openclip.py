@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
-from dulbe_peft.backbone import with_image_resize
 from dulbe_peft.checks import check_int
 from dulbe_peft.files import read_tensors
+from dulbe_peft.images import with_image_resize
 
 ACTIVATIONS = ("gelu", "quick_gelu")
 HEAD_WIDTH = 64
@@ -124,11 +124,11 @@ def save_open_clip(
     """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
 
     Args:
-        checkpoint: as in [`convert_open_clip`].
+        checkpoint: as in `convert_open_clip`.
         folder: where to write.
         tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
         resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
-        facts: `activation`, `vision_heads` and `text_heads` of [`convert_open_clip`].
+        facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
 
     Returns:
         The model.

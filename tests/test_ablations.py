@@ -20,27 +20,22 @@ from dulbe_peft import (
     class_incremental_tasks,
 )
 from dulbe_peft.backbone import empty_encoder
-from dulbe_peft.classifiers import make_classifier, make_classifiers
-from dulbe_peft.commands.settings import StreamArguments, fields_of, pick
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.commands.settings import fields_of, pick
 from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.cost import shared_inputs
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
-from dulbe_peft.specs import split_specs
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import NewTask, Step
 
 FOLDER = Path(__file__).parents[1] / "examples" / "ablations"
-FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-ROWS = [(file, row) for file, content in FILES.items() for row in content["methods"]]
-KNOWN = {f.name for cls in (StreamArguments, DualModeLoraConfig, LearnerArguments) for f in fields_of(cls)}
+PLANS = {path.stem: read_plan(path) for path in sorted(FOLDER.glob("*.yaml"))}
+ROWS = [(file, row) for file, plan in PLANS.items() for row in plan.methods]
 
 
 def settings_of(file, row):
-    """The stream's settings, and over them the row's; the classifiers as one text, as `run` takes them."""
-    content = FILES[file]
-    (stream,) = content["streams"].values()
-    common = {"classifiers": ",".join(content["classifiers"])}
-    return stream | common | content["methods"][row]
+    """The settings of the row's first run."""
+    return next(cell.settings for cell in PLANS[file].cells() if cell.method == row)
 
 
 @cache
@@ -59,31 +54,21 @@ def widths_of(settings):
 
 def test_there_is_a_file_for_every_ablation():
     expected = {"modes", "bridge", "depths", "reliability", "temperatures", "structure-weight", "ranks", "support"}
-    assert set(FILES) == expected | {"places", "statistics"}
+    assert set(PLANS) == expected | {"places", "statistics"}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_is_a_comparison_whose_rows_differ(file):
-    plan = read_plan(FOLDER / f"{file}.yaml")
-    assert list(plan.streams) == ["digits"] and plan.seeds == [0, 1, 2] and plan.reference is not None
-    assert sum(len(plan.rows(method)) for method in plan.methods) > 4
+@pytest.mark.parametrize("file", PLANS)
+def test_a_file_is_a_comparison_on_the_demo(file):
+    """Reading it checks every name, setting, classifier and the reference."""
+    plan = PLANS[file]
+    assert plan.streams["digits"]["model"] == "demo" and len(plan.seeds) == 3 and plan.reference is not None
+    rows = [yaml.safe_dump(row, sort_keys=True) for row in plan.methods.values()]
+    assert len(set(rows)) == len(rows) and len(rows) * len(plan.classifiers) > 2
 
 
 @pytest.mark.parametrize("file, row", ROWS)
-def test_every_row_names_settings_that_exist(file, row):
-    settings = settings_of(file, row)
-    assert set(settings) <= KNOWN
-    stream = pick(StreamArguments, settings)
-    args = pick(LearnerArguments, settings)
-    defaults = {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature}
-    assert make_classifiers(split_specs(stream.classifiers), 64, defaults=defaults)
-    assert not make_strategy(stream.strategy).adapts or widths_of(settings)
-
-
-def test_no_two_rows_are_the_same():
-    for file, content in FILES.items():
-        rows = [yaml.safe_dump(row, sort_keys=True) for row in content["methods"].values()]
-        assert len(set(rows)) == len(rows), file
+def test_every_row_finds_layers(file, row):
+    assert not PLANS[file].strategy(row).adapts or widths_of(settings_of(file, row))
 
 
 # ---------------------------------------------------------------------- what the rows change
@@ -91,7 +76,7 @@ def test_no_two_rows_are_the_same():
 
 def test_rows_of_modes_train_what_the_paper_s_table_says():
     found = {}
-    for row in FILES["modes"]["methods"]:
+    for row in PLANS["modes"].methods:
         settings = settings_of("modes", row)
         strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
         routing = getattr(strategy, "routing", None) if settings.get("structure_weight", 0.5) else "none"
@@ -107,7 +92,7 @@ def test_rows_of_modes_train_what_the_paper_s_table_says():
 
 
 def test_places_and_statistics_of_the_paper():
-    targets = [row["target_modules"] for row in FILES["places"]["methods"].values()]
+    targets = [row["target_modules"] for row in PLANS["places"].methods.values()]
     assert targets == [
         ["k_proj", "v_proj"],
         ["q_proj", "k_proj", "v_proj"],
@@ -115,7 +100,7 @@ def test_places_and_statistics_of_the_paper():
         ["fc1", "fc2"],
         ["q_proj", "k_proj", "v_proj", "fc1", "fc2"],
     ]
-    found = [widths_of(settings_of("statistics", row)) for row in FILES["statistics"]["methods"]]
+    found = [widths_of(settings_of("statistics", row)) for row in PLANS["statistics"].methods]
     assert found[:5] == [8 * [96] + 4 * [256], 4 * [96], 2 * [96], [96], [96]]
 
 
@@ -124,12 +109,12 @@ def test_depths_that_are_fixed_or_alike():
     images = torch.nn.functional.normalize(torch.randn(40, 64), dim=1)
     texts = torch.nn.functional.normalize(torch.randn(4, 64), dim=1)
     labels = torch.arange(4).repeat(10)
-    heads = {}
-    for spec in ("bridge:depths=0.25", "bridge:reliability_temperature=1e6", "bridge"):
-        assert spec in read_plan(FOLDER / "bridge.yaml").classifiers
-        heads[spec] = make_classifier(spec, 64)
-        heads[spec].add_classes(list("abcd"), images, labels, texts)
-    fixed, alike, reliable = heads.values()
+    found = []
+    for spec in PLANS["bridge"].classifiers:
+        if spec in ("bridge:depths=0.25", "bridge:reliability_temperature=1e6", "bridge"):
+            found.append(make_classifier(spec, 64))
+            found[-1].add_classes(list("abcd"), images, labels, texts)
+    reliable, fixed, alike = found
     assert isinstance(fixed, BridgeEnsembleHead) and fixed.depths.tolist() == [0.25]
     expected = BridgeEnsembleHead(64, depths=[0.25])
     expected.add_classes(list("abcd"), images, labels, texts)
@@ -182,7 +167,9 @@ def test_routing_both_gives_the_structure_loss_to_both_modes(base):
 
 # The rows of the other files differ in a number alone.
 @pytest.mark.slow
-@pytest.mark.parametrize("file, row", [entry for entry in ROWS if entry[0] in ("modes", "places", "statistics")])
+@pytest.mark.parametrize(
+    "file, row", [entry for entry in ROWS if entry[0] in ("modes", "bridge", "places", "statistics")]
+)
 def test_rows_learn(file, row, base):
     """Two tasks of two digits, one epoch: not a result, a row that runs."""
     from sklearn.datasets import load_digits
@@ -193,13 +180,15 @@ def test_rows_learn(file, row, base):
     images.class_names = DIGITS[:4]
     settings = settings_of(file, row)
     strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
-    args = pick(LearnerArguments, settings | {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False})
+    args = pick(
+        LearnerArguments,
+        settings | {"epochs": 1, "drift": "none", "batch_size": 8, "device": "cpu", "progress": False},
+    )
     torch.manual_seed(0)
     model = copy.deepcopy(base[0])
     if strategy.adapts:
         model = get_peft_model(model, config)
-    classifiers = split_specs(settings["classifiers"])
-    learner = ClassIncrementalLearner(model, base[1], args=args, strategy=strategy, classifiers=classifiers)
+    learner = ClassIncrementalLearner(model, base[1], args=args, strategy=strategy)
     for task in class_incremental_tasks(images, images, increment=2):
         learner.learn_task(task.train, task.class_names)
     assert 0 <= learner.evaluate(images)["accuracy"] <= 1 and len(learner.class_names) == 4

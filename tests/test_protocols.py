@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.backbone import pixel_values
 from dulbe_peft.classifiers import make_classifiers
 from dulbe_peft.cli import main, make_parser
 from dulbe_peft.commands.run import stream_tasks
 from dulbe_peft.commands.settings import StreamArguments, pick, settings_of
+from dulbe_peft.commands.sources import open_source
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.specs import split_specs
 from dulbe_peft.strategies import make_strategy
@@ -86,7 +91,7 @@ def test_a_file_says_what_the_table_says(name):
     found = (stream.model, *counts, first, stream.increment, args.epochs, args.prompt_template, args.class_name_style)
     assert (*found, stream.expected_zero_shot) == TABLE[name]
     assert stream.zero_shot_tolerance == 1.0
-    assert stream.image_resize == ("crop" if name.startswith("a-") else "squash")
+    assert args.image_resize == ("crop" if name.startswith("a-") else "squash")
     tasks = 6 if "half" in name else 10
     assert first + (tasks - 1) * stream.increment == stream.expected_classes
     listed = {"a-cub200", "a-imagenet-r", "a-imagenet-r-vit-l14"}
@@ -190,6 +195,21 @@ def test_another_zero_shot_accuracy_stops_a_run_before_training(digit_folders, t
     assert "but there is none" in capsys.readouterr().err
 
 
+def test_a_learner_keeps_how_images_are_resized(digit_folders, tmp_path, capsys):
+    folder = digit_folders(4, 3, 3)
+    wide = Image.linear_gradient("L").rotate(90).convert("RGB").resize((32, 16))
+    found = {}
+    expected = {"squash": wide.resize((16, 16), Image.Resampling.BICUBIC), "crop": wide.crop((8, 0, 24, 16))}
+    for resize, seen in expected.items():
+        assert run_digits(folder, tmp_path / resize, "--image-resize", resize) == 0
+        processor = ClassIncrementalLearner.from_pretrained(tmp_path / resize / "task-002").processor
+        found[resize] = pixel_values(processor, wide)
+        assert torch.allclose(found[resize], pixel_values(processor, seen), atol=1e-6)
+    assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
+    assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
+    assert "arguments.image_resize differ" in capsys.readouterr().err
+
+
 def test_a_dry_run_of_a_file(hundred, capsys):
     command = ["run", "--config", str(FOLDER / "a-cifar100.yaml"), "--data", str(hundred), "--dry-run"]
     small = ["--model", str(demo_model_folder()), "--support-rank", "8", "--batch-size", "4", "--no-progress"]
@@ -224,6 +244,8 @@ def test_a_run_with_other_names_goes_on_and_is_evaluated_with_them(digit_folders
     Path("names.txt").write_text("".join(f"{name}\tdigit {name}\n" for name in DIGITS), encoding="utf-8")
     assert run_digits(folder, out, "--class-names", "names.txt") == 0
     monkeypatch.chdir(folder)  # the run noted where the file is
+    (noted, _) = json.loads((out / "sources.json").read_text(encoding="utf-8"))["tasks"]
+    assert open_source(noted, report=False)[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
     names = str(tmp_path / "names.txt")
     learner = str(out / "task-002")
     assert main(["evaluate", learner, "--data", str(folder), "--class-names", names]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -70,7 +69,6 @@ class Setup:
         model: the adapted model, or the pristine one where nothing is trained.
         tasks: the stream; None where no data is named.
         make_learner: makes the learner with some settings.
-        check_zero_shot: raises where the pristine model is not as good as the settings say; None: they say nothing.
     """
 
     stream: StreamArguments
@@ -79,7 +77,13 @@ class Setup:
     model: Any
     tasks: Any
     make_learner: Callable[[LearnerArguments], Any]
-    check_zero_shot: Callable[[float | None], None] | None
+
+    def check_zero_shot(self, found: float | None) -> None:
+        """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
+        from dulbe_peft.streams.protocols import check_zero_shot
+
+        if self.stream.expected_zero_shot is not None:
+            check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
 
 
 def set_up(settings: dict[str, Any]) -> Setup:
@@ -89,19 +93,16 @@ def set_up(settings: dict[str, Any]) -> Setup:
         check_run_folder(stream.data, stream.output)
     import torch
 
-    from dulbe_peft.backbone import load_dual_encoder, with_image_resize
+    from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.specs import split_specs
     from dulbe_peft.strategies import make_strategy
-    from dulbe_peft.streams.protocols import check_zero_shot
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks: Any = stream_tasks(stream) if stream.data else None
     model: Any
     model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-    if stream.image_resize:
-        processor = with_image_resize(processor, model, stream.image_resize)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         from peft import get_peft_model
@@ -113,10 +114,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
-    check = None
-    if stream.expected_zero_shot is not None:
-        check = partial(check_zero_shot, expected=stream.expected_zero_shot, tolerance=stream.zero_shot_tolerance)
-    return Setup(stream, args, strategy, model, tasks, make_learner, check)
+    return Setup(stream, args, strategy, model, tasks, make_learner)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -140,8 +138,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(describe_stream(setup.make_learner, setup.args, setup.tasks))
         return 0
     learner = setup.make_learner(setup.args)
-    source, check = source_of(stream), setup.check_zero_shot
-    results = learner.run(setup.tasks, stream.output, resume=stream.resume, source=source, check_zero_shot=check)
+    results = learner.run(
+        setup.tasks,
+        stream.output,
+        resume=stream.resume,
+        source=source_of(stream),
+        check_zero_shot=setup.check_zero_shot,
+    )
     if world()[0] == 0:
         if "classifiers" in results:
             print(format_summary(results))

@@ -85,14 +85,6 @@ class StreamArguments:
     order_seed: int | None = dataclasses.field(
         default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
     )
-    image_resize: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Short side to the model's size and centre crop, or the whole image to a square. None: as the "
-            "model's processor does.",
-            "choices": ("crop", "squash"),
-        },
-    )
     expected_classes: int | None = dataclasses.field(
         default=None, metadata={"help": "Stop before anything else where the data has another number of classes."}
     )
@@ -126,8 +118,6 @@ class StreamArguments:
             value = getattr(self, name)
             if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
-        if self.image_resize not in (None, "crop", "squash"):
-            raise ValueError(f"image_resize must be crop or squash, got {self.image_resize!r}")
         check_number("zero_shot_tolerance", self.zero_shot_tolerance, least=0)
 
 
@@ -177,8 +167,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config:
         path = Path(arguments.config)
         settings = setting_values(read_yaml(path, "configuration"), f"configuration file {str(path)!r}")
-    settings |= {name: value for name, value in vars(arguments).items() if name in _hints()}
-    return with_lines_of_files(settings)
+    given = {name: value for name, value in vars(arguments).items() if name in _hints()}
+    return settings | given | _templates(given)
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
@@ -220,7 +210,8 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]
             raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
-    return {name: _from_yaml(value, hints[name]) for name, value in loaded.items()}
+    values = {name: _from_yaml(value, hints[name]) for name, value in loaded.items()}
+    return values | _templates(values)
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraConfig, LearnerArguments]:
@@ -239,24 +230,18 @@ def _hints() -> dict[str, Any]:
     return {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
 
 
-def with_lines_of_files(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the prompt templates that a file holds, where they name one."""
-    if "prompt_template" not in settings:
-        return settings
-    return settings | {"prompt_template": _lines_of_files(settings["prompt_template"])}
-
-
-def _lines_of_files(value: Any) -> Any:
-    """A text or a list of texts; in the place of a text that names a file stand the file's lines."""
+def _templates(settings: dict[str, Any]) -> dict[str, Any]:
+    """The prompt templates where they are set; in the place of a text that names a file stand the file's lines."""
+    value = settings.get("prompt_template")
     if not isinstance(value, (str, list)):
-        return value
+        return {}
     texts: list[Any] = []
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and "{}" not in text and Path(text).is_file():
             texts += [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
         else:
             texts.append(text)
-    return texts
+    return {"prompt_template": texts[0] if len(texts) == 1 else texts}
 
 
 def _from_yaml(value: Any, hint: Any) -> Any:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dulbe_peft.classifiers import CLASSIFIERS, METHOD_CLASSIFIERS, Classifier, make_classifier
-from dulbe_peft.commands.settings import read_yaml, setting_values, validated, with_lines_of_files
+from dulbe_peft.commands.settings import read_yaml, setting_values, validated
 from dulbe_peft.specs import closest, parse_spec
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
@@ -245,7 +245,7 @@ def _settings(owner: str, entry: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name in _FIXED:
             raise ValueError(f"{owner} sets {name!r}, which it cannot: {_FIXED[name]}")
-    settings = with_lines_of_files(setting_values(given, owner))
+    settings = setting_values(given, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}
 
 
