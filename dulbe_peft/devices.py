@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
+from dulbe_peft.undoing import undoing
+
 
 def choose_device(name: str) -> torch.device:
     """The device of a learner; joins the processes that a launcher started.
@@ -44,14 +46,19 @@ def own_randomness(*entropy: int) -> Iterator[None]:
     Args:
         entropy: what the seeds follow from, integers of at least 0.
     """
-    python, array = random.getstate(), np.random.get_state()
+    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # unnamed, torch warns about several
+
+    def undo() -> None:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    with undoing(undo):
         random.seed(seeds[0])
         np.random.seed(seeds[1])
         torch.manual_seed(seeds[2])
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(array)
+        yield

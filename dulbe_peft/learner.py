@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -142,6 +142,13 @@ class ClassIncrementalLearner:
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_accelerator")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.RLock(), _accelerator=None)
+
     @property
     def model(self) -> Any:
         return self.state.model
@@ -243,6 +250,7 @@ class ClassIncrementalLearner:
         with raise_in_all():
             if isinstance(state.model, PeftModel):
                 check_adapter_name(state.model)
+                state.model.base_model._check_unmerged()  # type: ignore[operator]
             names, labels = named_labels(dataset, class_names)
             check_class_names(names, seen=self.class_names)
             present = set(labels.tolist())
@@ -257,18 +265,9 @@ class ClassIncrementalLearner:
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state = self._learned(state, images, names)
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Where the block raises, the learner becomes what it was before."""
-        state, record, adapter = self.state, self.record, saving.adapter_state(self.state.model)
-        try:
-            yield
-        except BaseException:
-            self.state, self.record = state, record
-            if adapter is not None:
-                saving.set_adapter_state(state.model, adapter)
-                state.model.zero_grad(set_to_none=True)
-            raise
+    def transaction(self) -> AbstractContextManager[None]:
+        """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
+        return _Transaction(self)
 
     @_in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
@@ -626,6 +625,33 @@ class ClassIncrementalLearner:
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         learner.past = (None if origin else read_past(folder)) or Past()
         return learner
+
+
+class _Transaction(AbstractContextManager[None]):
+    """A class and no generator: Python ends a generator that Ctrl-C left behind, at any later time, and with an error.
+    What the learner has learned since then would be taken back."""
+
+    def __init__(self, learner: ClassIncrementalLearner) -> None:
+        self.learner = learner
+        self.before = learner.state, learner.record
+        self.adapter = saving.adapter_state(learner.state.model)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            return
+        try:
+            self._undo()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        learner = self.learner
+        learner.state, learner.record = self.before
+        if self.adapter is not None:
+            saving.set_adapter_state(learner.model, self.adapter)
+            learner.model.zero_grad(set_to_none=True)
+            learner.model.eval()
 
 
 def check_adapter_name(model: Any) -> None:

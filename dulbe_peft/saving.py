@@ -388,9 +388,12 @@ def _undone_on_error(base_model: nn.Module) -> Iterator[None]:
     """Take an adapter out of the model again where the block raises."""
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
     modules = dict(base_model.named_modules())
+    attributes = set(vars(base_model))
     try:
         yield
     except BaseException:
+        for attribute in set(vars(base_model)) - attributes:  # PEFT's `peft_config`, for one
+            delattr(base_model, attribute)
         for name, module in list(base_model.named_modules()):
             if name and name in modules and modules[name] is not module:
                 base_model.set_submodule(name, modules[name])

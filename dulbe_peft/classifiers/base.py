@@ -156,9 +156,7 @@ class Classifier(SavedState):
         with without_autocast(images):
             changes = self.learn(names, images, indices, texts)
             choices, temperatures = self._hold_back(names, images, indices, texts)
-        self._install({**changes, **choices})
-        self._class_names = self._class_names + names
-        self._calibration = self._calibration + temperatures
+        self._install({**changes, **choices}, self._class_names + names, self._calibration + temperatures)
 
     @torch.no_grad()
     def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
@@ -195,8 +193,8 @@ class Classifier(SavedState):
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
         kept = torch.tensor([known != name for known in self._class_names])
-        self._install({key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows})
-        self._class_names = [known for known in self._class_names if known != name]
+        rows = {key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows}
+        self._install(rows, [known for known in self._class_names if known != name])
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: torch.Tensor) -> None:
@@ -251,12 +249,25 @@ class Classifier(SavedState):
         twin._buffers, twin._derived = dict(self._buffers), {}
         return twin
 
-    def _install(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def _install(
+        self,
+        changes: Mapping[str, torch.Tensor],
+        names: list[str] | None = None,
+        calibration: tuple[TaskTemperature, ...] | None = None,
+    ) -> None:
+        """Put new values of buffers, class names and calibration in, all at once; None leaves one as it is."""
+        buffers = dict(self._buffers)
         for name, value in changes.items():
-            buffer = self._buffers[name]
+            buffer = buffers[name]
             assert buffer is not None
-            self._buffers[name] = value.to(buffer.dtype).to(buffer.device)
-        self._derived = {}
+            buffers[name] = value.to(buffer.dtype).to(buffer.device)
+        # One call, so that Ctrl-C comes before it or after it.
+        self.__dict__.update(
+            _buffers=buffers,
+            _derived={},
+            _class_names=self._class_names if names is None else names,
+            _calibration=self._calibration if calibration is None else calibration,
+        )
 
     # ------------------------------------------------------------------ using
 
