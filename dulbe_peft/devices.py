@@ -1,11 +1,11 @@
-"""The device that a learner works on, and the random numbers of what runs on it."""
+"""The device that a learner works on, and what it finds there: random numbers, and torch's own settings."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -35,6 +35,24 @@ def choose_device(name: str) -> torch.device:
         return state.device
     # accelerate's own device is that of the first learner in this Python process.
     return torch.device("cpu") if name == "cpu" or found is None else found
+
+
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU.
+
+    A learner says itself where it wants no gradients, or another device. The default type is one for all threads.
+    """
+    dtype = torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu") if elsewhere else nullcontext(),
+        undoing(lambda: torch.set_default_dtype(dtype)),
+    ):
+        torch.set_default_dtype(torch.float32)
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 
 from dulbe_peft import saving
 from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import (
     check_dual_encoder,
@@ -30,7 +31,7 @@ from dulbe_peft.backbone import (
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.devices import choose_device, own_randomness
+from dulbe_peft.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.evaluation import Evaluation, evaluate_features
@@ -47,17 +48,21 @@ from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, item_name, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
+from dulbe_peft.undoing import evaluating
 from dulbe_peft.updating import check_update, with_more_images, without_class
 
 T = TypeVar("T")
 
 
 def _in_turn(method: Callable[..., T]) -> Callable[..., T]:
-    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task."""
+    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task.
+
+    Whatever the program has set, the call finds torch as usual, and the model in evaluation mode.
+    """
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        with self._turn:
+        with self._turn, usual_torch(), evaluating(self.model):
             return method(self, *args, **kwargs)
 
     return call
@@ -251,6 +256,8 @@ class ClassIncrementalLearner:
             if isinstance(state.model, PeftModel):
                 check_adapter_name(state.model)
                 state.model.base_model._check_unmerged()  # type: ignore[operator]
+                if state.strategy.adapts:
+                    _check_trained(state.model)
             names, labels = named_labels(dataset, class_names)
             check_class_names(names, seen=self.class_names)
             present = set(labels.tolist())
@@ -466,6 +473,7 @@ class ClassIncrementalLearner:
         if not self.tasks:
             raise ValueError("no task has been learned yet: call learn_task first")
 
+    @_in_turn
     @torch.no_grad()
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
@@ -541,6 +549,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ saving
 
+    @_in_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything needed to predict or to go on learning: one folder, put in place whole.
 
@@ -549,6 +558,7 @@ class ClassIncrementalLearner:
         """
         saving.save(self.state, Path(folder))
 
+    @_in_turn
     def push_to_hub(
         self,
         repo_id: str,
@@ -615,7 +625,7 @@ class ClassIncrementalLearner:
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
-        with saving.opened(folder, base_model, args, machine) as state:
+        with usual_torch(), saving.opened(folder, base_model, args, machine) as state:
             empty = [
                 type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
                 for c in state.classifiers.values()
@@ -659,6 +669,27 @@ def check_adapter_name(model: Any) -> None:
     active = list(model.base_model.active_adapters)
     if active != ["default"]:
         raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
+
+
+def _check_trained(model: PeftModel) -> None:
+    """Raise where somebody has chosen other parameters for training than the adapter's.
+
+    A task that fails is taken back, and a learner is saved, by its adapter alone.
+    """
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    names = [name for name, p in model.get_base_model().named_parameters() if id(p) in own and PREFIX not in name]
+    wrong = [name for name in names if "modules_to_save" not in name]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
+            "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
+        )
+    frozen = [name for name, p in model.named_parameters() if PREFIX in name and not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
+            "train it: call set_adapter('default') on the model"
+        )
 
 
 def _check_model(model: Any, strategy: Strategy) -> Any:

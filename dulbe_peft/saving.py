@@ -81,6 +81,11 @@ def save(state: LearnerState, folder: Path) -> None:
     Raises:
         FileExistsError: the folder is a task of a run, lies in a saved learner, or was not written by this library.
     """
+    if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise FileExistsError(
+            f"{str(folder)!r} is the current folder, or above it: saving puts a new folder in its place, and programs "
+            "in it would stay in the old one; choose another folder"
+        )
     checkpoint.check_outside_learners(folder.resolve().parent, "save")
     if (folder / PROGRESS_FILE).is_file():
         raise FileExistsError(f"{folder} is a task of a run: save to a folder outside of it")

@@ -215,12 +215,13 @@ class DualModeLinear(DualModeLayer):
         shared_rank, residual_rank = config.shared_rank, config.residual_rank
         weight = self._linear.weight
         device = weight.device
-        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank))[0]
+        kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank, dtype=torch.float32))[0]
         self.dulbe_P[adapter_name] = cpu_basis.contiguous().to(device)
-        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, device=device)
-        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, device=device)
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, **kind)
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, **kind)
         for container, rank in ((self.dulbe_shared_B, shared_rank), (self.dulbe_residual_B, residual_rank)):
-            up = torch.zeros(self.out_features, rank)
+            up = torch.zeros(self.out_features, rank, dtype=torch.float32)
             if not config.init_weights and rank:
                 nn.init.kaiming_uniform_(up, a=math.sqrt(5))
             container[adapter_name] = nn.Parameter(up)
@@ -392,7 +393,7 @@ class DualModeLinear(DualModeLayer):
                 if saved is None or saved.ndim != 2 or saved.shape[0] != size:
                     continue
                 if saved.shape[1] != buffers[name].shape[1]:
-                    buffers[name] = torch.zeros(saved.shape, device=buffers[name].device)
+                    buffers[name] = buffers[name].new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -432,8 +433,8 @@ class TextLoraLinear(DualModeLayer):
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
         """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
         self.scaling[adapter_name] = config.text_alpha / config.text_rank
-        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features))
-        up = torch.zeros(self.out_features, config.text_rank)
+        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
+        up = torch.zeros(self.out_features, config.text_rank, dtype=torch.float32)
         if not config.init_weights:
             nn.init.kaiming_uniform_(up, a=math.sqrt(5))
         self.dulbe_text_A[adapter_name] = nn.Parameter(down)

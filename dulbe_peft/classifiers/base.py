@@ -27,6 +27,8 @@ from dulbe_peft.classifiers.formula import AFFINE, affine
 from dulbe_peft.functional import without_autocast
 from dulbe_peft.streams.names import check_class_names
 
+MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+
 
 class Classifier(SavedState):
     """A classifier over given features that learns class by class and keeps no image.
@@ -48,6 +50,8 @@ class Classifier(SavedState):
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(check_int("embed_dim", embed_dim, 2), positive("logit_scale", logit_scale))
+        if self.logit_scale > MOST_LOGIT_SCALE:
+            raise ValueError(f"logit_scale must be at most {MOST_LOGIT_SCALE:g}, got {self.logit_scale:g}")
 
     # ------------------------------------------------------------------ what a subclass fills
 
