@@ -22,7 +22,7 @@ from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora
 from dulbe_peft.checkpoint import read_manifest
 from dulbe_peft.cli import main
 
-HOW_MANY = os.environ.get("DULBE_PEFT_DISKS", "8")
+HOW_MANY = os.environ.get("DULBE_PEFT_DISKS", "4")
 MACHINE = {"device": "cpu", "progress": False}
 
 

@@ -33,7 +33,7 @@ from dulbe_peft import ClassIncrementalLearner, export_lora
 from dulbe_peft.checkpoint import read_manifest
 from dulbe_peft.strategies import STRATEGIES
 
-HOW_MANY = os.environ.get("DULBE_PEFT_INTERRUPTS", "5")
+HOW_MANY = os.environ.get("DULBE_PEFT_INTERRUPTS", "3")
 MORE = images_of(1, 2, seed=7)
 KNOWN = ["b0", "a0", "b1"]
 

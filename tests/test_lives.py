@@ -281,8 +281,8 @@ class Life(RuleBasedStateMachine):
 
 
 Life.TestCase.settings = settings(
-    max_examples=LIVES or 6,
-    stateful_step_count=40 if LIVES else 12,
+    max_examples=LIVES or 4,
+    stateful_step_count=40 if LIVES else 10,
     derandomize=not LIVES,
     deadline=None,
     phases=(Phase.generate,),  # to make a failing life shorter takes minutes
