@@ -684,7 +684,8 @@ def _check_trained(model: PeftModel) -> None:
             f"{wrong[0]!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
             "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
         )
-    frozen = [name for name, p in model.named_parameters() if PREFIX in name and not p.requires_grad]
+    adapter = [(name, p) for name, p in model.named_parameters() if PREFIX in name and name.endswith(".default")]
+    frozen = [name for name, p in adapter if not p.requires_grad]
     if frozen:
         raise ValueError(
             f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
