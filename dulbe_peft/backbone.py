@@ -165,6 +165,9 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     """The processor in the folder or repository `name`, of the class that the model's record names.
 
     Where a folder carries no image processor, the family's own is made at the model's image size.
+
+    Raises:
+        OSError: a file of the processor cannot be read.
     """
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
@@ -180,6 +183,8 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one where it cannot look for a file
+        raise OSError(f"{name} gives a tokenizer without words: its files cannot be read")
     if record.padding == "max_length":
         _match_training(tokenizer)
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)

@@ -105,7 +105,7 @@ def check(base: Any, saved: dict[str, Any], folder: Path) -> None:
     if digest(base) != saved["digest"]:
         raise CheckpointError(
             f"the base model does not belong to the learner in {folder}: its weights are not those of "
-            f"{saved['name']!r}, which the learner was made with"
+            f"{repr(saved['name']) if saved['name'] else 'the model'}, which the learner was made with"
         )
 
 

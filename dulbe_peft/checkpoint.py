@@ -311,6 +311,8 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it is missing, damaged, somebody else's or of a newer format.
     """
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # to read a pipe would wait for ever
+        raise CheckpointError(f"{path} is no file")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format_version"]

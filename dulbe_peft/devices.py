@@ -1,15 +1,17 @@
-"""The device that a learner works on, and the random numbers of what runs on it."""
+"""The device that a learner works on, and what it finds there: random numbers, and torch's own settings."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 from accelerate import PartialState
+
+from dulbe_peft.undoing import undoing
 
 
 def choose_device(name: str) -> torch.device:
@@ -36,6 +38,24 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
+def usual_torch() -> Iterator[None]:
+    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU.
+
+    A learner says itself where it wants no gradients, or another device. The default type is one for all threads.
+    """
+    dtype = torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu") if elsewhere else nullcontext(),
+        undoing(lambda: torch.set_default_dtype(dtype)),
+    ):
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
 def own_randomness(*entropy: int) -> Iterator[None]:
     """Seed the generators of Python, numpy and torch while the block runs, and put them back afterwards.
 
@@ -44,14 +64,19 @@ def own_randomness(*entropy: int) -> Iterator[None]:
     Args:
         entropy: what the seeds follow from, integers of at least 0.
     """
-    python, array = random.getstate(), np.random.get_state()
+    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # unnamed, torch warns about several
+
+    def undo() -> None:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    with undoing(undo):
         random.seed(seeds[0])
         np.random.seed(seeds[1])
         torch.manual_seed(seeds[2])
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(array)
+        yield

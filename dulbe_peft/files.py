@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,8 +112,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)
-            folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():  # a disk that failed once may work again
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

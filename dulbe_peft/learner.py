@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from dulbe_peft import saving
 from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import (
     check_dual_encoder,
@@ -30,10 +31,11 @@ from dulbe_peft.backbone import (
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.closing import ClosingPass, taught
-from dulbe_peft.devices import choose_device, own_randomness
+from dulbe_peft.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.evaluation import Evaluation, evaluate_features
+from dulbe_peft.images import with_image_resize
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past
@@ -47,17 +49,21 @@ from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import checked_labels, item_name, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
+from dulbe_peft.undoing import evaluating
 from dulbe_peft.updating import check_update, with_more_images, without_class
 
 T = TypeVar("T")
 
 
 def _in_turn(method: Callable[..., T]) -> Callable[..., T]:
-    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task."""
+    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task.
+
+    Whatever the program has set, the call finds torch as usual, and the model in evaluation mode.
+    """
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        with self._turn:
+        with self._turn, usual_torch(), evaluating(self.model):
             return method(self, *args, **kwargs)
 
     return call
@@ -125,6 +131,8 @@ class ClassIncrementalLearner:
         model = model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+        if args.image_resize != "processor":
+            processor = with_image_resize(processor, clip, args.image_resize)
         self.encoder = Encoder(clip, processor, args, self.device)
         self.logit_scale = logit_scale(clip)
         rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers
@@ -143,6 +151,13 @@ class ClassIncrementalLearner:
         self.past = Past()
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_accelerator")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.RLock(), _accelerator=None)
 
     @property
     def model(self) -> Any:
@@ -245,6 +260,9 @@ class ClassIncrementalLearner:
         with raise_in_all():
             if isinstance(state.model, PeftModel):
                 check_adapter_name(state.model)
+                state.model.base_model._check_unmerged()  # type: ignore[operator]
+                if state.strategy.adapts:
+                    _check_trained(state.model)
             names, labels = named_labels(dataset, class_names)
             check_class_names(names, seen=self.class_names)
             present = set(labels.tolist())
@@ -259,19 +277,9 @@ class ClassIncrementalLearner:
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state = self._learned(state, images, names)
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Where the block raises, the learner becomes what it was before."""
-        state, adapter = self.state, saving.adapter_state(self.state.model)
-        record, closing = self.record, self.closing
-        try:
-            yield
-        except BaseException:
-            self.state, self.record, self.closing = state, record, closing
-            if adapter is not None:
-                saving.set_adapter_state(state.model, adapter)
-                state.model.zero_grad(set_to_none=True)
-            raise
+    def transaction(self) -> AbstractContextManager[None]:
+        """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
+        return _Transaction(self)
 
     @_in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
@@ -462,6 +470,7 @@ class ClassIncrementalLearner:
         if not self.tasks:
             raise ValueError("no task has been learned yet: call learn_task first")
 
+    @_in_turn
     @torch.no_grad()
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
@@ -544,6 +553,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ saving
 
+    @_in_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything needed to predict or to go on learning: one folder, put in place whole.
 
@@ -552,6 +562,7 @@ class ClassIncrementalLearner:
         """
         saving.save(self.state, Path(folder))
 
+    @_in_turn
     def push_to_hub(
         self,
         repo_id: str,
@@ -618,7 +629,7 @@ class ClassIncrementalLearner:
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
         folder, origin = saving.locate(source, revision, token, cache_dir)
-        with saving.opened(folder, base_model, args, machine) as state:
+        with usual_torch(), saving.opened(folder, base_model, args, machine) as state:
             empty = [
                 type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
                 for c in state.classifiers.values()
@@ -630,11 +641,60 @@ class ClassIncrementalLearner:
         return learner
 
 
+class _Transaction(AbstractContextManager[None]):
+    """A class and no generator: Python ends a generator that Ctrl-C left behind, at any later time, and with an error.
+    What the learner has learned since then would be taken back."""
+
+    def __init__(self, learner: ClassIncrementalLearner) -> None:
+        self.learner = learner
+        self.before = learner.state, learner.record, learner.closing
+        self.adapter = saving.adapter_state(learner.state.model)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            return
+        try:
+            self._undo()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        learner = self.learner
+        learner.state, learner.record, learner.closing = self.before
+        if self.adapter is not None:
+            saving.set_adapter_state(learner.model, self.adapter)
+            learner.model.zero_grad(set_to_none=True)
+            learner.model.eval()
+
+
 def check_adapter_name(model: Any) -> None:
     """A learner trains, saves and loads the adapter that PEFT calls "default"; another one beside it is left alone."""
     active = list(model.base_model.active_adapters)
     if active != ["default"]:
         raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
+
+
+def _check_trained(model: PeftModel) -> None:
+    """Raise where somebody has chosen other parameters for training than the adapter's.
+
+    A task that fails is taken back, and a learner is saved, by its adapter alone.
+    """
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    names = [name for name, p in model.get_base_model().named_parameters() if id(p) in own and PREFIX not in name]
+    wrong = [name for name in names if "modules_to_save" not in name]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
+            "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
+        )
+    adapter = [(name, p) for name, p in model.named_parameters() if PREFIX in name and name.endswith(".default")]
+    frozen = [name for name, p in adapter if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
+            "train it: call set_adapter('default') on the model"
+        )
 
 
 def _check_model(model: Any, strategy: Strategy) -> Any:

@@ -38,13 +38,16 @@ class Profile:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's seconds for `name`."""
-        self._switch()
-        self._phases.append(name)
+        depth = len(self._phases)
         try:
+            self._switch()
+            self._phases.append(name)
             yield
         finally:
-            self._switch()
-            self._phases.pop()
+            try:
+                self._switch()
+            finally:
+                del self._phases[depth:]
 
     def _switch(self) -> None:
         now = time.perf_counter()

@@ -81,6 +81,11 @@ def save(state: LearnerState, folder: Path) -> None:
     Raises:
         FileExistsError: the folder is a task of a run, lies in a saved learner, or was not written by this library.
     """
+    if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise FileExistsError(
+            f"{str(folder)!r} is the current folder, or above it: saving puts a new folder in its place, and programs "
+            "in it would stay in the old one; choose another folder"
+        )
     checkpoint.check_outside_learners(folder.resolve().parent, "save")
     if (folder / PROGRESS_FILE).is_file():
         raise FileExistsError(f"{folder} is a task of a run: save to a folder outside of it")
@@ -388,9 +393,12 @@ def _undone_on_error(base_model: nn.Module) -> Iterator[None]:
     """Take an adapter out of the model again where the block raises."""
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
     modules = dict(base_model.named_modules())
+    attributes = set(vars(base_model))
     try:
         yield
     except BaseException:
+        for attribute in set(vars(base_model)) - attributes:  # PEFT's `peft_config`, for one
+            delattr(base_model, attribute)
         for name, module in list(base_model.named_modules()):
             if name and name in modules and modules[name] is not module:
                 base_model.set_submodule(name, modules[name])

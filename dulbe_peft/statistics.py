@@ -25,6 +25,7 @@ from dulbe_peft.decompositions import asymmetry, cut, to_float64
 from dulbe_peft.distributed import on_main_process, sum_over_processes
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
+from dulbe_peft.undoing import evaluating, undoing
 
 FORMAT = "dulbe-occupation-statistics-1"
 SKETCH_FORMAT = "dulbe-occupation-sketch-1"
@@ -279,21 +280,22 @@ def collect_statistics(
     if not layers:
         raise ValueError("model has no dual-mode layer to collect statistics of")
     collector = _Collector(tokens, max_tokens_per_batch, seed)
-    modes = {module: module.training for module in model.modules()}
-    handles = []
     count = 0
-    model.eval()
-    try:
+
+    def undo() -> None:
+        # By what they call, not by their handles: Ctrl-C may come before a handle is kept.
+        for layer in layers.values():
+            for key, hook in list(layer._forward_pre_hooks.items()):
+                if getattr(hook, "func", None) == collector.add:
+                    del layer._forward_pre_hooks[key]
+                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    with evaluating(model), undoing(undo):
         for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(partial(collector.add, name), with_kwargs=True))
+            layer.register_forward_pre_hook(partial(collector.add, name), with_kwargs=True)
         for batch in batches:
             forward_fn(model, batch)
             count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
     if not count:
         raise ValueError("batches is empty: the statistics need at least one batch of the finished task's data")
     unreached = [name for name in layers if name not in collector.leader_of]

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
-import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import PeftModel, get_peft_model
 
 from dulbe_peft import (
     BridgeEnsembleHead,
     CheckpointError,
     DualModeLoraConfig,
     LearnerArguments,
-    OccupationStatistics,
     allocate_modes,
     bidirectional_kl,
     cross_modal_loss,
     slerp,
 )
-from dulbe_peft.checkpoint import MANIFEST, commit_folder, read_manifest
 from dulbe_peft.cli import main
 from dulbe_peft.functional import orthonormal_complement
 from dulbe_peft.streams.names import check_class_names, format_prompts
 
 DOCUMENTED = (ValueError, TypeError, FileNotFoundError, CheckpointError)
-FILES = ("adapter_config.json", "adapter_model.safetensors", "head_config.json", "head.safetensors", "S.safetensors")
 CHEAP = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(CHEAP, max_examples=150)
 
@@ -191,128 +184,3 @@ def test_yaml_of_any_content(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("yaml") / "run.yaml"
     path.write_bytes(content)
     assert main(["run", "--config", str(path)]) == 2
-
-
-# ---------------------------------------------------------------------- files
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with an adapter, a head and statistics, and the model that takes them: one layer in a plain network."""
-    folder = tmp_path_factory.mktemp("saved") / "good"
-
-    def write(target):
-        torch.manual_seed(0)
-        model = get_peft_model(plain(), settings_of_plain(init_weights=False))
-        model.begin_task(allocate_modes({"0": torch.randn(4, 6)}, None, 1, 2))
-        model.save_pretrained(str(target))
-        head = BridgeEnsembleHead(4)
-        head.add_classes(["a", "b"], torch.eye(4)[:2], [0, 1], torch.eye(4)[2:])
-        head.save_pretrained(target)
-        statistics = OccupationStatistics()
-        statistics.update(["0", "1"], torch.randn(9, 6))
-        statistics.save(target / "S.safetensors")
-
-    commit_folder(folder, write, {"tasks": [["a", "b"]]})
-    return SimpleNamespace(folder=folder, files={name: (folder / name).read_bytes() for name in (*FILES, MANIFEST)})
-
-
-def plain():
-    return torch.nn.Sequential(torch.nn.Linear(6, 4))
-
-
-def settings_of_plain(**fields):
-    return DualModeLoraConfig(residual_rank=2, text_rank=0, target_modules=["0"], **fields)
-
-
-@st.composite
-def damages(draw):
-    """A function from bytes to other bytes: flips, a cut, a splice, or an edit of the JSON in them."""
-    kind = draw(st.sampled_from(["flip", "flip early", "cut", "splice", "JSON", "JSON", "replace"]))
-    places = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4))
-    bits, value, extra = draw(st.integers(0, 7)), draw(odd_values), draw(st.binary(max_size=20))
-
-    def damage(data):
-        if kind == "replace":
-            return extra
-        if kind == "cut":
-            return data[: int(places[0] * len(data))]
-        if kind == "splice":
-            start = int(places[0] * len(data))
-            return data[:start] + extra + data[start + len(extra) // 2 :]
-        if kind == "JSON":
-            return edit(data, places, value)
-        changed = bytearray(data)
-        for place in places:
-            changed[int(place * (min(len(data), 300) if kind == "flip early" else len(data)))] ^= 1 << bits
-        return bytes(changed)
-
-    return damage
-
-
-def edit(data, places, value):
-    """Put `value` in place of one entry of a JSON file, or of a safetensors file's header, or remove the entry."""
-    binary = not data.startswith(b"{")
-    end = 8 + struct.unpack("<Q", data[:8])[0] if binary else len(data)
-    content = json.loads(data[8:end] if binary else data)
-    inner = content
-    for place in places[:-1]:
-        below = [
-            entry
-            for entry in (inner.values() if isinstance(inner, dict) else inner)
-            if entry and isinstance(entry, (dict, list))
-        ]
-        inner = below[int(place * len(below))] if below else inner
-    keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
-    key = keys[int(places[-1] * len(keys))]
-    if value is None and isinstance(inner, dict):
-        del inner[key]
-    else:
-        inner[key] = value
-    text = json.dumps(content).encode("utf-8", "replace")
-    return struct.pack("<Q", len(text)) + text + data[end:] if binary else text
-
-
-def read(folder, name):
-    """Load the part that `name` belongs to; what is loaded must be usable."""
-    if name.startswith("adapter"):
-        model = PeftModel.from_pretrained(plain(), str(folder))
-        assert model(torch.ones(1, 6)).shape == (1, 4)
-    elif name.startswith("head"):
-        head = BridgeEnsembleHead.from_pretrained(folder)
-        assert torch.isfinite(head(torch.ones(1, head.embed_dim))).all()
-    else:
-        statistics = OccupationStatistics.load(folder / name)
-        assert all(torch.isfinite(matrix).all() for matrix in statistics.values())
-
-
-@MANY
-@given(name=st.sampled_from(FILES), damage=damages())
-@pytest.mark.filterwarnings("ignore")
-def test_damaged_files_are_refused_or_usable(saved, tmp_path_factory, name, damage):
-    """And in the committed folder, whose manifest has the hashes, refused whatever they hold."""
-    folder = tmp_path_factory.mktemp("damaged") / "copy"
-    shutil.copytree(saved.folder, folder)
-    (folder / name).write_bytes(damage(saved.files[name]))
-    try:
-        read(folder, name)
-    except DOCUMENTED:
-        pass
-    except (KeyError, RecursionError) as error:  # raised by PEFT before it asks which method the file is of
-        assert name == "adapter_config.json", error
-    if (folder / name).read_bytes() != saved.files[name]:
-        with pytest.raises(CheckpointError):
-            read_manifest(folder)
-
-
-@MANY
-@given(damage=damages())
-def test_damaged_manifests_are_refused_or_say_the_same(saved, tmp_path_factory, damage):
-    folder = tmp_path_factory.mktemp("damaged") / "copy"
-    shutil.copytree(saved.folder, folder)
-    (folder / MANIFEST).write_bytes(damage(saved.files[MANIFEST]))
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return
-    assert manifest == read_manifest(saved.folder)

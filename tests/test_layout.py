@@ -15,6 +15,7 @@ import dulbe_peft
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "checks",
+    "undoing",
     "files",
     "checkpoint",
     "hub",
@@ -199,6 +200,7 @@ ONLY = {
     "streams.metrics": {"numpy"},
     "arguments": set(),
     "checks": set(),
+    "undoing": set(),
     "checkpoint": {"filelock"},
     "encoders": set(),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.checks import check_number, is_int
+from dulbe_peft.undoing import evaluating
 
 
 def probe_gradients(
@@ -41,12 +42,10 @@ def probe_gradients(
     layers = _layers(model)
     if any(layer.merged for layer in layers.values()):
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
-    modes = {module: module.training for module in model.modules()}
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
-    model.eval()
-    try:
+    with evaluating(model):
         weights = [_leaf(layer.folded_weight(adapter)) for layer in layers.values()]
         with ExitStack() as held:
             for layer, weight in zip(layers.values(), weights, strict=True):
@@ -64,9 +63,6 @@ def probe_gradients(
             name: torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(total)
             for (name, _), weight in zip(layers.items(), weights, strict=True)
         }
-    finally:
-        for module, training in modes.items():
-            module.training = training
     _check_finite(losses, gradients)
     return gradients
 

@@ -37,9 +37,10 @@ from torch.nn import functional as F
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, updated_linear
 from dulbe_peft.functional import without_autocast
+from dulbe_peft.undoing import undoing
 
-# The layers whose modes are off, by id. A context variable, so that threads do not see each other's.
-_RESTING: ContextVar[frozenset[int]] = ContextVar("_RESTING", default=frozenset())
+# The layers whose modes are off, one set for each block. A context variable, so that threads do not see each other's.
+_RESTING: ContextVar[tuple[frozenset[DualModeLinear], ...]] = ContextVar("_RESTING", default=())
 _COUNTING = threading.Lock()
 
 
@@ -49,20 +50,22 @@ def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
 
     Compiled code cannot read a context variable. It reads a count on each layer, which all threads share.
     """
-    layers = list(layers)
-    token = _RESTING.set(_RESTING.get() | {id(layer) for layer in layers})
-    _count(layers, 1)
-    try:
+    block, counted = frozenset(layers), list[DualModeLinear]()
+
+    def undo() -> None:
+        with _COUNTING:
+            while counted:  # no call in here, so that Ctrl-C cannot come between the two lines
+                counted[-1]._rests -= 1
+                del counted[-1]
+        _RESTING.set(tuple(other for other in _RESTING.get() if other is not block))
+
+    with undoing(undo):
+        with _COUNTING:
+            for layer in block:
+                layer._rests += 1
+                counted.append(layer)
+        _RESTING.set((*_RESTING.get(), block))
         yield
-    finally:
-        _count(layers, -1)
-        _RESTING.reset(token)
-
-
-def _count(layers: list[DualModeLinear], step: int) -> None:
-    with _COUNTING:
-        for layer in layers:
-            layer._rests += step
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -129,8 +132,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
                 if self._pristine_weight is None:
                     self._pristine_weight = weight.data
+                # Noted first: where Ctrl-C comes in between, `unmerge` knows that there is something to put back.
+                self.merged_adapters.append(name)
                 weight.data = merged
-            self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
         """Put the pristine base weight back, bit for bit."""
@@ -211,12 +215,13 @@ class DualModeLinear(DualModeLayer):
         shared_rank, residual_rank = config.shared_rank, config.residual_rank
         weight = self._linear.weight
         device = weight.device
-        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank))[0]
+        kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank, dtype=torch.float32))[0]
         self.dulbe_P[adapter_name] = cpu_basis.contiguous().to(device)
-        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, device=device)
-        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, device=device)
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, **kind)
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, **kind)
         for container, rank in ((self.dulbe_shared_B, shared_rank), (self.dulbe_residual_B, residual_rank)):
-            up = torch.zeros(self.out_features, rank)
+            up = torch.zeros(self.out_features, rank, dtype=torch.float32)
             if not config.init_weights and rank:
                 nn.init.kaiming_uniform_(up, a=math.sqrt(5))
             container[adapter_name] = nn.Parameter(up)
@@ -331,6 +336,19 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(old.device, torch.float32).contiguous()
         self._zero_up_projections(adapter)
 
+    def task_tensors(self, adapter: str) -> dict[str, torch.Tensor]:
+        """What `fold` and `install_bases` change, for `put_back`: bases and history themselves, copies of both B."""
+        kept = {name: getattr(self, name)[adapter] for name in self.other_param_names}
+        return kept | {name: getattr(self, name)[adapter].detach().clone() for name in self.adapter_layer_names}
+
+    @torch.no_grad()
+    def put_back(self, adapter: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Make the layer again what it was when `task_tensors` was called."""
+        for name in self.other_param_names:
+            getattr(self, name)[adapter] = tensors[name]
+        for name in self.adapter_layer_names:
+            getattr(self, name)[adapter].copy_(tensors[name])
+
     def _zero_up_projections(self, adapter: str) -> None:
         for container in (self.dulbe_shared_B, self.dulbe_residual_B):
             container[adapter].data.zero_()
@@ -343,7 +361,7 @@ class DualModeLinear(DualModeLayer):
         weight, updates, modes_on = linear.weight, None, True
         if self._held is not None:
             weight, updates, modes_on = self._held
-        rests = self._rests if torch.compiler.is_compiling() else id(self) in _RESTING.get()
+        rests = self._rests if torch.compiler.is_compiling() else any(self in block for block in _RESTING.get())
         modes_on = modes_on and not rests
         extra: Updates = [] if updates is None else updates()
         for name in self._adapters_here(self.active_adapters):
@@ -375,7 +393,7 @@ class DualModeLinear(DualModeLayer):
                 if saved is None or saved.ndim != 2 or saved.shape[0] != size:
                     continue
                 if saved.shape[1] != buffers[name].shape[1]:
-                    buffers[name] = torch.zeros(saved.shape, device=buffers[name].device)
+                    buffers[name] = buffers[name].new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -415,8 +433,8 @@ class TextLoraLinear(DualModeLayer):
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
         """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
         self.scaling[adapter_name] = config.text_alpha / config.text_rank
-        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features))
-        up = torch.zeros(self.out_features, config.text_rank)
+        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
+        up = torch.zeros(self.out_features, config.text_rank, dtype=torch.float32)
         if not config.init_weights:
             nn.init.kaiming_uniform_(up, a=math.sqrt(5))
         self.dulbe_text_A[adapter_name] = nn.Parameter(down)

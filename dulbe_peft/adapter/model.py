@@ -21,6 +21,7 @@ from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLine
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
 from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
+from dulbe_peft.undoing import undoing
 
 # The projection of a text's features stands beside the tower, and images do not pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
@@ -248,15 +249,20 @@ class DualModeLoraModel(BaseTuner):
         Raises:
             TypeError: `modes` is no mapping to [`ModeBases`].
             ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal,
-                or an adapter is merged. Nothing is changed then.
+                or an adapter is merged. Nothing is changed then, nor by Ctrl-C.
         """
         adapter = self._active()
         layers = self.dual_mode_layers()
         self._check_unmerged()
         _check_modes(modes, layers, adapter, orthonormal)
-        self.fold_task()
-        for name, layer in layers.items():
-            layer.install_bases(adapter, modes[name].shared, modes[name].residual)
+        before = [(layer, layer.task_tensors(adapter)) for layer in layers.values()]
+        try:
+            self.fold_task()
+            for name, layer in layers.items():
+                layer.install_bases(adapter, modes[name].shared, modes[name].residual)
+        except BaseException:
+            self._put_back(before)
+            raise
 
     def fold_task(self) -> None:
         """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
@@ -278,10 +284,19 @@ class DualModeLoraModel(BaseTuner):
                 f"the history would have rank {rank:,}, and files hold at most {MAX_HISTORY_RANK:,}: "
                 "merge the adapter into the model with merge_and_unload() and begin a new one"
             )
-        for layer in layers:
-            layer.fold(adapter)
-        config: Any = self.peft_config[adapter]
-        config.history_rank = self.history_rank
+        before = [(layer, layer.task_tensors(adapter)) for layer in layers]
+        try:
+            for layer in layers:
+                layer.fold(adapter)
+            self.active_config.history_rank = self.history_rank
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _put_back(self, before: list[tuple[DualModeLinear, dict[str, torch.Tensor]]]) -> None:
+        for layer, tensors in before:
+            layer.put_back(self._active(), tensors)
+        self.active_config.history_rank = self.history_rank
 
     def previous_task(self) -> AbstractContextManager[None]:
         """The vision tower as it was when this task began, in this thread: history on, current modes off.
@@ -335,12 +350,14 @@ class DualModeLoraModel(BaseTuner):
         """
         adapter, layers = self._active(), self.dual_mode_layers()
         bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
-        try:
-            yield [basis.requires_grad_() for basis in bases]
-        finally:
+
+        def undo() -> None:
             for basis in bases:
                 basis.requires_grad_(False)
                 basis.grad = None
+
+        with undoing(undo):
+            yield [basis.requires_grad_() for basis in bases]
 
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})

@@ -27,6 +27,8 @@ from dulbe_peft.classifiers.formula import AFFINE, affine
 from dulbe_peft.functional import without_autocast
 from dulbe_peft.streams.names import check_class_names
 
+MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+
 
 class Classifier(SavedState):
     """A classifier over given features that learns class by class and keeps no image.
@@ -48,6 +50,8 @@ class Classifier(SavedState):
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(check_int("embed_dim", embed_dim, 2), positive("logit_scale", logit_scale))
+        if self.logit_scale > MOST_LOGIT_SCALE:
+            raise ValueError(f"logit_scale must be at most {MOST_LOGIT_SCALE:g}, got {self.logit_scale:g}")
 
     # ------------------------------------------------------------------ what a subclass fills
 
@@ -156,9 +160,7 @@ class Classifier(SavedState):
         with without_autocast(images):
             changes = self.learn(names, images, indices, texts)
             choices, temperatures = self._hold_back(names, images, indices, texts)
-        self._install({**changes, **choices})
-        self._class_names = self._class_names + names
-        self._calibration = self._calibration + temperatures
+        self._install({**changes, **choices}, self._class_names + names, self._calibration + temperatures)
 
     @torch.no_grad()
     def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
@@ -195,8 +197,8 @@ class Classifier(SavedState):
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
         kept = torch.tensor([known != name for known in self._class_names])
-        self._install({key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows})
-        self._class_names = [known for known in self._class_names if known != name]
+        rows = {key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows}
+        self._install(rows, [known for known in self._class_names if known != name])
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: torch.Tensor) -> None:
@@ -251,12 +253,25 @@ class Classifier(SavedState):
         twin._buffers, twin._derived = dict(self._buffers), {}
         return twin
 
-    def _install(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def _install(
+        self,
+        changes: Mapping[str, torch.Tensor],
+        names: list[str] | None = None,
+        calibration: tuple[TaskTemperature, ...] | None = None,
+    ) -> None:
+        """Put new values of buffers, class names and calibration in, all at once; None leaves one as it is."""
+        buffers = dict(self._buffers)
         for name, value in changes.items():
-            buffer = self._buffers[name]
+            buffer = buffers[name]
             assert buffer is not None
-            self._buffers[name] = value.to(buffer.dtype).to(buffer.device)
-        self._derived = {}
+            buffers[name] = value.to(buffer.dtype).to(buffer.device)
+        # One call, so that Ctrl-C comes before it or after it.
+        self.__dict__.update(
+            _buffers=buffers,
+            _derived={},
+            _class_names=self._class_names if names is None else names,
+            _calibration=self._calibration if calibration is None else calibration,
+        )
 
     # ------------------------------------------------------------------ using
 

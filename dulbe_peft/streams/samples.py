@@ -14,6 +14,8 @@ import numpy as np
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.rows import read_row
 
+_LARGEST = int(np.iinfo(np.int64).max)
+
 
 def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
     """Image and label of `dataset[index]`, which may be a {"image", "label"} mapping or a pair.
@@ -40,6 +42,8 @@ def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
     value = np.asarray(label)
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
+    if value > _LARGEST:
+        raise ValueError(f"the label of sample {index} is {label!r}; labels must be at most {_LARGEST}")
     return image, int(value)
 
 
@@ -74,12 +78,17 @@ def _label_array(values: Any, source: str) -> np.ndarray:
         for index, value in enumerate(values):
             if isinstance(value, (bool, np.bool_)):
                 raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise TypeError(f"{source} must hold one int for each image: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.dtype.kind not in "iu":
         first = f", the first is {values[0]!r}" if array.size else ""
         raise TypeError(f"{source} must hold ints, got values of type {array.dtype}{first}")
+    if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
+        raise ValueError(f"{source} holds {array.max()}; labels must be at most {_LARGEST}")
     return array.astype(np.int64)
 
 

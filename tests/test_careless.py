@@ -1,0 +1,190 @@
+"""Whatever a program has set around a learner, and whatever is handed in by mistake: the same answer, or an error."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lives import differences, everything, images_of, learned, tiny_base, tiny_learner
+
+from dulbe_peft import CheckpointError, ClassIncrementalLearner
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+TASK = images_of(0, 1, 0, 1, seed=1), ["a1", "b1"]
+MORE = images_of(0, seed=3), ["a0"]
+PROBES = [image for image, _ in images_of(0, 1, seed=99)]
+
+
+@pytest.fixture(scope="module")
+def beginning():
+    return learned(tiny_learner(), 1)
+
+
+@pytest.fixture
+def learner(beginning):
+    return copy.deepcopy(beginning)
+
+
+def live(learner):
+    """All that a learner does; its answers."""
+    learner.learn_task(*TASK)
+    learner.update_classes(*MORE)
+    figures = learner.evaluate(TASK[0], TASK[1])
+    return figures, learner.predict(PROBES, top_k=4, return_scores=True)
+
+
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS = {
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "float64": default_dtype,
+    "another default device": partial(torch.device, "meta"),
+    "autocast": partial(torch.autocast, "cpu", enabled=False),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_program_has_set_changes_nothing(beginning, learner, name, tmp_path):
+    calm = copy.deepcopy(beginning)
+    expected = live(calm)
+    with SETTINGS[name]():
+        assert live(learner) == expected
+        learner.save_pretrained(tmp_path / "saved")
+        base, machine = copy.deepcopy(tiny_base()[0]), {"device": "cpu", "progress": False}
+        again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
+        assert again.predict(PROBES, top_k=4, return_scores=True) == expected[1]
+    assert not differences(everything(learner), everything(calm))
+    for one in (learner, calm):
+        one.learn_task(images_of(0, seed=5), ["c1"])
+    assert not differences(everything(learner), everything(calm))
+
+
+def test_a_learner_is_made_in_float32_whatever_the_default(beginning):
+    with default_dtype():
+        found = tiny_learner()
+    assert {tensor.dtype for tensor in found.model.state_dict().values()} <= {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+def test_a_copy_lives_on_its_own(beginning, learner, twin):
+    other, before = twin(learner), everything(learner)
+    assert not differences(everything(other), before)
+    live(other)
+    assert not differences(everything(learner), before)
+    live(learner)
+    assert not differences(everything(other), everything(learner))
+
+
+def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(beginning, learner):
+    calm = copy.deepcopy(beginning)
+    learner.model.train()
+    assert live(learner) == live(calm)
+    assert all(module.training for module in learner.model.modules())
+
+
+@pytest.mark.parametrize(("flag", "words"), [(True, "requires a gradient"), (False, "requires no gradient")])
+def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words):
+    """A base weight that is trained could not be taken back, and the saved learner would not fit its base model."""
+    learner.model.requires_grad_(flag)
+    before = everything(learner)
+    with pytest.raises(ValueError, match=words):
+        learner.learn_task(*TASK)
+    assert not differences(everything(learner), before)
+    learner.model.requires_grad_(False)
+    learner.model.set_adapter("default")
+    live(learner)
+
+
+def test_a_refused_task_leaves_a_merged_adapter_merged(learner):
+    learner.model.merge_adapter()
+    before = everything(learner)
+    with pytest.raises(ValueError, match="call unmerge_adapter"):
+        learner.learn_task(*TASK)
+    assert not differences(everything(learner), before)
+
+
+@pytest.mark.parametrize("label", [2**63, 2**64, 10**30, np.uint64(2**63), -1, 0.5, "0", None, np.array([0])])
+@pytest.mark.parametrize("alone", [True, False])
+def test_labels_of_no_use_are_refused(learner, label, alone):
+    class Listed(list):
+        labels = [0, label]
+
+    images = [(PROBES[0], 0), (PROBES[1], label)]
+    before = everything(learner)
+    with pytest.raises((ValueError, TypeError), match="label"):
+        learner.learn_task(Listed(images) if alone else images, ["x"])
+    assert not differences(everything(learner), before)
+
+
+@pytest.mark.parametrize("place", ["", ".", ".."])
+def test_the_current_folder_is_not_taken_away_from_under_a_program(learner, tmp_path, monkeypatch, place):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="current folder"):
+        learner.save_pretrained(place)
+    assert os.getcwd() == str(tmp_path / "here") and not list((tmp_path / "here").iterdir())
+
+
+def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is no file"):
+        ClassIncrementalLearner.from_pretrained(tmp_path)
+
+
+def test_threads_that_learn_at_once_lose_nothing(learner):
+    def act(number):
+        learner.learn_task(images_of(0, 1, seed=number), [f"x{'abc'[number]}", f"y{'abc'[number]}"])
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(learner.tasks) == 4 and learner.head.class_names == list(learner.class_names)
+
+
+def test_a_thread_that_saves_waits_for_one_that_learns(learner, tmp_path):
+    """Else it would write an adapter that is half trained, beside the classifiers of before."""
+    threads = []
+
+    class Saving(list):
+        def __getitem__(self, index):
+            if not threads:
+                threads.append(threading.Thread(target=learner.save_pretrained, args=(tmp_path / "saved",)))
+                threads[0].start()
+                threads[0].join(0.3)
+                assert threads[0].is_alive() and not (tmp_path / "saved").exists()
+            return super().__getitem__(index)
+
+    images = Saving(TASK[0])
+    images.labels = [label for _, label in TASK[0]]
+    learner.learn_task(images, TASK[1])
+    threads[0].join()
+    base, machine = copy.deepcopy(tiny_base()[0]), {"device": "cpu", "progress": False}
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
+    assert [name for name in differences(everything(again), everything(learner)) if name != "learner"] == []
