@@ -341,7 +341,7 @@ def test_the_temperature_is_fitted_without_the_held_back_images(digits):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_bytes_with_more_classes_are_foretold(digits, name):
-    first = make_classifier(name, DIM, SCALE)
+    first = make_classifier(SPECS[name], DIM, SCALE)
     images, labels = task(digits, [0, 1])
     texts = torch.eye(10, DIM)
     first.add_classes(["a", "b"], images, labels, texts[:2])
