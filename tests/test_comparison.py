@@ -15,7 +15,7 @@ import yaml
 from dulbe_peft.cli import main
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.plan import Row, read_plan
-from dulbe_peft.comparison.statistics import calibration_error, image_shares, paired_difference
+from dulbe_peft.comparison.statistics import image_shares, paired_difference
 from dulbe_peft.comparison.table import format_table, make_table, read_table
 from dulbe_peft.recording import Answers
 from dulbe_peft.streams.metrics import average_accuracy
@@ -265,20 +265,3 @@ def test_paired_differences_against_literal_resampling():
     assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
     with pytest.raises(ValueError, match=r"\(seeds, images\)"):
         paired_difference(ours, reference[:2])
-
-
-def test_calibration_error_against_its_definition():
-    torch.manual_seed(0)
-    probability = torch.rand(200)
-    right = torch.rand(200) < 0.5
-    truth = torch.zeros(200, dtype=torch.int64)
-    found = calibration_error(Answers(truth, (~right).long(), probability, truth), bins=10)
-    literal = 0.0
-    for place in range(10):
-        inside = (probability >= place / 10) & (probability < (place + 1) / 10)
-        if inside.any():
-            gap = abs(probability[inside].mean() - right[inside].float().mean())
-            literal += float(gap * inside.float().mean())
-    assert found == pytest.approx(literal, abs=1e-6)
-    perfect = Answers(truth, truth, torch.ones(200), truth)
-    assert calibration_error(perfect) == 0

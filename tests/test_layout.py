@@ -50,6 +50,7 @@ ORDER = [
     "classifiers.formula",
     "classifiers.base",
     "classifiers.text",
+    "classifiers.covariance",
     "classifiers.bridge",
     "classifiers.prototype",
     "classifiers.lda",

@@ -6,11 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import reference
+import torch
 
 from dulbe_peft.streams.metrics import (
     accuracy_matrix,
     average_accuracy,
     backward_transfer,
+    calibration_error,
     forgetting,
     last_accuracy,
     percent,
@@ -139,3 +142,17 @@ def test_what_was_not_measured_is_left_out_and_never_invented():
     with pytest.raises(ValueError, match="after task 1 lies outside no number"):
         summarize(accuracy_matrix([[0.5], [None, None]]), [0.5, 0.5])
     assert (percent(0.123), percent(None), percent(0.123, 2)) == ("12.3", "-", "12.30")
+
+
+def test_the_calibration_error_equals_the_literal_one():
+    generator = torch.Generator().manual_seed(0)
+    probabilities = (4 * torch.randn(200, 5, generator=generator)).softmax(dim=1)
+    truth = torch.randint(5, (200,), generator=generator)
+    for bins in (1, 7, 15):
+        expected = reference.calibration_error(probabilities, truth, bins)
+        sure, said = probabilities.max(dim=1)
+        assert calibration_error(sure, said == truth, bins) == pytest.approx(expected, abs=1e-6) and expected > 0.1
+    assert calibration_error([1.0, 1.0], [True, True]) == 0
+    for wrong in (([1.0], [True, False]), ([], []), ([[0.5, 0.5]], [[True, False]])):
+        with pytest.raises(ValueError, match="confidence and right must be"):
+            calibration_error(*wrong)

@@ -2,18 +2,28 @@
 
 v_c ----b_c(a_2)----b_c(a_3)---- ... ----e_c      K_b points on the great circle, pi_c says which to trust
 w_c = sum_k pi_c(a_k) b_c(a_k)                    one folded vector: logits = tau z W'
+
+With metric="whitened", z, v_c and e_c are taken to a space in which images of a class vary alike in all directions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int
-from dulbe_peft.classifiers.base import Classifier, check_directions, check_unit_rows, class_sums, positive
+from dulbe_peft.classifiers.base import (
+    Classifier,
+    check_directions,
+    check_symmetric,
+    check_unit_rows,
+    class_sums,
+    positive,
+)
+from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights
 
 MAX_DEPTHS = 1000
@@ -28,6 +38,7 @@ class BridgeEnsembleHead(Classifier):
         depths: the depths themselves, each in [0, 1]; where given, `num_depths` has no effect.
         reliability_temperature: beta.
         logit_scale: tau itself, 100 for CLIP, never its logarithm.
+        metric: "cosine", as in the paper; "whitened": cosines under the classes' shared covariance, see `Whitening`.
 
     Attributes:
         visual_prototypes: v_c, (C, d), unit vectors; `move` and `update_classes` alone change them later.
@@ -36,6 +47,8 @@ class BridgeEnsembleHead(Classifier):
         counts: n_c, (C,), int64, images of each class; 0 where an earlier version saved the class without it.
         lengths: l_c, (C,), float64, length of the sum of each class's unit features; 0 where n_c is.
         depths: alpha_k, (K_b,); 0 is the visual end.
+        scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' with the mean of each image's class; "whitened" alone.
+        freedom: its degrees of freedom, int64, forgotten classes included; "whitened" alone.
         source: `repo_id` and `commit` on the Hub that the head was loaded from, or None; kept when it is saved.
 
     Raises:
@@ -55,6 +68,8 @@ class BridgeEnsembleHead(Classifier):
     counts: torch.Tensor
     lengths: torch.Tensor
     depths: torch.Tensor
+    scatter: torch.Tensor
+    freedom: torch.Tensor
 
     def __init__(
         self,
@@ -63,8 +78,12 @@ class BridgeEnsembleHead(Classifier):
         depths: Sequence[float] | torch.Tensor | None = None,
         reliability_temperature: float = 0.05,
         logit_scale: float = 100.0,
+        metric: Literal["cosine", "whitened"] = "cosine",
     ) -> None:
         super().__init__(embed_dim, logit_scale)
+        if metric not in ("cosine", "whitened"):
+            raise ValueError(f"metric must be 'cosine' or 'whitened', got {metric!r}")
+        self.metric = metric
         self.reliability_temperature = positive("reliability_temperature", reliability_temperature)
         values = _depths(num_depths, depths)
         self.register_rows("visual_prototypes", embed_dim)
@@ -73,6 +92,9 @@ class BridgeEnsembleHead(Classifier):
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("lengths", dtype=torch.float64)
         self.register_buffer("depths", values)
+        if metric == "whitened":
+            self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+            self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
 
     @property
     def num_depths(self) -> int:
@@ -81,16 +103,18 @@ class BridgeEnsembleHead(Classifier):
     @property
     def state_size(self) -> int:
         """Numbers kept beside the text embeddings, C * d + C * K_b, as the paper's overhead table counts them."""
-        return self.visual_prototypes.numel() + self.reliability.numel()
+        shared = self.scatter.numel() + 1 if self.metric == "whitened" else 0
+        return self.visual_prototypes.numel() + self.reliability.numel() + shared
 
     def settings(self) -> dict[str, Any]:
-        """`depths` is among them only where they are not evenly spaced; then they are given as a list."""
+        """`depths` is there only where they are not evenly spaced, as a list; `metric` only where it is not cosine."""
         if torch.equal(self.depths.cpu().float(), torch.linspace(0, 1, self.num_depths)) and self.num_depths > 1:
             depths: dict[str, Any] = {"num_depths": self.num_depths}
         else:
             # The shortest decimals that give the same float32.
             depths = {"depths": [float(str(depth)) for depth in self.depths.float().cpu().numpy()]}
-        return depths | {"reliability_temperature": self.reliability_temperature}
+        metric = {} if self.metric == "cosine" else {"metric": self.metric}
+        return depths | {"reliability_temperature": self.reliability_temperature} | metric
 
     # ------------------------------------------------------------------ the rule
 
@@ -104,18 +128,23 @@ class BridgeEnsembleHead(Classifier):
         """
         assert texts is not None
         sums = class_sums(images, labels, names)
-        visual = torch.cat([self.visual_prototypes.float(), F.normalize(sums, dim=1)])
+        new_counts = torch.bincount(labels, minlength=len(names)).to(self.counts)
+        changes = {
+            "visual_prototypes": torch.cat([self.visual_prototypes.float(), F.normalize(sums, dim=1)]),
+            "text_embeds": texts,
+            "counts": torch.cat([self.counts, new_counts]),
+            "lengths": torch.cat([self.lengths, sums.to(self.lengths.device).double().norm(dim=1)]),
+        }
+        if self.metric == "whitened":
+            rows, own = images.to(self.scatter.device).double(), labels.to(self.scatter.device)
+            means = class_sums(rows, own, names) / new_counts.to(own.device)[:, None]
+            changes |= self._scattered(rows, own, means, means, torch.zeros_like(means[:, 0]), len(names))
+        images, visual, texts = self._compared(images, changes)
         first = len(self._class_names)
         bridges = bridge_prototypes(visual, texts, self.depths.float())
         rho = reliability(images, labels + first, bridges, self.logit_scale, first_class=first)
         weights = reliability_weights(rho, self.reliability_temperature)
-        return {
-            "visual_prototypes": visual,
-            "text_embeds": texts,
-            "reliability": torch.cat([self.reliability.float(), weights]),
-            "counts": torch.cat([self.counts, torch.bincount(labels, minlength=len(names)).to(self.counts)]),
-            "lengths": torch.cat([self.lengths, sums.to(self.lengths.device).double().norm(dim=1)]),
-        }
+        return changes | {"reliability": torch.cat([self.reliability.float(), weights])}
 
     def check_update(self, class_names: Sequence[str]) -> None:
         unknown = [name for name in class_names if not self.counts[self._class_names.index(name)]]
@@ -147,10 +176,22 @@ class BridgeEnsembleHead(Classifier):
         visual[present] = F.normalize(sums, dim=1).to(visual)
         new = torch.bincount(rows).to(self.counts)
         old = self.counts[present]
+        changes = {
+            "visual_prototypes": visual,
+            "counts": self.counts.index_copy(0, present, old + new),
+            "lengths": self.lengths.index_copy(0, present.to(device), sums.norm(dim=1)),
+        }
+        if self.metric == "whitened":
+            before_them = self._means(dict(self.tensors()))[present.to(device)]
+            means = sums / (old + new).to(device)[:, None]
+            changes |= self._scattered(
+                images.to(device).double(), rows.to(device), before_them, means, old.to(device), 0
+            )
+        images, visual, texts = self._compared(images, changes)
         # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
         order = torch.cat([others.nonzero()[:, 0], present])
-        bridges = bridge_prototypes(visual[order], self.text_embeds.float()[order], self.depths.float())
+        bridges = bridge_prototypes(visual[order], texts[order], self.depths.float())
         first = len(order) - len(present)
         rho = reliability(images, rows + first, bridges, self.logit_scale, first_class=first)
         before = self.reliability[present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
@@ -160,13 +201,46 @@ class BridgeEnsembleHead(Classifier):
         beta = max(self.reliability_temperature, torch.finfo(rho.dtype).tiny)
         over = (rho - rho.amax(dim=1, keepdim=True)) / beta
         weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
-        lengths = self.lengths.index_copy(0, present.to(device), sums.norm(dim=1))
-        return {
-            "visual_prototypes": visual,
-            "reliability": weights,
-            "counts": self.counts.index_copy(0, present, old + new),
-            "lengths": lengths,
-        }
+        return changes | {"reliability": weights}
+
+    def _scattered(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        old_means: torch.Tensor,
+        means: torch.Tensor,
+        old_counts: torch.Tensor,
+        new_classes: int,
+    ) -> dict[str, torch.Tensor]:
+        """W and its degrees of freedom with further images, whose labels are rows of the means."""
+        scatter = self.scatter + added_scatter(images, labels, old_means, means, old_counts)
+        return {"scatter": scatter, "freedom": self.freedom + len(images) - new_classes}
+
+    def _means(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """mu_c = l_c v_c / n_c, (C, d), float64."""
+        lengths = values["lengths"]
+        return values["visual_prototypes"].to(lengths) * (lengths / values["counts"].to(lengths))[:, None]
+
+    def _compared(
+        self, images: torch.Tensor, changes: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Unit images, visual prototypes and texts in the space where they are compared, with changed buffers."""
+        values = dict(self.tensors()) | dict(changes)
+        visual, texts = values["visual_prototypes"].float(), values["text_embeds"].float()
+        if self.metric == "cosine":
+            return images, visual, texts
+        space = self._whitening(values)
+        means = self._means(values).float().to(images)
+        return space.images(images), space.images(means), space.texts(texts)
+
+    def _whitening(self, values: Mapping[str, torch.Tensor]) -> Whitening:
+        covariance = shrunk_covariance(values["scatter"], int(values["freedom"]), "oas", 1 / self.logit_scale)
+        image_mean, text_mean = self._means(values).mean(dim=0), values["text_embeds"].double().mean(dim=0)
+        if len(values["counts"]) == 1:  # a single class is its own mean
+            image_mean, text_mean = torch.zeros_like(image_mean), torch.zeros_like(text_mean)
+        return Whitening(
+            *(part.float().to(self.device) for part in (image_mean, text_mean, whitening_matrix(covariance)))
+        )
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """tau z . w_c.
@@ -175,11 +249,24 @@ class BridgeEnsembleHead(Classifier):
             The prediction rule in "Reliability-Guided Bridge-Prototype Ensemble": linear in z, so the sum over the
             depths is folded into one vector per class.
         """
+        if self.metric == "whitened":
+            images = self.derived("whitening", lambda: self._whitening(self.tensors())).images(images)
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
+    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+        if self.metric == "cosine":
+            return super().formula()
+        space = self.derived("whitening", lambda: self._whitening(self.tensors()))
+        tensors = {"mean": space.image_mean, "whitening": space.matrix}
+        tensors["weight"] = self.logit_scale * self.ensemble_prototypes.T
+        return 'torch.nn.functional.normalize((z - t["mean"]) @ t["whitening"], dim=1) @ t["weight"]', tensors
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        """v_c to the direction of v_c M; texts, reliabilities, numbers of images and lengths stay."""
-        return {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
+        """v_c to the direction of v_c M, and W to M' W M; texts, reliabilities, numbers of images and lengths stay."""
+        moved = {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
+        if self.metric == "whitened":
+            moved["scatter"] = matrix.T @ self.scatter.to(matrix.device) @ matrix
+        return moved
 
     @property
     def ensemble_prototypes(self) -> torch.Tensor:
@@ -190,8 +277,9 @@ class BridgeEnsembleHead(Classifier):
 
     @torch.no_grad()
     def bridge_prototypes(self) -> torch.Tensor:
-        """b_c(alpha_k), (C, K_b, d), float32 unit vectors."""
-        return bridge_prototypes(self.visual_prototypes.float(), self.text_embeds.float(), self.depths.float())
+        """b_c(alpha_k), (C, K_b, d), float32 unit vectors, in the space of the metric."""
+        _, visual, texts = self._compared(self.visual_prototypes.float(), {})
+        return bridge_prototypes(visual, texts, self.depths.float())
 
     @torch.no_grad()
     def expected_depth(self) -> torch.Tensor:
@@ -213,6 +301,10 @@ class BridgeEnsembleHead(Classifier):
             raise ValueError("lengths must not be larger than counts: they are of sums of so many unit vectors")
         if ((state["depths"] < 0) | (state["depths"] > 1)).any():
             raise ValueError(f"depths must lie in [0, 1], got {state['depths'].tolist()}")
+        if self.metric == "whitened":
+            check_symmetric("scatter", state["scatter"])
+            if int(state["freedom"]) < 0 or (counts == 0).any():
+                raise ValueError("freedom must not be negative, and the number of every class's images must be known")
 
     def added_since(self, classes: int) -> dict[str, torch.Tensor]:
         """Version 0.1 kept neither the number of images nor the length of their sum."""
@@ -223,14 +315,15 @@ class BridgeEnsembleHead(Classifier):
 
     @classmethod
     def saved_settings(cls) -> list[str]:
-        """The depths are among the tensors."""
+        """The depths are among the tensors, and only a whitened head has a scatter there."""
         return ["reliability_temperature"]
 
     @classmethod
     def constructor_arguments(cls, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """As many depths as the tensors' header has; their values come with the tensors."""
         shape = shapes.get("depths", ())
-        return config | ({"depths": [0.0] * min(shape[0], MAX_DEPTHS + 1)} if len(shape) == 1 else {})
+        metric = {"metric": "whitened"} if "scatter" in shapes else {}
+        return config | metric | ({"depths": [0.0] * min(shape[0], MAX_DEPTHS + 1)} if len(shape) == 1 else {})
 
 
 CONFIG_FILE, TENSORS_FILE = BridgeEnsembleHead.file_names()

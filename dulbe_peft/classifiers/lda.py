@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from dulbe_peft.classifiers.base import Classifier, check_counts, check_symmetric, class_sums
+from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
 
 
 class LdaClassifier(Classifier):
@@ -76,11 +77,10 @@ class LdaClassifier(Classifier):
         counts = old + torch.bincount(labels, minlength=len(old))
         sums = (self.means * old[:, None]).index_add(0, labels, images)
         means = sums / counts[:, None]
-        shift, spread = (means - self.means) * old[:, None].sqrt(), images - means[labels]
         return {
             "means": means,
             "counts": counts,
-            "scatter": self.scatter + shift.T @ shift + spread.T @ spread,
+            "scatter": self.scatter + added_scatter(images, labels, self.means, means, old),
             "freedom": self.freedom + len(images),
         }
 
@@ -91,15 +91,7 @@ class LdaClassifier(Classifier):
 
     def covariance(self) -> torch.Tensor:
         """Sigma, (d, d), float64, shrunk."""
-        identity = torch.eye(self.embed_dim, dtype=torch.float64, device=self.scatter.device)
-        freedom = int(self.freedom)
-        variance = float(self.scatter.trace()) / max(freedom, 1) / self.embed_dim
-        # Rounding leaves a trace of about 1e-32 where all images of each class are equal.
-        if freedom == 0 or variance < 1e-20:
-            return identity / self.logit_scale
-        sample = self.scatter / freedom
-        shrinkage = oas_shrinkage(sample, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
-        return (1 - shrinkage) * sample + shrinkage * variance * identity
+        return shrunk_covariance(self.scatter, int(self.freedom), self.shrinkage, 1 / self.logit_scale)
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         weights, offsets = self.derived("solution", self._solve)
@@ -125,15 +117,3 @@ class LdaClassifier(Classifier):
         check_symmetric("scatter", state["scatter"])
         if int(state["freedom"]) < 0:
             raise ValueError(f"freedom must be at least 0, got {int(state['freedom'])}")
-
-
-def oas_shrinkage(covariance: torch.Tensor, freedom: int) -> float:
-    """The shrinkage toward the scaled identity with the least expected squared error for Gaussian data.
-
-    Reference:
-        Chen et al., 2010, equation 23.
-    """
-    d = len(covariance)
-    square, trace = float((covariance * covariance).sum()), float(covariance.trace())
-    over = (freedom + 1 - 2 / d) * (square - trace**2 / d)
-    return min(1.0, ((1 - 2 / d) * square + trace**2) / over) if over > 0 else 1.0

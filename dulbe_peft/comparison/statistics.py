@@ -97,18 +97,3 @@ def paired_difference(
     # Wins and losses that cancel leave rounding errors. An interval that ends at zero must hold zero.
     low, high = np.quantile(means.round(12) + 0.0, [(1 - level) / 2, (1 + level) / 2])
     return Difference(float(difference.mean()), float(low), float(high))
-
-
-def calibration_error(answers: Answers, bins: int = 15) -> float:
-    """Expected calibration error: how far the probability of the best class is from how often it is right.
-
-    The images are put into bins of equal width by that probability; the error is the mean over the images of the
-    difference between the bin's mean probability and its accuracy.
-
-    Reference:
-        Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
-    """
-    probability, right = answers.probability.double().numpy(), answers.right.numpy().astype(np.float64)
-    place = np.minimum((probability * bins).astype(int), bins - 1)
-    gaps = [abs((probability[place == one] - right[place == one]).sum()) for one in range(bins)]
-    return float(sum(gaps) / max(len(probability), 1))

@@ -13,9 +13,9 @@ import numpy as np
 
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
-from dulbe_peft.comparison.statistics import Difference, calibration_error, image_shares, paired_difference
+from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 from dulbe_peft.files import write_csv, write_json
-from dulbe_peft.streams.metrics import percent
+from dulbe_peft.streams.metrics import calibration_error, percent
 
 TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
 MEASURES = {"last": "A_last", "average": "A_bar"}
@@ -156,7 +156,9 @@ def _read(folder: Path, row: Row) -> _Found | None:
         return None
     answers, names, cost = read_answers(folder, row)
     last, average = image_shares(answers, names)
-    return _Found({"last": last, "average": average}, calibration_error(answers[-1]), cell, cost)
+    return _Found(
+        {"last": last, "average": average}, calibration_error(answers[-1].probability, answers[-1].right), cell, cost
+    )
 
 
 def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Found]) -> Entry:

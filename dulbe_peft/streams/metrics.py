@@ -141,15 +141,15 @@ def _mean(values: np.ndarray) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
-def calibration_error(probabilities: Any, truth: Any, bins: int = 15) -> float:
-    """Expected calibration error: how far the largest probabilities are from the share of right answers.
+def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
+    """Expected calibration error: how far the probability of the answers is from the share of right answers.
 
-    The images are put into equal bins by their largest probability. A bin's gap is the difference of its mean largest
-    probability and its share of right answers. The error is the mean gap, weighted by the images.
+    The images are put into bins of equal width by the probability of their answer. A bin's gap is the difference of
+    its mean probability and its share of right answers. The error is the mean gap, weighted by the images.
 
     Args:
-        probabilities: (n, C), rows sum to 1; an array or a tensor on the CPU.
-        truth: (n,), integers, columns of `probabilities`.
+        confidence: (n,), the largest probability of each image; an array or a tensor on the CPU.
+        right: (n,), whether the answer is right.
         bins: number of bins.
 
     Raises:
@@ -158,18 +158,15 @@ def calibration_error(probabilities: Any, truth: Any, bins: int = 15) -> float:
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
 
-    >>> calibration_error([[0.9, 0.1], [0.9, 0.1]], [0, 1])
+    >>> calibration_error([0.9, 0.9], [True, False])
     0.4
     """
-    rows, own = np.asarray(probabilities, dtype=np.float64), np.asarray(truth)
-    if rows.ndim != 2 or not len(rows) or own.shape != (len(rows),):
-        raise ValueError(
-            f"probabilities must be (n, C) and truth (n,), n at least 1, got {rows.shape} and {own.shape}"
-        )
-    sure, right = rows.max(axis=1), rows.argmax(axis=1) == own
+    sure, hits = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    if sure.ndim != 1 or not len(sure) or hits.shape != sure.shape:
+        raise ValueError(f"confidence and right must be (n,), n at least 1, got {sure.shape} and {hits.shape}")
     number = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
-    gaps = np.bincount(number, weights=sure - right, minlength=bins)
-    return float(np.abs(gaps).sum() / len(rows))
+    gaps = np.bincount(number, weights=sure - hits, minlength=bins)
+    return float(np.abs(gaps).sum() / len(sure))
 
 
 def summarize(matrix: Any, overall: Sequence[float | None]) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The covariance that all classes share: summed up image by image, shrunk, and what it makes of a space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+
+def shrunk_covariance(
+    scatter: torch.Tensor, freedom: int, shrinkage: float | Literal["oas"], otherwise: float
+) -> torch.Tensor:
+    """Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64.
+
+    Args:
+        scatter: W, (d, d), float64.
+        freedom: f, its degrees of freedom.
+        shrinkage: s, or "oas".
+        otherwise: variance of every direction while no class has two different images.
+    """
+    identity = torch.eye(len(scatter), dtype=torch.float64, device=scatter.device)
+    variance = float(scatter.trace()) / max(freedom, 1) / len(scatter)
+    # Rounding leaves a trace of about 1e-32 where all images of each class are equal.
+    if freedom == 0 or variance < 1e-20:
+        return identity * otherwise
+    sample = scatter / freedom
+    share = oas_shrinkage(sample, freedom) if shrinkage == "oas" else float(shrinkage)
+    return (1 - share) * sample + share * variance * identity
+
+
+def added_scatter(
+    images: torch.Tensor, labels: torch.Tensor, old_means: torch.Tensor, means: torch.Tensor, old_counts: torch.Tensor
+) -> torch.Tensor:
+    """What further images add to W: their scatter around the new means, and what old images lose as their means move.
+
+    Args:
+        images: (n, d), float64.
+        labels: (n,), rows of the means.
+        old_means: (C, d), before the images.
+        means: (C, d), with the images.
+        old_counts: (C,), images of each class before.
+    """
+    shift, spread = (means - old_means) * old_counts[:, None].sqrt(), images - means[labels]
+    return shift.T @ shift + spread.T @ spread
+
+
+def oas_shrinkage(covariance: torch.Tensor, freedom: int) -> float:
+    """The shrinkage toward the scaled identity with the least expected squared error for Gaussian data.
+
+    Reference:
+        Chen et al., 2010, equation 23.
+    """
+    d = len(covariance)
+    square, trace = float((covariance * covariance).sum()), float(covariance.trace())
+    over = (freedom + 1 - 2 / d) * (square - trace**2 / d)
+    return min(1.0, ((1 - 2 / d) * square + trace**2) / over) if over > 0 else 1.0
+
+
+def whitening_matrix(covariance: torch.Tensor) -> torch.Tensor:
+    """Sigma^-1/2, (d, d), symmetric."""
+    variances, directions = torch.linalg.eigh(covariance)
+    return (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Takes images and texts to a space in which images of a class vary by 1 in every direction.
+
+    Images and texts lie in different places of the joint space. Each kind is taken relative to its own mean over the
+    classes, so that a class's text can stand where its images do.
+
+    Args:
+        image_mean: mean of the class means mu_c, (d,).
+        text_mean: mean of the e_c, (d,).
+        matrix: Sigma^-1/2, (d, d), of the shared covariance within the classes, shrunk as in LDA.
+    """
+
+    image_mean: torch.Tensor
+    text_mean: torch.Tensor
+    matrix: torch.Tensor
+
+    def images(self, rows: torch.Tensor) -> torch.Tensor:
+        """Directions in the new space, (n, d), unit vectors."""
+        return F.normalize((rows - self.image_mean) @ self.matrix, dim=1)
+
+    def texts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Directions in the new space, (C, d), unit vectors."""
+        return F.normalize((rows - self.text_mean) @ self.matrix, dim=1)
