@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of
 
@@ -43,7 +44,7 @@ def add(commands: Any) -> None:
         "--seed", type=int, default=0, help="of what is held back, and of the class order (%(default)s)"
     )
     parser.add_argument("--config", help="YAML file with settings of run, by their names")
-    for cls, title in ((StreamArguments, "stream"), (LearnerArguments, "learner")):
+    for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
         group = parser.add_argument_group(title)
         for field in fields_of(cls):
             if field.name not in _HIDDEN:
@@ -55,15 +56,17 @@ def add(commands: Any) -> None:
 
 def advise(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
-    from dulbe_peft.comparison.advice import TRIALS, advise, format_advice
+    from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, advise, format_advice
     from dulbe_peft.files import write_json
+    from dulbe_peft.specs import split_specs
 
     settings = {name: value for name, value in settings_of(arguments).items() if name not in _HIDDEN}
     for name in ("model", "data"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
     output, trials = Path(arguments.output), {} if arguments.no_training else TRIALS
-    advice = advise(settings, output, arguments.jobs, trials=trials, seed=arguments.seed)
+    specs = CLASSIFIERS if arguments.classifiers is None else split_specs(arguments.classifiers)
+    advice = advise(settings, output, arguments.jobs, specs, trials, arguments.seed)
     write_json(output / "advice.json", asdict(advice))
     print(format_advice(advice))
     print(f"written: {output / 'advice.json'}")

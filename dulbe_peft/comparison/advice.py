@@ -20,7 +20,7 @@ from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 
-CLASSIFIERS = ("bayes", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
+CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
     f"{name} {rate:g}": {"strategy": strategy, "learning_rate": rate}
     for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))
