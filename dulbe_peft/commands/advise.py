@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--no-training", action="store_true", help="try the classifiers alone, which takes a few minutes"
     )
+    parser.add_argument("--classifiers", metavar="A,B,...", help="the classifiers to choose from, with their settings")
     parser.add_argument(
         "--seed", type=int, default=0, help="of what is held back, and of the class order (%(default)s)"
     )
