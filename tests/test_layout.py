@@ -99,6 +99,7 @@ ORDER = [
     "profiling",
     "encoder",
     "evaluation",
+    "retention",
     "recording",
     "prediction",
     "training",
