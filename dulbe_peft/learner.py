@@ -525,6 +525,7 @@ class ClassIncrementalLearner:
         source: dict[str, Any] | None = None,
         keep_features: bool = False,
         check_zero_shot: Callable[[float | None], None] | None = None,
+        test_ahead: bool = False,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -546,6 +547,9 @@ class ClassIncrementalLearner:
                 later, without training again.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
+            test_ahead: after each task, test also on the tasks that are still to come, with the text embeddings of all
+                classes of the stream. The results then have "ahead": the accuracies above the diagonal, and Transfer,
+                Average and Last, see `streams.metrics.transfer_measures`.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
@@ -555,14 +559,15 @@ class ClassIncrementalLearner:
             ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks
                 (the message names what differs), or holds tasks and `resume` is off.
         """
+        options = (resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
+            return run_stream(self, tasks, output_dir, *options)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
+            return run_stream(self, tasks, output_dir, *options)
         finally:
             self._accelerator.end_training()
             self._accelerator = None

@@ -150,6 +150,7 @@ ORDER = [
     "commands.forget",
     "commands.predict",
     "commands.evaluate",
+    "commands.features",
     "commands.report",
     "commands.export",
     "commands.compare",

@@ -555,7 +555,9 @@ def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, sc
 def literal_update(layer):
     """dW in float64, from the factors."""
     if hasattr(layer, "dulbe_text_A"):
-        return layer.scaling["default"] * layer.dulbe_text_B["default"].double() @ layer.dulbe_text_A["default"].double()
+        return (
+            layer.scaling["default"] * layer.dulbe_text_B["default"].double() @ layer.dulbe_text_A["default"].double()
+        )
     history = layer.dulbe_history_B["default"].double() @ layer.dulbe_history_P["default"].double().T
     up = torch.cat([layer.dulbe_shared_B["default"], layer.dulbe_residual_B["default"]], dim=1).double()
     return history + up @ layer.dulbe_P["default"].double().T

@@ -271,7 +271,10 @@ class DualModeLinear(DualModeLayer):
         base = self._linear.weight
         up, down = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
         if modes:
-            up, down = torch.cat([up, self.current_up(adapter)], dim=1), torch.cat([down, self.dulbe_P[adapter]], dim=1)
+            up, down = (
+                torch.cat([up, self.current_up(adapter)], dim=1),
+                torch.cat([down, self.dulbe_P[adapter]], dim=1),
+            )
         return _fold(base, scale * up, down)
 
     def current_delta(self, adapter: str) -> torch.Tensor:
