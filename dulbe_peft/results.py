@@ -88,21 +88,23 @@ def stream_results(
             "average_accuracy": sum(measured) / len(measured),
             "last_accuracy": zero_shot[-1],
         }
-    results |= _ahead(rows, results["classifiers"])
+    results |= _ahead(rows, tasks, results["classifiers"])
     by_class = {name: class_figures(rows, name) for name in results["classifiers"]}
     if all(by_class.values()):
         results["classes"] = by_class
     return results
 
 
-def _ahead(rows: Sequence[Row], classifiers: Mapping[str, Any]) -> dict[str, Any]:
-    """What tests on the tasks to come amount to; `{}` where not every task was tested with the same ones to come."""
-    ahead = [row.get("ahead") for row in rows]
-    if len(rows) < 2 or [None if part is None else len(part) for part in ahead] != list(reversed(range(len(rows)))):
+def _ahead(rows: Sequence[Row], tasks: Sequence[Sequence[str]], classifiers: Mapping[str, Any]) -> dict[str, Any]:
+    """What tests on the tasks to come amount to; `{}` where a task was not tested with those that came then."""
+    tested = [row.get("ahead", {"classes": None, "accuracy": []}) for row in rows]
+    came = [[list(names) for names in tasks[step:]] for step in range(1, len(rows) + 1)]
+    if len(rows) < 2 or [part["classes"] for part in tested] != came:
         return {}
+    ahead = [part["accuracy"] for part in tested]
     found: dict[str, Any] = {"matrix": ahead, "classifiers": {}}
     for name, block in classifiers.items():
-        matrix = [[*learned, *(part or [])] for learned, part in zip(block["matrix"], ahead, strict=True)]
+        matrix = [[*learned, *part] for learned, part in zip(block["matrix"], ahead, strict=True)]
         if not any(value is None for row in matrix for value in row):
             found["classifiers"][name] = transfer_measures(matrix)
     return {"ahead": found}

@@ -173,8 +173,10 @@ class Run:
         self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
         row = spread(progress_row(list(self.evaluations.values())), tested, count)
         if self.test_ahead:
-            known = [(None, names) for _, names in tests]
-            row["ahead"] = each_accuracy(self.learner, [*known, *self.tests()[count:]])[count:]
+            # By name, so that a run that goes on with other tasks does not take these figures for theirs.
+            to_come = self.tests()[count:]
+            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
+            row["ahead"] = {"classes": [list(names) for _, names in to_come], "accuracy": found}
         return row
 
     def zero_shot(self) -> list[float | None]:

@@ -15,6 +15,7 @@ from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArgum
 from dulbe_peft.backbone import load_dual_encoder, pixel_values, tokenize
 from dulbe_peft.cli import main
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.results import stream_results
 from dulbe_peft.retention import zero_shot_retention
 from dulbe_peft.streams.metrics import transfer_measures
 from dulbe_peft.streams.readers import load_data
@@ -104,6 +105,19 @@ def test_tasks_to_come_are_tested_by_their_names_among_all_classes(ran):
     assert made().run([first, second], output, test_ahead=True)["ahead"] == results["ahead"]  # read back
     with pytest.raises(ValueError, match="test_ahead needs test data"):
         made().run([type(first)(first.train, None, first.class_names)], output / "other", test_ahead=True)
+
+
+def test_a_task_that_was_not_expected_has_no_figure_from_before():
+    parts = [{"accuracy": 1.0, "accuracy_by_task": [1.0] * count} for count in (1, 2)]
+    rows = [{**part, "classifiers": {"text": part}} for part in parts]
+    rows[0]["ahead"], rows[1]["ahead"] = {"classes": [["b"]], "accuracy": [0.5]}, {"classes": [], "accuracy": []}
+    progress = {"rows": rows, "records": [None, None], "zero_shot": []}
+    settings = {"adapter": {}, "arguments": {"seed": 0}, "strategy": {}}
+    for names, whole in ((["b"], True), (["c"], False)):
+        found = stream_results(progress, settings, [["a"], names], ["text"], {})
+        assert ("ahead" in found) == whole
+    del rows[0]["ahead"]
+    assert "ahead" not in stream_results(progress, settings, [["a"], ["b"]], ["text"], {})
 
 
 def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
