@@ -28,8 +28,10 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
     return int(value)
 
 
-def check_number(name: str, value: Any, *, least: float | None = None, positive: bool = False) -> None:
-    """Raise unless `value` is a finite int or float, at least `least`, and above 0 where `positive`.
+def check_number(
+    name: str, value: Any, *, least: float | None = None, most: float | None = None, positive: bool = False
+) -> None:
+    """Raise unless `value` is a finite int or float, from `least` to `most`, and above 0 where `positive`.
 
     Raises:
         TypeError: `value` is no number.
@@ -41,3 +43,5 @@ def check_number(name: str, value: Any, *, least: float | None = None, positive:
     if too_small or not abs(value) <= sys.float_info.max:
         bound = " and positive" if positive else "" if least is None else f" and at least {least}"
         raise ValueError(f"{name} must be finite{bound}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")

@@ -24,6 +24,7 @@ from dulbe_peft.commands import (
     env,
     evaluate,
     export,
+    features,
     forget,
     learn,
     predict,
@@ -33,7 +34,10 @@ from dulbe_peft.commands import (
 from dulbe_peft.commands.parser import Parser
 from dulbe_peft.commands.settings import settings_of
 
-COMMANDS = (demo, run, learn, forget, predict, evaluate, report, advise, compare, export, cost, convert_openclip, env)
+COMMANDS = (
+    *(demo, run, learn, forget, predict, evaluate, features, report, advise, compare, export),
+    *(cost, convert_openclip, env),
+)
 EXAMPLE = """`dulbe-peft COMMAND --help` shows a command's flags and an example.
 """
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -28,6 +28,7 @@ from dulbe_peft.backbone import (
     has_text,
     logit_scale,
 )
+from dulbe_peft.checks import check_number
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.closing import ClosingPass, taught
@@ -39,6 +40,7 @@ from dulbe_peft.images import with_image_resize
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past
+from dulbe_peft.retention import seen_accuracies
 from dulbe_peft.run import run_stream
 from dulbe_peft.specs import parse_spec
 from dulbe_peft.state import LearnerState
@@ -46,7 +48,7 @@ from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import checked_labels, item_name, named_labels
+from dulbe_peft.streams.samples import item_name, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
 from dulbe_peft.undoing import evaluating
@@ -261,6 +263,7 @@ class ClassIncrementalLearner:
             if isinstance(state.model, PeftModel):
                 check_adapter_name(state.model)
                 state.model.base_model._check_unmerged()  # type: ignore[operator]
+                state.model.base_model._check_unscaled()  # type: ignore[operator]
                 if state.strategy.adapts:
                     _check_trained(state.model)
             names, labels = named_labels(dataset, class_names)
@@ -301,6 +304,8 @@ class ClassIncrementalLearner:
         state = self.state
         with raise_in_all():
             self._check_learned()
+            if state.adapter is not None:
+                state.adapter._check_unscaled()
             names, labels = named_labels(dataset, class_names, default=self.class_names)
             check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
             place = {name: index for index, name in enumerate(self.class_names)}
@@ -462,6 +467,33 @@ class ClassIncrementalLearner:
         images = [item_name(dataset, index) for index in range(len(dataset))]
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Use the model with W_0 + scale * dW while the block runs, dW being all that it has learned, in both towers.
+
+        Between 0 and 1 the model gives up some of what it has learned for some of what it knew before. What the
+        classifiers keep was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. A model
+        without an adapter has nothing to scale, and stays as it is. Other threads wait until the block ends. Nothing
+        is learned inside it, and what is saved there is the model at scale 1.
+
+        Args:
+            scale: in [0, 1]. 0 is the pristine model and 1 the model as it has learned, both bit for bit.
+
+        Raises:
+            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
+
+        Example:
+            >>> with learner.scaled(0.5):
+            ...     scores = learner.image_embeds(photos) @ learner.text_embeds(["fox", "wolf"]).T
+
+        Reference:
+            Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.
+        """
+        check_number("scale", scale, least=0, most=1)
+        adapter = self.state.adapter
+        with self._turn, nullcontext() if adapter is None else adapter.scaled(scale):
+            yield
+
     def _resting(self) -> AbstractContextManager[None]:
         adapter = self.state.adapter
         return nullcontext() if adapter is None else adapter.without_idle_modes()
@@ -471,7 +503,6 @@ class ClassIncrementalLearner:
             raise ValueError("no task has been learned yet: call learn_task first")
 
     @_in_turn
-    @torch.no_grad()
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
 
@@ -481,23 +512,8 @@ class ClassIncrementalLearner:
         Returns:
             A_t over the test data of the tasks up to t; None where there is none.
         """
-        names = [name for _, group in tests for name in group]
-        total, seen = 0, 0
-        rows: list[float | None] = []
-        pristine = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with pristine:
-            text = self.encoder.text_embeds(names)
-            encoded = []
-            for dataset, group in tests:
-                if dataset is not None and group:
-                    labels = torch.as_tensor(checked_labels(dataset, group)) + seen
-                    encoded.append((self.image_embeds(dataset), labels.to(text.device)))
-                    total += len(labels)
-                seen += len(group)
-                known = text[:seen]
-                right = sum(int(((z @ known.T).argmax(dim=1) == y).sum()) for z, y in encoded)
-                rows.append(right / total if total else None)
-        return rows
+        with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
+            return seen_accuracies(self, tests)
 
     def run(
         self,
@@ -509,6 +525,7 @@ class ClassIncrementalLearner:
         source: dict[str, Any] | None = None,
         keep_features: bool = False,
         check_zero_shot: Callable[[float | None], None] | None = None,
+        test_ahead: bool = False,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -530,6 +547,9 @@ class ClassIncrementalLearner:
                 later, without training again.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
+            test_ahead: after each task, test also on the tasks that are still to come, with the text embeddings of all
+                classes of the stream. The results then have "ahead": the accuracies above the diagonal, and Transfer,
+                Average and Last, see `streams.metrics.transfer_measures`.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
@@ -539,14 +559,15 @@ class ClassIncrementalLearner:
             ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks
                 (the message names what differs), or holds tasks and `resume` is off.
         """
+        options = (resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
+            return run_stream(self, tasks, output_dir, *options)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, resume, known_tests, source, keep_features, check_zero_shot)
+            return run_stream(self, tasks, output_dir, *options)
         finally:
             self._accelerator.end_training()
             self._accelerator = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from dulbe_peft.evaluation import BASELINES, Evaluation
 from dulbe_peft.progress import Row
-from dulbe_peft.streams.metrics import accuracy_matrix, summarize
+from dulbe_peft.streams.metrics import accuracy_matrix, summarize, transfer_measures
 
 
 def progress_row(tests: Sequence[Evaluation]) -> Row:
@@ -88,10 +88,26 @@ def stream_results(
             "average_accuracy": sum(measured) / len(measured),
             "last_accuracy": zero_shot[-1],
         }
+    results |= _ahead(rows, tasks, results["classifiers"])
     by_class = {name: class_figures(rows, name) for name in results["classifiers"]}
     if all(by_class.values()):
         results["classes"] = by_class
     return results
+
+
+def _ahead(rows: Sequence[Row], tasks: Sequence[Sequence[str]], classifiers: Mapping[str, Any]) -> dict[str, Any]:
+    """What tests on the tasks to come amount to; `{}` where a task was not tested with those that came then."""
+    tested = [row.get("ahead", {"classes": None, "accuracy": []}) for row in rows]
+    came = [[list(names) for names in tasks[step:]] for step in range(1, len(rows) + 1)]
+    if len(rows) < 2 or [part["classes"] for part in tested] != came:
+        return {}
+    ahead = [part["accuracy"] for part in tested]
+    found: dict[str, Any] = {"matrix": ahead, "classifiers": {}}
+    for name, block in classifiers.items():
+        matrix = [[*learned, *part] for learned, part in zip(block["matrix"], ahead, strict=True)]
+        if not any(value is None for row in matrix for value in row):
+            found["classifiers"][name] = transfer_measures(matrix)
+    return {"ahead": found}
 
 
 def class_figures(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float]]:

@@ -37,6 +37,7 @@ from dulbe_peft.progress import (
 from dulbe_peft.recording import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.results import progress_row, stream_results
 from dulbe_peft.resuming import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
+from dulbe_peft.retention import each_accuracy
 from dulbe_peft.state import LearnerState
 from dulbe_peft.streams.metrics import percent
 from dulbe_peft.streams.names import check_class_names
@@ -76,6 +77,7 @@ def run_stream(
     source: dict[str, Any] | None = None,
     keep_features: bool = False,
     check_zero_shot: Callable[[float | None], None] | None = None,
+    test_ahead: bool = False,
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
@@ -90,11 +92,13 @@ def run_stream(
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
+    if test_ahead and (untested or not has_text(learner.state.base)):
+        raise ValueError("test_ahead needs test data of all tasks, and a model with a text tower")
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_lock_folder, output, held))
         run = _open_run(learner, stream, output, resume, known_tests, source)
-        run.keep_features = keep_features
+        run.keep_features, run.test_ahead = keep_features, test_ahead
         return run.finish(check_zero_shot)
 
 
@@ -133,6 +137,7 @@ class Run:
         new: whether nothing of it is in the folder yet.
         evaluations: number of a task -> what was said of its test images after the newest task.
         keep_features: whether to write what the classifiers saw of each task.
+        test_ahead: whether to test, after each task, also on those that are still to come.
     """
 
     learner: StreamLearner
@@ -146,6 +151,7 @@ class Run:
     new: bool
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     keep_features: bool = False
+    test_ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.known) + len(self.own)
@@ -165,7 +171,13 @@ class Run:
         tests = self.tests()[:count]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
         self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
-        return spread(progress_row(list(self.evaluations.values())), tested, count)
+        row = spread(progress_row(list(self.evaluations.values())), tested, count)
+        if self.test_ahead:
+            # By name, so that a run that goes on with other tasks does not take these figures for theirs.
+            to_come = self.tests()[count:]
+            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
+            row["ahead"] = {"classes": [list(names) for _, names in to_come], "accuracy": found}
+        return row
 
     def zero_shot(self) -> list[float | None]:
         """A_t of the pristine model for every task; of finished tasks the figures that are known already."""

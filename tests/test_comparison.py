@@ -34,7 +34,7 @@ def content(digit_folders):
     quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
     root = str(digit_folders(4, 6, 3))
     return {
-        "streams": {"digits": {"model": "demo", "data": root, "retention": root, **quick}},
+        "streams": {"digits": {"model": "demo", "data": root, "retention": root, "retention_scales": [0.5], **quick}},
         "methods": {
             "frozen": {"strategy": "frozen"},
             "LoRA": {"strategy": "lora", "choose": {"learning_rate": ["1e-4", 0.1]}},
@@ -77,6 +77,20 @@ def test_every_row_of_every_stream_is_there(finished):
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
     assert "| frozen | lda |" in format_table(entries) and "digits, 2 seeds" in format_table(entries)
+
+
+def test_what_a_scale_gives_and_costs_is_kept(finished):
+    folder, entries, _ = finished
+    for method, entry in (("frozen", entries[0]), ("LoRA", entries[-1])):
+        cells = [folder / "out" / "runs" / "digits" / method / f"seed-{seed}" / "cell.json" for seed in (0, 1)]
+        found = [json.loads(cell.read_text())["retention"] for cell in cells]
+        assert all([point["scale"] for point in one["scales"]] == [0, 0.5, 1] for one in found)
+        for one in found:  # here the classes of `retention` are those of the stream
+            assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
+            assert (one["before"], one["after"]) == tuple(one["scales"][end]["unlearned"] for end in (0, -1))
+        assert entry.retention["scales"][1]["learned"] == pytest.approx(
+            np.mean([o["scales"][1]["learned"] for o in found])
+        )
 
 
 def test_the_table_says_what_the_runs_measured(finished):
@@ -174,6 +188,8 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "must be of letters"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
+        ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
+        ({"streams": {"a": {"retention": "y", "retention_scales": [2]}}}, "retention_scales must be at most 1"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
         ({"methods": {"a": {"strategy": "dulb"}}}, "dulbe"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,14 @@ def test_image_folders(tmp_path):
     assert "task 2/2: 4 classes" in said and "A_last" in said
     again = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
+
+
+def test_domains(tmp_path, digit_folders):
+    for name in ("first", "second"):
+        shutil.copytree(digit_folders(2, 3, 2), tmp_path / name)
+    (tmp_path / "second" / "class_names.txt").write_text("zero\tround\none\tstraight\n")
+    said = run("domains.py", "first", "second", "--model", demo_model_folder(), "--epochs", 1, cwd=tmp_path)
+    assert "transfer" in said.splitlines()[-1] and "last" in said and "task 2/2: 4 classes" in said
 
 
 def test_every_example_is_run_by_a_test():

@@ -18,6 +18,7 @@ from dulbe_peft.streams.metrics import (
     last_accuracy,
     percent,
     summarize,
+    transfer_measures,
 )
 
 
@@ -156,3 +157,26 @@ def test_the_calibration_error_equals_the_literal_one():
     for wrong in (([1.0], [True, False]), ([], []), ([[0.5, 0.5]], [[True, False]])):
         with pytest.raises(ValueError, match="confidence and right must be"):
             calibration_error(*wrong)
+
+
+def literal_transfer(matrix):
+    tasks = range(len(matrix))
+    before = [sum(matrix[t][i] for t in tasks if t < i) / sum(1 for t in tasks if t < i) for i in tasks if i > 0]
+    average = [sum(matrix[t][i] for t in tasks) / len(matrix) for i in tasks]
+    return {
+        "transfer": sum(before) / len(before),
+        "average": sum(average) / len(average),
+        "last": sum(matrix[-1]) / len(matrix),
+    }
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 11])
+def test_transfer_average_and_last_equal_the_definitions(tasks):
+    matrix = np.random.default_rng(tasks).random((tasks, tasks))
+    assert transfer_measures(matrix) == pytest.approx(literal_transfer(matrix.tolist()))
+
+
+@pytest.mark.parametrize("matrix", [[[0.5]], [[0.5, 0.5]], [[0.5, float("nan")], [0.5, 0.5]], [[0.5, 1.5], [0, 0]]])
+def test_transfer_needs_a_whole_matrix_of_fractions(matrix):
+    with pytest.raises(ValueError, match="the matrix"):
+        transfer_measures(matrix)

@@ -26,7 +26,7 @@ PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 
 def image_features(model):
     with torch.no_grad():
-        return model.get_image_features(pixel_values=PIXELS).pooler_output
+        return model.get_image_features(pixel_values=PIXELS.to(model.dtype)).pooler_output
 
 
 def text_features(model):
@@ -529,3 +529,69 @@ def test_a_history_grows_no_further_than_files_can_hold(tiny_clip, monkeypatch):
     with pytest.raises(ValueError, match="would have rank 6, and files hold at most 5"):
         model.fold_task()
     assert model.history_rank == 3 and torch.equal(image_features(model), before)
+
+
+@pytest.mark.parametrize("scale", [0, 0.25, 0.7, 1.0])
+def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, scale):
+    learned = learned.double()
+    blend = pristine.double()
+    layers = {name: m for name, m in learned.base_model.model.named_modules() if isinstance(m, DualModeLayer)}
+    assert {type(layer).__name__ for layer in layers.values()} == {"DualModeLinear", "TextLoraLinear"}
+    expected = image_features(learned), text_features(learned)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            blend.get_submodule(name).weight += scale * literal_update(layer)
+    with learned.scaled(0.5), learned.scaled(scale):
+        found = image_features(learned), text_features(learned)
+        saved = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
+        twin = copy.deepcopy(learned)
+    for value, other in zip(found, (image_features(blend), text_features(blend)), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(saved[name], layer.get_delta_weight("default")) for name, layer in layers.items())
+    for model in (learned, twin):  # afterwards, and in a copy from inside the block
+        assert all(map(torch.equal, (image_features(model), text_features(model)), expected))
+
+
+def literal_update(layer):
+    """dW in float64, from the factors."""
+    if hasattr(layer, "dulbe_text_A"):
+        return (
+            layer.scaling["default"] * layer.dulbe_text_B["default"].double() @ layer.dulbe_text_A["default"].double()
+        )
+    history = layer.dulbe_history_B["default"].double() @ layer.dulbe_history_P["default"].double().T
+    up = torch.cat([layer.dulbe_shared_B["default"], layer.dulbe_residual_B["default"]], dim=1).double()
+    return history + up @ layer.dulbe_P["default"].double().T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ends_of_the_scale_are_exact(learned, pristine, dtype):
+    learned = learned.to(dtype)
+
+    def outputs():
+        return image_features(learned), text_features(learned)
+
+    whole = outputs()
+    with learned.disable_adapter():
+        base = outputs()
+    assert not torch.equal(base[0], whole[0]) and not torch.equal(base[1], whole[1])
+    with learned.scaled(0):
+        assert all(map(torch.equal, outputs(), base))
+        with learned.scaled(1):
+            assert all(map(torch.equal, outputs(), whole))
+        assert all(map(torch.equal, outputs(), base))
+    with pytest.raises(KeyError), learned.scaled(0.5):
+        raise KeyError
+    assert all(map(torch.equal, outputs(), whole))
+
+
+def test_what_cannot_be_scaled_is_refused(learned, base):
+    for scale, error in ((1.5, ValueError), (-0.1, ValueError), (float("nan"), ValueError), ("0.5", TypeError)):
+        with pytest.raises(error, match="scale must be"), learned.scaled(scale):
+            raise AssertionError
+    learned.merge_adapter()
+    with pytest.raises(ValueError, match="call unmerge_adapter"), learned.scaled(0.5):
+        raise AssertionError
+    learned.unmerge_adapter()
+    learned.active_peft_config.modules_to_save = ["visual_projection"]
+    with pytest.raises(ValueError, match="modules_to_save"), learned.scaled(0.5):
+        raise AssertionError

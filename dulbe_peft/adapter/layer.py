@@ -14,6 +14,7 @@ Which weight a forward pass of the vision tower's layer uses, and whether it add
 | --- | --- | --- | --- |
 | normal | | W_0 + B_hist P_hist', cached | on |
 | held | `layer.holding(weight)` | the given one; further updates are added where given | on, or off as asked |
+| scaled | `layer.scaled(adapter, scale)` | W_0 + scale * (B_hist P_hist' + B P') | off: they are in the weight |
 | resting | `resting(layers)`, for this thread alone | as above | off |
 | merged, or adapter disabled | PEFT | the base layer's own | off |
 """
@@ -24,7 +25,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
@@ -100,6 +101,10 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """The whole update of `adapter`, (d_out, d_in) in float32."""
+        raise NotImplementedError
+
+    def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
+        """Use W_0 + scale * dW, with dW as `get_delta_weight` has it, while a block runs; inner blocks win."""
         raise NotImplementedError
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -261,10 +266,16 @@ class DualModeLinear(DualModeLayer):
         return self._folded[2]
 
     @torch.no_grad()
-    def scaled_weight(self, adapter: str, scale: float) -> torch.Tensor:
-        """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype."""
+    def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
+        """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
         base = self._linear.weight
-        return _fold(base, scale * self.dulbe_history_B[adapter], self.dulbe_history_P[adapter])
+        up, down = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
+        if modes:
+            up, down = (
+                torch.cat([up, self.current_up(adapter)], dim=1),
+                torch.cat([down, self.dulbe_P[adapter]], dim=1),
+            )
+        return _fold(base, scale * up, down)
 
     def current_delta(self, adapter: str) -> torch.Tensor:
         """B P' of the current task's modes, (d_out, d_in) in float32."""
@@ -288,10 +299,9 @@ class DualModeLinear(DualModeLayer):
         """Whether any current up-projection differs from zero."""
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
-    @contextmanager
     def holding(
         self, weight: torch.Tensor, updates: Callable[[], Updates] | None = None, modes: bool = True
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Use `weight` in place of W_0 and all history, and add what `updates` returns in every forward pass.
 
         Args:
@@ -299,7 +309,15 @@ class DualModeLinear(DualModeLayer):
             updates: returns pairs of P, (d_in, r), and B, (d_out, r).
             modes: whether the current modes are added, too; False where `updates` has them in another form.
         """
-        before, self._held = self._held, (weight, updates, modes)
+        return self._holding((weight, updates, modes))
+
+    def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
+        # With nothing held, scale 1 is the layer as it is, bit for bit.
+        return self._holding(None if scale == 1 else (self.scaled_weight(adapter, scale, modes=True), None, False))
+
+    @contextmanager
+    def _holding(self, held: tuple[torch.Tensor, Callable[[], Updates] | None, bool] | None) -> Iterator[None]:
+        before, self._held = self._held, held
         try:
             yield
         finally:
@@ -425,6 +443,7 @@ class TextLoraLinear(DualModeLayer):
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
         super().__init__(base_layer)
         self.scaling: dict[str, float] = {}
+        self._scale = 1.0  # of a `scaled` block
         self.dulbe_text_A = nn.ParameterDict({})
         self.dulbe_text_B = nn.ParameterDict({})
         self._active_adapter = adapter_name
@@ -454,10 +473,21 @@ class TextLoraLinear(DualModeLayer):
         with without_autocast(up):
             return self.scaling[adapter] * (up @ down)
 
+    @contextmanager
+    def scaled(self, adapter: str, scale: float) -> Iterator[None]:
+        before, self._scale = self._scale, scale
+        try:
+            yield
+        finally:
+            self._scale = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scale": 1.0}
+
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.base_layer(x)
         for name in self._adapters_here(self.active_adapters):
             down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
             hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
-            result = result + (self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
+            result = result + (self._scale * self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
         return result

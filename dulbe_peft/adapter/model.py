@@ -20,6 +20,7 @@ from dulbe_peft.adapter.config import MAX_HISTORY_RANK, DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear, resting
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.adapter.registration import DULBE, PREFIX
+from dulbe_peft.checks import check_number
 from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
 from dulbe_peft.undoing import undoing
 
@@ -340,6 +341,42 @@ class DualModeLoraModel(BaseTuner):
             for layer in self.dual_mode_layers().values():
                 held.enter_context(layer.holding(layer.scaled_weight(adapter, scale)))
             yield
+
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers.
+
+        dW is all that the adapter has learned: the finished tasks' updates, the current modes and the text LoRA. The
+        blend is one of weights, so it costs nothing when the model is used. The block is for using a model, not for
+        training it. The blend is made when the block begins. All threads see it.
+
+        Args:
+            scale: in [0, 1]. 0 is the base model and 1 the model as it has learned, both bit for bit.
+
+        Raises:
+            ValueError: the scale is not in [0, 1], an adapter is merged, several adapters are active, or the adapter
+                has replaced whole modules (`modules_to_save`), which a scale does not blend.
+
+        Reference:
+            Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
+        """
+        check_number("scale", scale, least=0, most=1)
+        adapter = self._active()
+        self._check_unmerged()
+        if scale != 1 and self.active_config.modules_to_save:
+            raise ValueError(
+                f"the adapter has modules_to_save={list(self.active_config.modules_to_save)}: these replace whole "
+                "modules, and a scale blends the adapter's updates alone"
+            )
+        with ExitStack() as held:
+            for layer in self.modules():
+                if isinstance(layer, DualModeLayer) and layer._adapters_here([adapter]):
+                    held.enter_context(layer.scaled(adapter, scale))
+            yield
+
+    def _check_unscaled(self) -> None:
+        if any(layer._held is not None for layer in self.dual_mode_layers().values()):
+            raise ValueError("the model is scaled for the length of a block: learn before or after it")
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:

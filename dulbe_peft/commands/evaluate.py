@@ -12,6 +12,10 @@ from dulbe_peft.commands.loading import add_learner, load_learner
 EXAMPLE = """example:
   dulbe-peft evaluate out --data photos
   dulbe-peft evaluate out --data photos --reject 0.05
+  dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
+
+--zero-shot asks the model's own text classifier about the classes of the data that the learner has
+not learned, before and after it learned, and with a share of what it learned for each --scale.
 
 The figures go to standard output as JSON, in full. The lines for people go to standard error.
 """
@@ -27,6 +31,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms'
     )
+    parser.add_argument("--zero-shot", action="store_true", help="measure what is still known of unlearned classes")
+    parser.add_argument(
+        "--scale", type=float, nargs="+", metavar="S", help="for --zero-shot: shares of what was learned, in [0, 1]"
+    )
     parser.set_defaults(call=evaluate)
 
 
@@ -38,15 +46,22 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
     from dulbe_peft.streams.tasks import select_classes
 
+    if arguments.scale and not arguments.zero_shot:
+        raise ValueError("--scale is for --zero-shot: give both")
+    if arguments.zero_shot and arguments.reject is not None:
+        raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     learner = load_learner(arguments)
     data: Any = load_data(arguments.data, split=arguments.split or None)
     if arguments.class_names:
         data = rename_classes(data, arguments.class_names)
     carried = dataset_class_names(data) or ()
     known = [name for name in carried if name in set(learner.class_names)]
+    unknown = [name for name in carried if name not in set(known)]
+    if arguments.zero_shot:
+        print(json.dumps(_zero_shot(arguments, learner, data, known, unknown), indent=2, ensure_ascii=False))
+        return 0
     if not known:
         raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.learner!r}")
-    unknown = [name for name in carried if name not in set(known)]
     chosen = select_classes(data, known)
     found = learner.evaluate_images(chosen)
     figures = found.figures() | {
@@ -67,6 +82,26 @@ def evaluate(arguments: argparse.Namespace) -> int:
         figures["rejection"] = _rejection(learner, arguments.reject, found, others)
     print(json.dumps(figures, indent=2, ensure_ascii=False))
     return 0
+
+
+def _zero_shot(
+    arguments: argparse.Namespace, learner: Any, data: Any, known: list[str], unknown: list[str]
+) -> dict[str, Any]:
+    """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
+    from dulbe_peft.retention import zero_shot_retention
+    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.streams.tasks import select_classes
+
+    if not unknown:
+        raise ValueError(f"all classes in {arguments.data!r} have been learned: name images of other classes")
+    others = select_classes(data, unknown)
+    learned = [(select_classes(data, known), known)] if known else []
+    found = zero_shot_retention(learner, others, scales=arguments.scale or [1.0], learned=learned)
+    print(f"{counted(len(others), 'image')} of {counted(len(unknown), 'class')} not learned:", file=sys.stderr)
+    for row in found["scales"]:
+        beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % of the learned classes"
+        print(f"  scale {row['scale']:<5g} {100 * row['unlearned']:6.2f} % right{beside}", file=sys.stderr)
+    return found | {"not_learned": unknown, "learned": known}
 
 
 def _rejection(learner: Any, share: float, known: Any, unknown: Any) -> dict[str, Any]:

@@ -12,10 +12,17 @@ from dulbe_peft.commands.settings import add_flag, fields_of
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 
 
-def add_learner(parser: Parser) -> None:
-    """The arguments that name a learner and set the machine."""
-    parser.add_argument("learner", help="a saved learner: a run's folder, one of its tasks, or a Hub id")
-    parser.add_argument("--model", metavar="MODEL", help="the base model, where it is not where it was")
+def add_learner(parser: Parser, optional: bool = False) -> None:
+    """The arguments that name a learner and set the machine.
+
+    Args:
+        parser: of the command.
+        optional: whether `--model` alone names a pristine model.
+    """
+    alone = "; without LEARNER: a model that has learned nothing" if optional else ""
+    what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
+    parser.add_argument("learner", nargs="?" if optional else None, help=what)
+    parser.add_argument("--model", metavar="MODEL", help=f"the base model, where it is not where it was{alone}")
     group = parser.add_argument_group("machine")
     hints = get_type_hints(LearnerArguments)
     for field in fields_of(LearnerArguments):
@@ -29,11 +36,19 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
 
     Args:
         arguments: have what `add_learner` added.
-        defaults: settings of the machine that count where the arguments do not name them.
+        defaults: settings of the machine that count where the arguments do not name them; without a learner any.
+
+    Raises:
+        ValueError: neither a learner nor a model is named.
     """
+    if arguments.learner is None and arguments.model is None:
+        raise ValueError("name a saved learner, or a pristine model with --model")
     from dulbe_peft.backbone import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
+    given = defaults | {name: value for name, value in vars(arguments).items() if name in _MACHINE}
+    if arguments.learner is None:
+        model, processor = load_dual_encoder(arguments.model)
+        return ClassIncrementalLearner(model, processor, args=LearnerArguments(**given), strategy="frozen")
     base = None if arguments.model is None else load_dual_encoder(arguments.model)[0]
-    given = {name: value for name, value in vars(arguments).items() if name in _MACHINE}
-    return ClassIncrementalLearner.from_pretrained(arguments.learner, base_model=base, machine=defaults | given)
+    return ClassIncrementalLearner.from_pretrained(arguments.learner, base_model=base, machine=given)

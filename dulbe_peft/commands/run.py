@@ -144,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         resume=stream.resume,
         source=source_of(stream),
         check_zero_shot=setup.check_zero_shot,
+        test_ahead=stream.test_ahead,
     )
     if world()[0] == 0:
         if "classifiers" in results:

@@ -107,6 +107,10 @@ class StreamArguments:
     attn_implementation: str | None = dataclasses.field(
         default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."}
     )
+    test_ahead: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "After each task, test by class names also on the tasks that are still to come."},
+    )
     resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
     dry_run: bool = dataclasses.field(
         default=False,

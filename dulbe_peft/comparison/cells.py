@@ -23,10 +23,12 @@ import torch
 from dulbe_peft.checkpoint import TIMINGS_FILE, CheckpointError, read_manifest, task_folders
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.commands.run import set_up
-from dulbe_peft.commands.sources import source_of
+from dulbe_peft.commands.sources import open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.files import read_tensors, write_json, write_tensors
 from dulbe_peft.recording import Answers, read_features, replay
+from dulbe_peft.retention import zero_shot_retention
+from dulbe_peft.streams.tasks import Task
 
 CELL_FILE = "cell.json"
 ANSWERS_FOLDER = "answers"
@@ -87,7 +89,8 @@ def train(cell: Cell, folder: Path) -> None:
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
     learner = setup.make_learner(setup.args)
     source, check = source_of(setup.stream), setup.check_zero_shot
-    learner.run(setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check)
+    ahead = setup.stream.test_ahead
+    learner.run(setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check, test_ahead=ahead)
     content = {
         "stream": cell.stream,
         "method": cell.method,
@@ -101,7 +104,7 @@ def train(cell: Cell, folder: Path) -> None:
             "reliability_temperature": learner.args.reliability_temperature,
         },
         "cost": _cost(learner, folder),
-        "retention": None if cell.retention is None else _retention(learner, cell.retention),
+        "retention": _retention(learner, cell, setup.tasks),
         "finished": time.strftime("%Y-%m-%d"),
     }
     _drop_earlier_tasks(folder)
@@ -134,28 +137,19 @@ def _cost(learner: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _retention(learner: Any, data: str) -> dict[str, Any]:
-    """How well the model tells classes that it never learned by their names, before all tasks and after them."""
-    from peft import PeftModel
+def _retention(learner: Any, cell: Cell, tasks: Sequence[Task]) -> dict[str, Any] | None:
+    """How well the model tells classes that it never learned by their names, before all tasks and after them.
 
-    from dulbe_peft.commands.sources import open_source
-    from dulbe_peft.streams.samples import named_labels
-
-    source = {"data": data, "train_split": "train", "test_split": "test", "test_fraction": None}
+    Where the cell names scales, it also has what each of them gives on those classes and on the learned ones.
+    """
+    if cell.retention is None:
+        return None
+    source = {"data": cell.retention, "train_split": "train", "test_split": "test", "test_fraction": None}
     train_images, test_images = open_source(source, report=False)
     images = train_images if test_images is None else test_images
-    names, labels = named_labels(images)
-
-    def accuracy() -> float:
-        text = learner.text_embeds(names)
-        found = (learner.image_embeds(images, labels) @ text.T).argmax(dim=1).cpu()
-        return float((found == torch.as_tensor(labels)).float().mean())
-
-    now = accuracy()
-    if not isinstance(learner.model, PeftModel):
-        return {"before": now, "after": now}
-    with learner.model.disable_adapter():
-        return {"before": accuracy(), "after": now}
+    learned = [(task.test, task.class_names) for task in tasks] if cell.retention_scales else []
+    found = zero_shot_retention(learner, images, scales=cell.retention_scales, learned=learned)
+    return found if learned else {name: found[name] for name in ("before", "after")}
 
 
 def _drop_earlier_tasks(folder: Path) -> None:

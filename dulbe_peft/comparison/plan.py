@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from dulbe_peft.checks import check_number
 from dulbe_peft.classifiers import CLASSIFIERS, METHOD_CLASSIFIERS, Classifier, make_classifier
 from dulbe_peft.commands.settings import read_yaml, setting_values, validated
 from dulbe_peft.specs import closest, parse_spec
@@ -29,7 +30,7 @@ from dulbe_peft.strategies.base import Strategy
 
 DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
-_OWN = {"retention", "choose"}  # keys of a stream or a method that are no settings of a run
+_OWN = {"retention", "retention_scales", "choose"}  # keys of a stream or a method that are no settings of a run
 _FIXED = {
     "output": "the command line names one folder for all",
     "seed": "`seeds` names them",
@@ -76,6 +77,7 @@ class Cell:
         settings: of `dulbe-peft run`.
         folder: where it is kept, relative to the comparison's folder.
         retention: images of classes that are in no stream, to measure what the model still knows; or None.
+        retention_scales: shares of what was learned, in [0, 1], to measure that with; none: only before and after.
     """
 
     stream: str
@@ -84,6 +86,7 @@ class Cell:
     settings: dict[str, Any]
     folder: str
     retention: str | None = None
+    retention_scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Plan:
         reference: the row that all others are compared with; None: the first one, see `baseline`.
         choices: method -> setting -> values to choose from on held-back training images.
         retentions: stream -> images of classes that are in no stream.
+        retention_scales: stream -> the scales to measure them with, see `Cell`.
     """
 
     streams: dict[str, dict[str, Any]]
@@ -109,6 +113,7 @@ class Plan:
     reference: Row | None = None
     choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     retentions: dict[str, str] = field(default_factory=dict)
+    retention_scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Row:
@@ -167,7 +172,8 @@ class Plan:
         # Features from before each task are kept in any case, so that drift can be asked for later.
         drift = {"drift": "linear"} if self.strategy(method).adapts else {}
         settings = seeds | self.streams[stream] | self.methods[method] | more | drift
-        return Cell(stream, method, seed, settings, folder, self.retentions.get(stream))
+        scales = self.retention_scales.get(stream, ())
+        return Cell(stream, method, seed, settings, folder, self.retentions.get(stream), scales)
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -211,6 +217,7 @@ def _plan(content: dict[str, Any]) -> Plan:
         None,
         choices,
         retentions,
+        {name: _scales(name, entry) for name, entry in streams.items() if "retention_scales" in entry},
     )
     for cell in plan.cells():
         for name in ("model", "data"):
@@ -247,6 +254,15 @@ def _settings(owner: str, entry: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{owner} sets {name!r}, which it cannot: {_FIXED[name]}")
     settings = setting_values(given, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}
+
+
+def _scales(stream: str, entry: dict[str, Any]) -> tuple[float, ...]:
+    scales, owner = entry["retention_scales"], f"stream {stream!r}: retention_scales"
+    if not isinstance(scales, list) or not scales or "retention" not in entry:
+        raise ValueError(f"{owner} must be a list of numbers, beside retention, got {scales!r:.100}")
+    for scale in scales:
+        check_number(owner, scale, least=0, most=1)
+    return tuple(float(scale) for scale in scales)
 
 
 def _choices(method: str, entry: Any) -> dict[str, list[Any]]:

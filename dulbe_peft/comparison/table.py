@@ -56,7 +56,8 @@ class Entry:
         seconds: of training and testing the stream, and of teaching the classifier; mean over the seeds.
         trainable_parameters: that a task trains.
         kept_bytes: that method and classifier keep between tasks, without the model and its adapter.
-        retention: accuracy on classes in no stream, before all tasks and after them; None where not measured.
+        retention: accuracy on classes in no stream, "before" all tasks and "after" them, and "scales" where the stream
+            asks for them, see `dulbe_peft.retention`; means over the seeds. None where not measured.
     """
 
     stream: str
@@ -69,7 +70,7 @@ class Entry:
     seconds: float
     trainable_parameters: int
     kept_bytes: int
-    retention: dict[str, float] | None
+    retention: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,7 @@ def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Fo
         own, reference = (np.stack([side[seed].shares[name] for seed in shared]) for side in (found, other))
         differences[name] = paired_difference(own, reference)
     cells = [one.cell for one in found.values()]
-    kept = [one.cell.get("retention") for one in found.values()]
-    known = [entry for entry in kept if entry is not None]
-    retention = {k: statistics.fmean(entry[k] for entry in known) for k in ("before", "after")} if known else None
+    retention = _mean_retention([one.cell.get("retention") for one in found.values()])
     return Entry(
         stream,
         row,
@@ -185,6 +184,21 @@ def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Fo
         max(one.cell["cost"]["kept_bytes"] + one.cost["nbytes"] for one in found.values()),
         retention,
     )
+
+
+def _mean_retention(found: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What `cell.json` says of classes in no stream, as a mean over the seeds; the curve where all have the same."""
+    known = [entry for entry in found if entry is not None]
+    if not known:
+        return None
+    means: dict[str, Any] = {name: statistics.fmean(entry[name] for entry in known) for name in ("before", "after")}
+    curves = [entry.get("scales", []) for entry in known]
+    if all([point["scale"] for point in curve] == [point["scale"] for point in curves[0]] for curve in curves):
+        points = [
+            {name: statistics.fmean(p[name] for p in same) for name in same[0]} for same in zip(*curves, strict=True)
+        ]
+        means |= {"scales": points} if points else {}
+    return means
 
 
 # ---------------------------------------------------------------------- for people and for files

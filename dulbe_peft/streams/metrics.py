@@ -141,6 +141,38 @@ def _mean(values: np.ndarray) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
+def transfer_measures(matrix: Any) -> dict[str, float]:
+    """Transfer, Average and Last of a stream whose tasks are also tested before they are learned.
+
+    Args:
+        matrix: (T, T), T at least 2. Row t is what is measured after task t: on and left of the diagonal on tasks
+            that are learned, right of it on those that are still to come. Every entry is a fraction in [0, 1].
+
+    Returns:
+        "transfer": for each task but the first one, the mean over the rows before it is learned; and the mean of
+        these. "average": the mean of all entries. "last": the mean of the last row.
+
+    Raises:
+        ValueError: the matrix is not square with at least two rows, or an entry is no fraction.
+
+    Reference:
+        Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
+        2023, the measures of its multi-domain benchmark.
+
+    >>> transfer_measures([[0.75, 0.5], [0.25, 1.0]])
+    {'transfer': 0.5, 'average': 0.625, 'last': 0.625}
+    """
+    array = np.asarray(matrix, dtype=np.float64)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or len(array) < 2:
+        raise ValueError(f"the matrix has shape {array.shape}; it must be square, for at least two tasks")
+    for step, row in enumerate(array):
+        if not ((row >= 0) & (row <= 1)).all():
+            raise ValueError(f"row {step} of the matrix holds {row.tolist()}; each entry must be a fraction in [0, 1]")
+    before = [array[:task, task].mean() for task in range(1, len(array))]
+    means = {"transfer": np.mean(before), "average": array.mean(), "last": array[-1].mean()}
+    return {name: float(value) for name, value in means.items()}
+
+
 def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     """Expected calibration error: how far the probability of the answers is from the share of right answers.
 

@@ -1,0 +1,85 @@
+"""`dulbe-peft features`: what a model sees of labelled images, in a file for classifiers of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.outputs import check_output
+from dulbe_peft.commands.parser import Parser
+
+EXAMPLE = """examples:
+  dulbe-peft features out --data photos --split train --output train.npz
+  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output test.npz
+
+The file holds, for n images of C classes: features (n, d), labels (n,), class_names (C,),
+image_names (n,), and text_embeds (C, d) where the model has a text tower. Features and text
+embeddings have length 1. Read it with numpy.load.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser: Parser = commands.add_parser("features", help="write the features of images to a file", epilog=EXAMPLE)
+    add_learner(parser, optional=True)
+    parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the .npz file to write")
+    parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
+    parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+    parser.add_argument("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (%(default)s)")
+    parser.set_defaults(call=features)
+
+
+def features(arguments: argparse.Namespace) -> int:
+    """Write the file."""
+    if arguments.output == "-":
+        raise ValueError("--output is '-', expected the path of an .npz file")
+    check_output("--output", arguments.output, ".npz")
+    if arguments.learner is not None and arguments.prompt_template is not None:
+        raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
+    import numpy as np
+
+    from dulbe_peft.files import replacing
+    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.streams.protocols import rename_classes
+    from dulbe_peft.streams.readers import load_data
+
+    data: Any = load_data(arguments.data, split=arguments.split or None)
+    if arguments.class_names:
+        data = rename_classes(data, arguments.class_names)
+    template = {} if arguments.prompt_template is None else {"prompt_template": arguments.prompt_template}
+    arrays = feature_arrays(load_learner(arguments, **template), data, arguments.scale)
+    with replacing(Path(arguments.output).resolve()) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+    images, width = arrays["features"].shape
+    classes = counted(len(arrays["class_names"]), "class")
+    print(
+        f"written: {arguments.output}, {counted(images, 'image')} of {classes}, {width} numbers each", file=sys.stderr
+    )
+    return 0
+
+
+def feature_arrays(learner: Any, data: Any, scale: float = 1.0) -> dict[str, Any]:
+    """What the file holds, as arrays of numpy.
+
+    Args:
+        learner: a `ClassIncrementalLearner`.
+        data: labelled images that carry class names.
+        scale: share of what was learned, in [0, 1].
+    """
+    import numpy as np
+
+    from dulbe_peft.backbone import has_text
+    from dulbe_peft.streams.samples import item_name, named_labels
+
+    names, labels = named_labels(data)
+    with learner.scaled(scale):
+        arrays = {"features": learner.image_embeds(data, labels).cpu().numpy()}
+        if has_text(learner.clip):
+            arrays["text_embeds"] = learner.text_embeds(names).detach().cpu().numpy()
+    images = [item_name(data, index) for index in range(len(data))]
+    return arrays | {"labels": labels, "class_names": np.array(names), "image_names": np.array(images)}

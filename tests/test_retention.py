@@ -1,0 +1,169 @@
+"""What a learner still knows of classes that it never learned, at every scale, and of tasks to come."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from small_runs import tasks_of
+from torch.nn import functional as F
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.backbone import load_dual_encoder, pixel_values, tokenize
+from dulbe_peft.cli import main
+from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.results import stream_results
+from dulbe_peft.retention import zero_shot_retention
+from dulbe_peft.streams.metrics import transfer_measures
+from dulbe_peft.streams.readers import load_data
+
+QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress": False}
+
+
+def made(strategy="dulbe"):
+    model, processor = load_dual_encoder(demo_model_folder())
+    torch.manual_seed(0)
+    if strategy != "frozen":
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8))
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK), strategy=strategy)
+
+
+@pytest.fixture(scope="module")
+def ran(digit_folders, tmp_path_factory):
+    """A learner of two digits, of a stream of four in two tasks, the folder of the images, and the run's results."""
+    torch.set_num_threads(1)
+    images, output = digit_folders(4, 6, 3), tmp_path_factory.mktemp("ahead")
+    learner, tasks = made(), tasks_of(images)
+    results = learner.run(tasks, output, test_ahead=True)
+    half = ClassIncrementalLearner.from_pretrained(output / "task-001", machine={"device": "cpu", "progress": False})
+    return half, tasks, images, output, results
+
+
+def literal_accuracy(model, learner, images, names, choices):
+    """The share of images whose class's prompt is nearest, one image after the other."""
+    with torch.no_grad():
+        tokens = tokenize(learner.processor, [f"a photo of a {name}." for name in choices], learner.clip)
+        text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=1)
+        right = 0
+        for index in range(len(images)):
+            item = images[index]
+            pixels = pixel_values(learner.processor, item["image"])[None]
+            feature = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=1)[0]
+            right += choices[int((text @ feature).argmax())] == names[item["label"]]
+    return right / len(images)
+
+
+def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
+    learner, (first, second), *_ = ran
+    found = zero_shot_retention(learner, second.test, scales=[0.3], learned=[(first.test, first.class_names)])
+    assert [row["scale"] for row in found["scales"]] == [0, 0.3, 1]
+    assert (found["before"], found["after"]) == (found["scales"][0]["unlearned"], found["scales"][2]["unlearned"])
+    assert len({row["learned"] for row in found["scales"]}) > 1, "the scale makes no difference here"
+    whole = learner.model.base_model.model
+    for row in found["scales"]:
+        blend, _ = load_dual_encoder(demo_model_folder())
+        with torch.no_grad():
+            for name, module in whole.named_modules():
+                if hasattr(module, "get_delta_weight"):
+                    blend.get_submodule(name).weight += row["scale"] * module.get_delta_weight("default")
+        for task, key in ((second, "unlearned"), (first, "learned")):
+            expected = literal_accuracy(blend, learner, task.test, task.class_names, task.class_names)
+            assert row[key] == pytest.approx(expected), (row, key)
+
+
+def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_scale(ran):
+    learner, (first, second), *_ = ran
+    whole = learner.image_embeds(second.test)
+    for call in (learner.learn_task, learner.update_classes):
+        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled for the length of a block"):
+            call(first.train if call == learner.update_classes else second.train)
+    with learner.scaled(0.5):
+        assert not torch.equal(learner.image_embeds(second.test), whole)
+    assert torch.equal(learner.image_embeds(second.test), whole)
+    frozen = made("frozen")
+    with frozen.scaled(0.5):
+        half = frozen.image_embeds(second.test)
+    with learner.scaled(0):
+        assert torch.equal(half, learner.image_embeds(second.test))
+    with pytest.raises(ValueError, match="at most 1"), frozen.scaled(2):
+        raise AssertionError
+    rows = zero_shot_retention(frozen, second.test, scales=[0.5])["scales"]
+    assert len({row["unlearned"] for row in rows}) == 1 and rows[0]["learned"] is None
+
+
+def test_tasks_to_come_are_tested_by_their_names_among_all_classes(ran):
+    half, (first, second), _, output, results = ran
+    names = (*first.class_names, *second.class_names)
+    expected = literal_accuracy(half.model, half, second.test, second.class_names, names)
+    assert results["ahead"]["matrix"] == [[pytest.approx(expected)], []]
+    (a,), (b, c) = results["classifiers"]["bridge"]["matrix"]
+    assert results["ahead"]["classifiers"]["bridge"] == pytest.approx(transfer_measures([[a, expected], [b, c]]))
+    assert json.loads((output / "results.json").read_text())["ahead"] == results["ahead"]
+    assert made().run([first, second], output, test_ahead=True)["ahead"] == results["ahead"]  # read back
+    with pytest.raises(ValueError, match="test_ahead needs test data"):
+        made().run([type(first)(first.train, None, first.class_names)], output / "other", test_ahead=True)
+
+
+def test_a_task_that_was_not_expected_has_no_figure_from_before():
+    parts = [{"accuracy": 1.0, "accuracy_by_task": [1.0] * count} for count in (1, 2)]
+    rows = [{**part, "classifiers": {"text": part}} for part in parts]
+    rows[0]["ahead"], rows[1]["ahead"] = {"classes": [["b"]], "accuracy": [0.5]}, {"classes": [], "accuracy": []}
+    progress = {"rows": rows, "records": [None, None], "zero_shot": []}
+    settings = {"adapter": {}, "arguments": {"seed": 0}, "strategy": {}}
+    for names, whole in ((["b"], True), (["c"], False)):
+        found = stream_results(progress, settings, [["a"], names], ["text"], {})
+        assert ("ahead" in found) == whole
+    del rows[0]["ahead"]
+    assert "ahead" not in stream_results(progress, settings, [["a"], ["b"]], ["text"], {})
+
+
+def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
+    learner, (first, second), images, output, _ = ran
+    command = ["evaluate", str(output / "task-001"), "--data", str(images), "--device", "cpu", "--no-progress"]
+    assert main([*command, "--zero-shot", "--scale", "0.3", "0.6"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    tests = [(first.test, first.class_names)]
+    assert found.pop("not_learned") == sorted(second.class_names) and found.pop("learned") == sorted(first.class_names)
+    assert found == zero_shot_retention(learner, second.test, scales=[0.3, 0.6], learned=tests)
+    assert "scale 0.3" in captured.err
+    for wrong, words in ((["--scale", "0.5"], "--zero-shot"), (["--zero-shot", "--reject", "0.1"], "give one")):
+        assert main([*command, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert main([*command, "--zero-shot", "--scale", "2"]) == 2
+    assert "scale must be at most 1" in capsys.readouterr().err
+    assert main([command[0], str(output), *command[2:], "--zero-shot"]) == 2
+    assert "have been learned" in capsys.readouterr().err
+
+
+def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
+    learner, _, images, output, _ = ran
+    command = ["features", "--data", str(images), "--device", "cpu", "--no-progress", "--output"]
+    file, pristine = tmp_path / "learner.npz", tmp_path / "pristine.npz"
+    assert main([*command, str(file), str(output / "task-001")]) == 0
+    data = load_data(str(images), split="test")
+    with np.load(file) as found:
+        assert set(found) == {"features", "labels", "class_names", "image_names", "text_embeds"}
+        assert found["features"].dtype == np.float32
+        assert np.array_equal(found["features"], learner.image_embeds(data).numpy())
+        assert np.array_equal(found["text_embeds"], learner.text_embeds(data.class_names).detach().numpy())
+        assert found["labels"].tolist() == list(data.labels) and tuple(found["class_names"]) == data.class_names
+        assert found["image_names"][0] == data.item_name(0)
+        whole = found["features"]
+    assert main([*command, str(pristine), "--model", str(demo_model_folder())]) == 0
+    assert main([*command, str(file), str(output / "task-001"), "--scale", "0"]) == 0
+    with np.load(pristine) as base, np.load(file) as zero:
+        assert all(np.array_equal(base[name], zero[name]) for name in base)
+        assert not np.array_equal(base["features"], whole)
+    capsys.readouterr()
+    for arguments, words in (
+        ([str(file)], "name a saved learner"),
+        (["-", str(output)], "path of an .npz file"),
+        ([str(images / "train"), str(output)], "is a folder"),
+        ([str(file), str(output), "--prompt-template", "{}"], "a learner has its own template"),
+    ):
+        assert main([*command, *arguments]) == 2
+        assert words in capsys.readouterr().err
