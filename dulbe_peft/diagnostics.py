@@ -7,6 +7,7 @@ drift     features and prototypes of old classes before and after a task
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -367,7 +368,7 @@ def drift_by_task(tasks: Sequence[TaskFeatures]) -> list[TaskDrift]:
     """
     rows = []
     prototypes = [_class_means(tasks[0].closing.features, tasks[0].closing.labels)] if tasks else []
-    for number, (earlier, task) in enumerate(zip(tasks, tasks[1:]), 2):
+    for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         closing = task.closing
         figures: dict[str, float] = {}
         moved = None
@@ -423,8 +424,9 @@ def _old_figures(
     if texts is not None:
         figures["coordinates"] = float(coordinate_drift(before, after, texts[:first]).mean())
         known = texts.double()
-        if len(known) > 1:
-            figures["ranks"] = float(rank_similarity(old @ known.T, new @ known.T).nanmean())
+        kept = rank_similarity(old @ known.T, new @ known.T).nanmean() if len(known) > 1 else torch.tensor(torch.nan)
+        if not kept.isnan():
+            figures["ranks"] = float(kept)
     return figures
 
 

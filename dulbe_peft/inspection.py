@@ -31,7 +31,7 @@ def inspect_task(
         class_names: as `learn_task` takes them.
 
     Returns:
-        Layer name -> [`LayerDemand`](measures.md#dulbe_peft.diagnostics.LayerDemand).
+        Layer name -> [`LayerDemand`].
 
     Raises:
         ValueError: the model has no adapter, or the data set is not one that `learn_task` takes.
@@ -120,7 +120,8 @@ def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Te
         (slope,) = torch.autograd.grad(column, tokens[0], retain_graph=True)
         maps.append((tokens[0] * slope).sum(dim=-1).detach())
     relevance = torch.stack(maps, dim=1)
-    vision = getattr(model.config, "vision_config", model.config)  # type: ignore[union-attr]
+    config: Any = model.config
+    vision = getattr(config, "vision_config", config)
     grid = [side // vision.patch_size for side in pixels.shape[-2:]]
     # The class token and registers come first.
     return relevance[:, :, -grid[0] * grid[1] :].unflatten(-1, grid)

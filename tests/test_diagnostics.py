@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.backbone import unit_image_embeds
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.cli import main
 from dulbe_peft.closing import ClosingPass
 from dulbe_peft.diagnostics import (
     coordinate_drift,
@@ -30,6 +33,9 @@ from dulbe_peft.diagnostics import (
 )
 from dulbe_peft.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.recording import TaskFeatures, read_features
+from dulbe_peft.report import read_changes, read_run, write_figures, write_report
+from dulbe_peft.report.change_figures import capture_figure, layer_figure, relevance_figure
+from dulbe_peft.report.page import percent
 
 
 def unit(*shape):
@@ -339,3 +345,73 @@ def test_maps_of_a_learner_follow_its_training_and_refuse_other_widths(trained):
     assert torch.allclose(relevance_maps(learner, image, -texts), -after[:1], atol=1e-6)
     with pytest.raises(ValueError, match="as the features"):
         relevance_maps(learner, image, texts[:, :3])
+
+
+# ---------------------------------------------------------------------- what a run shows
+
+
+def test_the_page_has_what_training_changed(trained, tmp_path):
+    learner, folder, _ = trained
+    page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What training changed" in page
+    found = read_changes(read_run(folder))
+    weights = learner.head.reliability.double().cpu()
+    for depth in range(learner.head.num_depths):
+        cells = (weights[:, depth].mean(), weights[:, depth].std(correction=0), found.accuracy.alone[depth])
+        row = "".join(f'<td class="number">{percent(float(value))}</td>' for value in cells)
+        assert row in page
+    assert f"{percent(found.accuracy.weighted)} %" in page
+    assert f'<td class="number">{found.drift[0].old:.4f}</td>' in page
+
+
+def test_a_page_shows_only_what_the_run_kept(trained, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in trained[1].iterdir():
+        if path.name != "features":
+            (bare / path.name).symlink_to(path)
+    changes = read_changes(read_run(bare))
+    assert changes.profile is not None and changes.accuracy is None and changes.drift == []
+    page = write_report(bare, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What training changed" in page and "old test images" not in page and "alone (%)" not in page
+    assert [path.name for path in write_figures(bare, tmp_path / "new")] == [
+        "diagnostics.json",
+        "captures.png",
+        "depths.png",
+    ]
+    old = Path(__file__).parent / "saved" / "0.1" / "run"
+    assert "What training changed" in write_report(old, tmp_path / "old.html").read_text(encoding="utf-8")
+
+
+def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
+    _, folder, _ = trained
+    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
+    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
+    names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
+    assert {path.name for path in out.iterdir()} == names
+    said = capsys.readouterr().out
+    assert all(str(out / name) in said for name in names)
+    numbers = json.loads((out / "diagnostics.json").read_text())
+    found = read_changes(read_run(folder))
+    assert numbers["drift"] == [vars(row) for row in found.drift]
+    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
+    assert numbers["captures"][1]["shared_capture"] == read_run(folder).records[1]["shared_capture"]
+    assert main(["report", str(folder), str(folder), "--output", page, "--figures", str(out)]) != 0
+    assert "about one run" in capsys.readouterr().err
+
+
+def test_pictures_draw_their_numbers(trained):
+    learner, _, tasks = trained
+    bars = capture_figure([{"shared_capture": 0.25, "residual_capture": 0.5}]).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [25, 50, 25]
+    demands = inspect_task(learner, tasks[2].train, tasks[2].class_names)
+    figure = layer_figure([demands, demands])
+    image = figure.axes[0].images[0].get_array()
+    assert image.shape == (2, len(demands))
+    assert image[0].tolist() == pytest.approx([math.log10(row.energy) for row in demands.values()])
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
+    assert lines["occupied"] == pytest.approx([100 * row.occupied for row in demands.values()])
+    figure.canvas.draw()
+    maps = torch.tensor([[[1.0, -1.0], [0.0, 2.0]]])
+    shown = relevance_figure(np.zeros((4, 4, 3)), maps, ["cat"]).axes[1].images[-1]
+    assert shown.get_array().tolist() == [[1, 0], [0, 2]] and shown.get_clim() == (0, 2)

@@ -145,7 +145,7 @@ def relevance_figure(image: Any, maps: torch.Tensor, titles: Sequence[str]) -> A
     for cell, title, map_ in zip(cells, ("image", *titles), (None, *maps), strict=True):
         cell.imshow(image, extent=extent)
         if map_ is not None:
-            cell.imshow(map_.clamp(min=0), extent=extent, cmap="inferno", vmin=0, vmax=most, alpha=0.6)
+            cell.imshow(map_.clamp(min=0).tolist(), extent=extent, cmap="inferno", vmin=0, vmax=most, alpha=0.6)
         cell.set_title(title.replace("$", r"\$"), fontsize=8, color=INK)
         cell.set_axis_off()
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
 def _arrows(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
     """A picture of the first task's test images for each later task, by the first task's class names."""
     found = {}
-    for number, (earlier, task) in enumerate(zip(tasks, tasks[1:]), 2):
+    for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         first = len(tasks[0].closing.class_names)
         old = old_test_features(earlier, task)
         if old is None or earlier.texts is None or first < 2:
