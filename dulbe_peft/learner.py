@@ -57,7 +57,7 @@ from dulbe_peft.updating import check_update, with_more_images, without_class
 T = TypeVar("T")
 
 
-def _in_turn(method: Callable[..., T]) -> Callable[..., T]:
+def in_turn(method: Callable[..., T]) -> Callable[..., T]:
     """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task.
 
     Whatever the program has set, the call finds torch as usual, and the model in evaluation mode.
@@ -237,7 +237,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ learning
 
-    @_in_turn
+    @in_turn
     def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
@@ -284,7 +284,7 @@ class ClassIncrementalLearner:
         """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
         return _Transaction(self)
 
-    @_in_turn
+    @in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Take in further images of known classes, without training; on any error the learner is as it was before.
 
@@ -315,7 +315,7 @@ class ClassIncrementalLearner:
         with self.profile.phase("update"):
             self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels), places)
 
-    @_in_turn
+    @in_turn
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.
 
@@ -361,7 +361,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ using
 
-    @_in_turn
+    @in_turn
     def image_embeds(self, images: Any, labels: Any = None) -> torch.Tensor:
         """Unit features of images, (n, d), float32.
 
@@ -373,7 +373,7 @@ class ClassIncrementalLearner:
         with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
 
-    @_in_turn
+    @in_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
         """Unit text embeddings of class names, learned or not, (classes, d), float32, by the model as it is.
 
@@ -421,7 +421,7 @@ class ClassIncrementalLearner:
             answers.append(names if top_k is not None else next(iter(names), None))
         return answers
 
-    @_in_turn
+    @in_turn
     def predictions(self, images: Any, top_k: int = 1, reject: float | None = None) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
 
@@ -452,7 +452,7 @@ class ClassIncrementalLearner:
         """
         return self.evaluate_images(dataset, class_names).figures()
 
-    @_in_turn
+    @in_turn
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
         self._check_learned()
@@ -502,7 +502,7 @@ class ClassIncrementalLearner:
         if not self.tasks:
             raise ValueError("no task has been learned yet: call learn_task first")
 
-    @_in_turn
+    @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
 
@@ -574,7 +574,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ saving
 
-    @_in_turn
+    @in_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything needed to predict or to go on learning: one folder, put in place whole.
 
@@ -583,7 +583,7 @@ class ClassIncrementalLearner:
         """
         saving.save(self.state, Path(folder))
 
-    @_in_turn
+    @in_turn
     def push_to_hub(
         self,
         repo_id: str,

@@ -149,14 +149,14 @@ class TaskTrainer:
         with self.encoder.profile.phase("probe"):
             with altered or nullcontext():
                 if GRADIENTS in needs:
-                    task.gradients, teacher = self._probe(images, names)
+                    task.gradients, teacher = self.probe(images, names)
                 if INPUTS in needs:
                     teacher, task.inputs = self.encode(images, "probe", True)
             if (teacher is None or altered) and (drifts or TEACHER in needs):
                 teacher, _ = self.encode(images, "probe", False)
         return teacher
 
-    def _probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
         features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
         with torch.no_grad():

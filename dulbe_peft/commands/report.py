@@ -11,6 +11,7 @@ EXAMPLE = """example:
   dulbe-peft report out
   dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
   dulbe-peft report comparison
+  dulbe-peft report out --figures pictures
 
 The page is one file that any browser opens, also without a network.
 """
@@ -25,13 +26,16 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table of results, too, with full figures")
     parser.add_argument("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
+    parser.add_argument(
+        "--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run"
+    )
     parser.set_defaults(call=report)
 
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page, and tables where they are asked for."""
     from dulbe_peft.comparison.page import is_comparison, write_comparison_page
-    from dulbe_peft.report import write_report
+    from dulbe_peft.report import write_figures, write_report
 
     check_output("--output", arguments.output, ".html")
     check_output("--csv", arguments.csv, ".csv")
@@ -44,8 +48,13 @@ def report(arguments: argparse.Namespace) -> int:
             f"{comparisons[0]} is a comparison and {runs[0]} is none" if runs else f"got {len(folders)} comparisons"
         )
         raise ValueError(f"a page is about runs or about one comparison, {found}: report on each alone")
+    if arguments.figures is not None and (comparisons or len(folders) > 1):
+        raise ValueError(
+            f"--figures is about one run, got {'a comparison' if comparisons else f'{len(folders)} runs'}"
+        )
     page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
-    for path in (page, arguments.csv, arguments.latex):
+    figures = [] if arguments.figures is None else write_figures(folders[0], arguments.figures)
+    for path in (page, arguments.csv, arguments.latex, *figures):
         if path is not None:
             print(f"written: {path}")
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.files import replacing
+from dulbe_peft.report.changes import changes_view
 from dulbe_peft.report.collect import Run, as_written, class_table, confusion, data_name, read_run
 from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
 from dulbe_peft.report.tables import (
@@ -173,6 +174,7 @@ def _view(run: Run, key: str) -> dict[str, Any]:
         "examples": {kind: [_example(entry) for entry in rows] for kind, rows in run.examples.items()},
         "loss": "",
         "tested": run.tested,
+        **changes_view(run, key),
     }
     losses = [record.get("loss") or [] for record in run.records]
     if any(losses):

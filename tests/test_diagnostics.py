@@ -1,0 +1,417 @@
+"""The measures of the paper's diagnostic figures, against loops in float64 that follow their definitions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from scipy.stats import spearmanr
+from small_runs import QUICK, tasks_of
+from tiny_encoders import IMAGE_ONLY, IMAGE_SIZE, WITH_TEXT, make_model
+from torch.nn import functional as F
+
+from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.cli import main
+from dulbe_peft.closing import ClosingPass
+from dulbe_peft.diagnostics import (
+    coordinate_drift,
+    coordinate_plane,
+    cosines,
+    depth_accuracy,
+    drift_by_task,
+    layer_demands,
+    rank_similarity,
+    reliability_profile,
+)
+from dulbe_peft.inspection import inspect_task, relevance_maps, token_relevance
+from dulbe_peft.recording import TaskFeatures, read_features
+from dulbe_peft.report import read_changes, read_run, write_figures, write_report
+from dulbe_peft.report.change_figures import capture_figure, layer_figure, relevance_figure
+from dulbe_peft.report.page import percent
+
+
+def unit(*shape):
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+# ---------------------------------------------------------------------- demand
+
+
+def test_shares_of_the_gradient_equal_projections_written_out():
+    gradient, tokens = torch.randn(6, 10), torch.randn(40, 10) * torch.linspace(3, 0.1, 10)
+    history = tokens.T @ tokens
+    demand = layer_demands({"a": gradient}, {"a": history}, 1, 2, support_rank=4)["a"]
+    grad, (_, vectors) = gradient.double().numpy(), np.linalg.eigh(history.double().numpy())
+    occupied = vectors[:, ::-1][:, :4]
+    energy = (grad**2).sum()
+    inside = np.linalg.svd(grad @ occupied)[1] ** 2 / energy
+    outside = np.linalg.svd(grad @ (np.eye(10) - occupied @ occupied.T))[1] ** 2 / energy
+    assert demand.energy == pytest.approx(energy)
+    assert demand.occupied == pytest.approx(inside.sum(), abs=1e-6)
+    assert demand.chance == 0.4
+    assert demand.shared == pytest.approx(inside[0], abs=1e-6)
+    assert demand.residual == pytest.approx(outside[:2].sum(), abs=1e-6)
+    assert demand.neither == pytest.approx(inside[1:].sum() + outside[2:].sum(), abs=1e-6)
+    sign, scaled = (layer_demands({"a": g}, {"a": history}, 1, 2, 4)["a"] for g in (-gradient, 3 * gradient))
+    assert sign == demand and scaled.energy == pytest.approx(9 * energy)
+    assert scaled.occupied == pytest.approx(demand.occupied)
+
+
+def test_a_random_gradient_meets_the_occupied_directions_at_chance():
+    tokens = torch.randn(100, 12)
+    demand = layer_demands({"a": torch.randn(4000, 12)}, {"a": tokens.T @ tokens}, 1, 2, support_rank=3)["a"]
+    assert demand.occupied == pytest.approx(demand.chance, abs=0.03)
+
+
+def test_the_first_task_has_no_occupied_directions_and_no_gradient_has_no_share():
+    demand = layer_demands({"a": torch.zeros(3, 4)}, None, 1, 1)["a"]
+    assert demand.occupied is None and demand.chance is None
+    assert (demand.energy, demand.shared, demand.residual) == (0, 0, 0)
+
+
+# ---------------------------------------------------------------------- depths
+
+
+@pytest.fixture
+def head():
+    head = BridgeEnsembleHead(8, num_depths=4, reliability_temperature=0.05, logit_scale=10.0)
+    labels = torch.arange(5).repeat(6)
+    centres = unit(5, 8)
+    head.add_classes(list("abcde"), F.normalize(centres[labels] + 0.4 * torch.randn(30, 8), dim=1), labels, unit(5, 8))
+    return head, F.normalize(centres[labels] + 0.6 * torch.randn(30, 8), dim=1), labels
+
+
+def bridge(v, e, depth):
+    angle = math.acos(float(v @ e))
+    return (math.sin((1 - depth) * angle) * v + math.sin(depth * angle) * e) / math.sin(angle)
+
+
+def test_accuracy_of_depths_equals_loops_over_images(head):
+    head, features, labels = head
+    found = depth_accuracy(head, features, labels)
+    visual, texts = head.visual_prototypes.double(), head.text_embeds.double()
+    bridges = [[bridge(visual[c], texts[c], float(a)) for a in head.depths.double()] for c in range(5)]
+    hits = {"uniform": 0, "weighted": 0}
+    alone = torch.zeros(5, 4, dtype=torch.float64)
+    for feature, label in zip(features.double(), labels.tolist(), strict=True):
+        scores = torch.tensor([[float(feature @ b) for b in row] for row in bridges], dtype=torch.float64)
+        alone[label] += scores.argmax(dim=0) == label
+        hits["uniform"] += int(scores.sum(dim=1).argmax()) == label
+        hits["weighted"] += int((scores * head.reliability.double()).sum(dim=1).argmax()) == label
+    assert torch.allclose(found.classes, alone / 6)
+    assert torch.allclose(found.alone, alone.sum(dim=0) / 30)
+    assert found.uniform == pytest.approx(hits["uniform"] / 30)
+    assert found.weighted == pytest.approx(hits["weighted"] / 30)
+    assert len(set(found.alone.tolist())) > 1, "all depths tell the same: the test would not see them swapped"
+    ends = depth_accuracy(head, features, labels, depths=torch.tensor([1.0, 0.0]))
+    assert ends.alone.tolist() == [found.alone[-1], found.alone[0]]
+    assert ends.uniform == found.uniform
+
+
+def test_a_class_without_images_has_no_curve_and_a_foreign_label_is_named(head):
+    head, features, labels = head
+    found = depth_accuracy(head, features[labels < 4], labels[labels < 4])
+    assert found.classes[4].isnan().all() and not found.classes[:4].isnan().any()
+    with pytest.raises(ValueError, match="5 classes"):
+        depth_accuracy(head, features, labels + 1)
+
+
+def test_depths_of_a_whitened_head_are_compared_in_its_own_space():
+    head = BridgeEnsembleHead(8, depths=[0.3], logit_scale=10.0, metric="whitened")
+    labels, centres = torch.arange(5).repeat(6), unit(5, 8)
+    images = F.normalize(centres[labels] + 0.5 * torch.randn(30, 8), dim=1)
+    head.add_classes(list("abcde"), images, labels, unit(5, 8))
+    found = depth_accuracy(head, images, labels)
+    assert found.alone.item() == found.uniform == found.weighted  # one depth is all there is
+
+
+def test_the_profile_of_reliability(head):
+    found = reliability_profile(head[0])
+    weights = head[0].reliability.double().numpy()
+    assert np.allclose(found.mean, weights.mean(axis=0)) and np.allclose(found.spread, weights.std(axis=0))
+    assert np.allclose(found.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
+    with pytest.raises(ValueError, match="no class"):
+        reliability_profile(BridgeEnsembleHead(8))
+
+
+# ---------------------------------------------------------------------- drift
+
+
+def test_drift_of_rows_equals_loops():
+    before, after, texts = unit(7, 6), unit(7, 6), unit(3, 6)
+    for row, (a, b) in enumerate(zip(before.double().numpy(), after.double().numpy(), strict=True)):
+        assert cosines(before, 5 * after)[row].item() == pytest.approx((a * b).sum(), abs=1e-6)
+        shift = [sum(b * e) - sum(a * e) for e in texts.double().numpy()]
+        assert coordinate_drift(before, after, texts)[row].item() == pytest.approx(math.hypot(*shift), abs=1e-6)
+    assert cosines(before, -before).tolist() == pytest.approx([-1.0] * 7)
+    with pytest.raises(ValueError, match="one shape"):
+        cosines(before, texts)
+
+
+def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
+    before, after, texts = unit(20, 6), unit(20, 6), unit(5, 6)
+    start, end = coordinate_plane(before, after, texts[:2])
+    assert torch.allclose((end - start).norm(dim=1), coordinate_drift(before, after, texts[:2]))
+    start, end = coordinate_plane(before, after, texts)
+    assert ((end - start).norm(dim=1) <= coordinate_drift(before, after, texts) + 1e-12).all()
+    places = (torch.cat([before, after]).double() @ texts.double().T).numpy()
+    values = np.linalg.svd(places - places.mean(axis=0))[1]
+    assert np.allclose(np.linalg.norm(torch.cat([start, end]).numpy(), axis=0), values[:2])
+
+
+def test_rank_similarity_is_spearmans_of_every_row_ties_included():
+    before, after = torch.randn(4, 6), torch.randn(4, 6)
+    before[0, :3] = 1.0
+    found = rank_similarity(before, after)
+    assert found.tolist() == pytest.approx([spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)])
+    assert rank_similarity(before, before.exp()).tolist() == pytest.approx([1.0] * 4)
+    assert rank_similarity(before[1:], -before[1:]).tolist() == pytest.approx([-1.0] * 3)
+    with pytest.raises(ValueError, match="two texts"):
+        rank_similarity(before[:, :1], after[:, :1])
+
+
+def stream(*moves):
+    """Tasks of two classes each in 6 dimensions; each later model turns all features by a matrix."""
+    centres, texts, turn, tasks = unit(2 * (len(moves) + 1), 6), unit(2 * (len(moves) + 1), 6), torch.eye(6), []
+    tests = [
+        F.normalize(centres[[2 * t, 2 * t + 1]].repeat(4, 1) + 0.3 * unit(8, 6), dim=1) for t in range(len(moves) + 1)
+    ]
+    labels = torch.arange(2).repeat(4)
+    for t, move in enumerate([torch.eye(6), *moves]):
+        images = F.normalize(centres[[2 * t, 2 * t + 1]].repeat(4, 1) + 0.3 * unit(8, 6), dim=1)
+        before, turn = images @ turn, turn @ move
+        closing = ClosingPass((f"{t}a", f"{t}b"), images @ turn, labels, before)
+        found = {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}
+        tasks.append(TaskFeatures(closing, texts[: 2 * (t + 1)], found))
+    return tasks
+
+
+def rotation():
+    return torch.linalg.qr(torch.eye(6) + 0.3 * torch.randn(6, 6)).Q
+
+
+def test_drift_of_a_stream_equals_loops_over_classes():
+    tasks = stream(rotation(), rotation())
+    found = drift_by_task(tasks)
+    assert [row.task for row in found] == [2, 3]
+    last, earlier, task = found[1], tasks[1], tasks[2]
+    assert last.own == pytest.approx(float((task.closing.before * task.closing.features).sum(1).mean()), abs=1e-6)
+    before = torch.cat([earlier.tests[n][0] for n in (1, 2)]).double()
+    after = torch.cat([task.tests[n][0] for n in (1, 2)]).double()
+    truth = torch.cat([task.tests[n][1] for n in (1, 2)])
+    assert last.old == pytest.approx(float((before * after).sum(dim=1).mean()), abs=1e-6)
+    first = earlier.texts[:2].double()
+    assert last.coordinates == pytest.approx(float(((after - before) @ first.T).norm(dim=1).mean()), abs=1e-6)
+    matrix = linear_map(task.closing.before, task.closing.features)
+    means, mapped, ranks, foretold = [], [], [], []
+    for c in range(4):
+        old, new = (F.normalize(part[truth == c].mean(dim=0), dim=0) for part in (before, after))
+        means.append(float(old @ new))
+        mapped.append(float(new @ F.normalize(old @ matrix, dim=0)))
+        texts = earlier.texts.double()
+        ranks.append(spearmanr(texts @ old, texts @ new).statistic)
+        closing = tasks[c // 2].closing
+        stored = F.normalize(closing.features[closing.labels == c % 2].double().mean(dim=0), dim=0)
+        foretold.append(float(stored @ F.normalize(stored @ matrix, dim=0)))
+    for name, values in (("means", means), ("mapped", mapped), ("ranks", ranks), ("foretold", foretold)):
+        assert getattr(last, name) == pytest.approx(np.mean(values), abs=1e-5), name
+    still = drift_by_task(stream(torch.eye(6)))[0]
+    assert still.old == pytest.approx(1) and still.ranks == pytest.approx(1) and still.coordinates < 1e-6
+
+
+def test_drift_leaves_out_what_was_not_kept_and_refuses_other_images():
+    one, two = stream(rotation())
+    bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), None, {})
+    row = drift_by_task([one, bare])[0]
+    assert row.task == 2 and {value for name, value in vars(row).items() if name != "task"} == {None}
+    textless = drift_by_task([TaskFeatures(one.closing, None, one.tests), two])[0]
+    assert textless.ranks is None and textless.old is not None
+    two.tests[1] = (two.tests[1][0], two.tests[1][1].flip(0))
+    with pytest.raises(ValueError, match="differ"):
+        drift_by_task([one, two])
+    assert drift_by_task([]) == []
+
+
+# ---------------------------------------------------------------------- with a learner and images
+
+
+@pytest.fixture(scope="module")
+def trained(base, digit_folders, tmp_path_factory):
+    """A learner of two tasks, its folder, and the stream of three tasks."""
+    torch.set_num_threads(1)
+    clip, processor = base
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
+    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK, drift="linear"))
+    tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
+    learner.run(tasks[:2], folder, keep_features=True)
+    return learner, folder, tasks
+
+
+def test_a_task_to_come_asks_what_learning_it_then_records(trained):
+    learner, folder, tasks = trained
+    before = copy.deepcopy(learner.model.state_dict())
+    demands = inspect_task(learner, tasks[2].train, tasks[2].class_names)
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
+    assert list(demands) == list(learner.state.adapter.dual_mode_layers())
+    assert all(0 < row.chance < 1 and row.shared <= row.occupied + 1e-6 for row in demands.values())
+    again = ClassIncrementalLearner.from_pretrained(folder / "task-002")
+    again.learn_task(tasks[2].train, tasks[2].class_names)
+    assert again.record.shared_capture == pytest.approx(np.mean([row.shared for row in demands.values()]), abs=1e-5)
+    assert again.record.residual_capture == pytest.approx(
+        np.mean([row.residual for row in demands.values()]), abs=1e-5
+    )
+
+
+def test_the_depths_and_the_drift_of_a_run(trained):
+    learner, folder, _ = trained
+    tasks = read_features(folder)
+    features, truth = (torch.cat(parts) for parts in zip(*tasks[-1].tests.values(), strict=True))
+    found = depth_accuracy(learner.head, features, truth)
+    assert found.weighted == pytest.approx(learner.past.rows[-1]["classifiers"]["bridge"]["accuracy"])
+    row = drift_by_task(tasks)[0]
+    assert None not in vars(row).values() and row.old < 1 and row.own < 1
+
+
+def relevance_by_differences(model, pixels, prototype):
+    """Gradient times activation from central differences: nothing here asks autograd or a hook."""
+    tower = model.vision_model
+    block = tower.encoder.layers[1]
+    residual = tower.encoder.layers[0](tower.pre_layrnorm(tower.embeddings(pixels)), attention_mask=None)
+    normed = block.layer_norm1(residual)
+
+    def similarity(tokens):
+        hidden = residual + block.self_attn(hidden_states=tokens, attention_mask=None)[0]
+        hidden = hidden + block.mlp(block.layer_norm2(hidden))
+        pooled = tower.post_layernorm(hidden[:, 0])
+        return (F.normalize(model.visual_projection(pooled), dim=1) @ prototype)[0]
+
+    relevance = torch.zeros(normed.shape[1], dtype=torch.float64)
+    for token in range(normed.shape[1]):
+        for channel in range(normed.shape[2]):
+            step = torch.zeros_like(normed)
+            step[0, token, channel] = 1e-5
+            slope = (similarity(normed + step) - similarity(normed - step)) / 2e-5
+            relevance[token] += slope * normed[0, token, channel]
+    return relevance[1:].reshape(2, 2)
+
+
+def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
+    model = tiny_clip().double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    monkeypatch.setattr(
+        "dulbe_peft.backbone._unit", lambda out: F.normalize(getattr(out, "pooler_output", out), dim=1)
+    )
+    pixels, prototypes = torch.randn(2, 3, 16, 16, dtype=torch.float64), unit(3, 16).double()
+    found = token_relevance(model, pixels, prototypes)
+    assert found.shape == (2, 3, 2, 2) and not found.requires_grad
+    with torch.no_grad():
+        expected = relevance_by_differences(model, pixels[1:], prototypes[2])
+    assert torch.allclose(found[1, 2], expected, rtol=1e-5, atol=1e-8)
+    assert expected.abs().max() > 1e-4
+    norm = model.vision_model.encoder.layers[1].layer_norm1
+    assert not norm._forward_hooks and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", [*WITH_TEXT, *IMAGE_ONLY])
+def test_every_served_encoder_has_maps(model_type):
+    model = make_model(model_type).eval()
+    pixels = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    width = unit_image_embeds(model, pixels).shape[1]
+    maps = token_relevance(model, pixels, unit(2, width))
+    assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
+
+
+def test_maps_of_a_learner_follow_its_training_and_refuse_other_widths(trained):
+    learner, folder, tasks = trained
+    image = tasks[0].test[0]["image"]
+    texts = learner.text_embeds(learner.class_names)
+    after = relevance_maps(learner, [image, image], texts)
+    before = relevance_maps(ClassIncrementalLearner.from_pretrained(folder / "task-001"), image, texts)
+    assert after.shape[:2] == (2, 4) and torch.equal(after[0], after[1])
+    assert before.shape[1:] == after.shape[1:] and not torch.allclose(
+        before[0, 0], after[0, 0], atol=1e-3 * after.abs().amax().item()
+    )
+    assert torch.allclose(relevance_maps(learner, image, 7 * texts), after[:1], atol=1e-6)
+    assert torch.allclose(relevance_maps(learner, image, -texts), -after[:1], atol=1e-6)
+    with pytest.raises(ValueError, match="as the features"):
+        relevance_maps(learner, image, texts[:, :3])
+
+
+# ---------------------------------------------------------------------- what a run shows
+
+
+def test_the_page_has_what_training_changed(trained, tmp_path):
+    learner, folder, _ = trained
+    page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What training changed" in page
+    found = read_changes(read_run(folder))
+    weights = learner.head.reliability.double().cpu()
+    for depth in range(learner.head.num_depths):
+        cells = (weights[:, depth].mean(), weights[:, depth].std(correction=0), found.accuracy.alone[depth])
+        row = "".join(f'<td class="number">{percent(float(value))}</td>' for value in cells)
+        assert row in page
+    assert f"{percent(found.accuracy.weighted)} %" in page
+    assert f'<td class="number">{found.drift[0].old:.4f}</td>' in page
+
+
+def test_a_page_shows_only_what_the_run_kept(trained, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in trained[1].iterdir():
+        if path.name != "features":
+            (bare / path.name).symlink_to(path)
+    changes = read_changes(read_run(bare))
+    assert changes.profile is not None and changes.accuracy is None and changes.drift == []
+    page = write_report(bare, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What training changed" in page and "old test images" not in page and "alone (%)" not in page
+    assert [path.name for path in write_figures(bare, tmp_path / "new")] == [
+        "diagnostics.json",
+        "captures.png",
+        "depths.png",
+    ]
+    old = Path(__file__).parent / "saved" / "0.1" / "run"
+    assert "What training changed" in write_report(old, tmp_path / "old.html").read_text(encoding="utf-8")
+
+
+def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
+    _, folder, _ = trained
+    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
+    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
+    names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
+    assert {path.name for path in out.iterdir()} == names
+    said = capsys.readouterr().out
+    assert all(str(out / name) in said for name in names)
+    numbers = json.loads((out / "diagnostics.json").read_text())
+    found = read_changes(read_run(folder))
+    assert numbers["drift"] == [vars(row) for row in found.drift]
+    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
+    assert numbers["captures"][1]["shared_capture"] == read_run(folder).records[1]["shared_capture"]
+    assert main(["report", str(folder), str(folder), "--output", page, "--figures", str(out)]) != 0
+    assert "about one run" in capsys.readouterr().err
+
+
+def test_pictures_draw_their_numbers(trained):
+    learner, _, tasks = trained
+    bars = capture_figure([{"shared_capture": 0.25, "residual_capture": 0.5}]).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [25, 50, 25]
+    demands = inspect_task(learner, tasks[2].train, tasks[2].class_names)
+    figure = layer_figure([demands, demands])
+    image = figure.axes[0].images[0].get_array()
+    assert image.shape == (2, len(demands))
+    assert image[0].tolist() == pytest.approx([math.log10(row.energy) for row in demands.values()])
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
+    assert lines["occupied"] == pytest.approx([100 * row.occupied for row in demands.values()])
+    figure.canvas.draw()
+    maps = torch.tensor([[[1.0, -1.0], [0.0, 2.0]]])
+    shown = relevance_figure(np.zeros((4, 4, 3)), maps, ["cat"]).axes[1].images[-1]
+    assert shown.get_array().tolist() == [[1, 0], [0, 2]] and shown.get_clim() == (0, 2)
