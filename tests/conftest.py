@@ -55,7 +55,7 @@ def tiny_clip():
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base():
     """The packaged demo model and its processor; tests copy the model before they adapt it."""
     from dulbe_peft import load_clip

@@ -1,6 +1,6 @@
 """What tests/test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
-with. Arguments: the output folder, how many processes are meant to run, a strategy, and "break" for errors in one
-process alone before the stream."""
+with. Arguments: the output folder, how many processes are meant to run, strategies with commas between, each of which
+learns the stream, and "break" for errors in one process alone before the stream."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ def fail_alone(learner: ClassIncrementalLearner, digits: DigitImages, rank: int)
         raise SystemExit("two tasks were learned as one")
 
 
+def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
+    clip, processor = load_clip(demo_model_folder())
+    clip.set_attn_implementation("eager")
+    args = LearnerArguments(
+        epochs=2, batch_size=8, eval_batch_size=5, device="cpu", progress=False, prompt_template="the digit {}."
+    )
+    torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
+    return ClassIncrementalLearner(get_peft_model(clip, config), processor, args=args, strategy=strategy)
+
+
+def state_of(learner: ClassIncrementalLearner) -> dict[str, torch.Tensor]:
+    """The adapter, the head and what the strategy keeps."""
+    state = {k: v for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k}
+    kept = learner.memory if isinstance(learner.memory, dict) else learner.statistics
+    state |= dict(learner.head.named_buffers(prefix="head"))
+    state |= {f"statistics.{name}": matrix for name, matrix in kept.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in state.items()}
+
+
 def main() -> None:
     output, processes = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
@@ -74,28 +94,15 @@ def main() -> None:
     # 17 images a task in batches of 8: the last batch has one image, whatever the number of processes.
     rows = np.concatenate([np.flatnonzero(data.target == c)[: 8 + c % 2] for c in range(10)])
     digits = DigitImages(data.images[rows], data.target[rows])
-    clip, processor = load_clip(demo_model_folder())
-    clip.set_attn_implementation("eager")
-    args = LearnerArguments(
-        epochs=2, batch_size=8, eval_batch_size=5, device="cpu", progress=False, prompt_template="the digit {}."
-    )
     rank, size = world_from_launcher()
-    torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
-    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
-    model = get_peft_model(clip, config)
-    learner = ClassIncrementalLearner(model, processor, args=args, strategy=sys.argv[3])
-    if world() != (rank, processes):
-        raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
-    if sys.argv[4:] and size > 1:
-        fail_alone(learner, digits, rank)
-    learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / "run")
-    state = {
-        k: v.contiguous() for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k
-    }
-    kept = learner.memory if isinstance(learner.memory, dict) else learner.statistics
-    state |= dict(learner.head.named_buffers(prefix="head"))
-    state |= {f"statistics.{name}": matrix.clone() for name, matrix in kept.items()}
-    save_file({k: v.clone() for k, v in state.items()}, output / f"process-{rank}.safetensors")
+    for strategy in sys.argv[3].split(","):
+        learner = make_learner(strategy, rank)
+        if world() != (rank, processes):
+            raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+        if sys.argv[4:] and size > 1:
+            fail_alone(learner, digits, rank)
+        learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / strategy)
+        save_file(state_of(learner), output / f"{strategy}-{rank}.safetensors")
     leave()
 
 

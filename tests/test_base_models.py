@@ -50,7 +50,7 @@ def learner_of(model, processor, adapted=False, **settings):
         model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8))
     return ClassIncrementalLearner(
         model, processor, args=LearnerArguments(**(ARGS.portable() | {"device": "cpu", "progress": False} | settings)),
-        strategy="dulbe" if adapted else "frozen",
+        strategy="dulbe" if adapted else "frozen", classifiers=("bridge",),
     )  # fmt: skip
 
 

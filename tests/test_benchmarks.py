@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[1]
 TOOLS = {"__init__", "advising", "common", "literal", "models", "ours", "stock", "table"}
 # `advising` needs a finished comparison, and is tested with the advice.
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-# Processes of its own, and figures that only Linux has.
-MEMORY = (pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux"))
+SLOW = {"accuracy", "deployment", "family", "few_images", "memory", "rejection", "stream"}
+# The figures of "memory" are those that Linux has.
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
 DEPRECATED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
@@ -119,7 +121,7 @@ def test_a_literal_task_ends_where_the_learner_ends():
 
 
 @pytest.mark.filterwarnings(DEPRECATED)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=MEMORY if n == "memory" else ()) for n in BENCHMARKS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in BENCHMARKS])
 def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     out = tmp_path / f"{name}.json"

@@ -352,6 +352,7 @@ def test_load_state_dict_refuses_and_changes_nothing(head, key, value, message):
 # ---------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
     images = randn(4, DIM, seed=9)
     head.save_pretrained(tmp_path / "head")

@@ -15,6 +15,7 @@ from dulbe_peft.comparison.table import write_table
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
 
+pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 # The contrast of every text with what lies behind it, by WCAG 2: relative luminance, colours with alpha blended.
 CONTRASTS = """() => {

@@ -49,7 +49,7 @@ SPECS = {
     "bayes": "bayes:features=100",
     "bayes linear": "bayes:features=0",
     "visual_agent": "visual_agent",
-    "rapf": "rapf:batch_size=32,learning_rate=0.01",
+    "rapf": "rapf:epochs=6,batch_size=32,learning_rate=0.01",
     "bofa": "bofa",
 }
 NAMED = [name for name in SPECS if " " not in name]

@@ -298,6 +298,7 @@ def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(make, tmp_path, cap
     assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_command_quietly():
     command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -306,7 +307,8 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
 
 def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys):
     base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
-    assert main([*base, "--strategy", "frozen", "--output", str(tmp_path / "out")]) == 0
+    choice = ["--strategy", "frozen", "--classifiers", "bridge"]
+    assert main([*base, *choice, "--output", str(tmp_path / "out")]) == 0
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
     captured = capsys.readouterr()

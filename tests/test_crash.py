@@ -21,7 +21,7 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.run import LOCK_FILE
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "4"))
+KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
 
 
 @pytest.fixture(scope="module")

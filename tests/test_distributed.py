@@ -24,51 +24,73 @@ from dulbe_peft.distributed import (
 )
 
 STREAM = Path(__file__).with_name("distributed_stream.py")
-NUMBERS = ("one", "two")
+STRATEGIES = ("dulbe", "lora_sub", "cl_lora")  # the last two: notes of `plan`, and gradients of its own
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
-def launch(processes, output, *more, strategy="dulbe"):
+def launch(processes, output, strategies, *more):
+    """Learn the stream with each strategy; what the script said."""
     output.mkdir(exist_ok=True)
     start = (*LAUNCH, str(processes)) if processes > 1 else ()
-    command = [sys.executable, *start, str(STREAM), str(output), str(processes), strategy, *more]
+    command = [sys.executable, *start, str(STREAM), str(output), str(processes), ",".join(strategies), *more]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
-    return [load_file(output / f"process-{rank}.safetensors") for rank in range(processes)], done
+    return done.stdout + done.stderr
+
+
+def ends(output, strategy="dulbe", processes=2):
+    """What each process ended with."""
+    return [load_file(output / f"{strategy}-{rank}.safetensors") for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of one process that learned with every strategy."""
+    output = tmp_path_factory.mktemp("one")
+    launch(1, output, STRATEGIES)
+    return output
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The folder of two processes that learned with every strategy, and what they said."""
+    output = tmp_path_factory.mktemp("two")
+    return output, launch(2, output, STRATEGIES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dulbe", "lora_sub", "cl_lora"])  # notes of `plan`, and gradients of its own
-def test_two_processes_end_where_one_ends(tmp_path, strategy):
-    ((alone,), _), (pair, done) = (launch(n, tmp_path / name, strategy=strategy) for n, name in enumerate(NUMBERS, 1))
-    assert pair[0].keys() == pair[1].keys() == alone.keys()
-    assert all(torch.equal(pair[0][name], pair[1][name]) for name in alone)
-    for name, expected in alone.items():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_end_where_one_ends(alone, pair, strategy):
+    folder, said = pair
+    (expected,), (first, second) = ends(alone, strategy, 1), ends(folder, strategy)
+    assert first.keys() == second.keys() == expected.keys()
+    assert all(torch.equal(first[name], second[name]) for name in expected)
+    for name, tensor in expected.items():
         # Adam turns the rounding of a gradient near zero into a part of its step, of 1e-3 here.
-        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-        torch.testing.assert_close(pair[0][name] / scale, expected / scale, rtol=1e-4, atol=5e-5)
-    assert done.stdout.count("task 3/3") + done.stderr.count("task 3/3") == 1
+        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
+        torch.testing.assert_close(first[name] / scale, tensor / scale, rtol=1e-4, atol=5e-5)
+    assert said.count("task 3/3") == len(STRATEGIES)
     for file in ("results.json", "task-003/manifest.json", "task-003/learner.json", "task-003/adapter_config.json"):
-        assert (tmp_path / "two" / "run" / file).is_file()
-    assert [path.name for path in (tmp_path / "two" / "run").iterdir() if path.name.startswith(".")] == []
+        assert (folder / strategy / file).is_file()
+    assert [path.name for path in (folder / strategy).iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.slow
-def test_two_processes_resume_what_one_began(tmp_path):
-    launch(1, tmp_path)
-    whole = json.loads((tmp_path / "run" / "results.json").read_text())
-    shutil.rmtree(tmp_path / "run" / "task-003")
-    (first, second), done = launch(2, tmp_path)
-    assert "resuming after task-002" in done.stdout + done.stderr
+def test_two_processes_resume_what_one_began(alone, tmp_path):
+    shutil.copytree(alone / "dulbe", tmp_path / "dulbe")
+    whole = json.loads((tmp_path / "dulbe" / "results.json").read_text())
+    shutil.rmtree(tmp_path / "dulbe" / "task-003")
+    assert "resuming after task-002" in launch(2, tmp_path, ["dulbe"])
+    first, second = ends(tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["class_names"] == whole["class_names"]
+    assert json.loads((tmp_path / "dulbe" / "results.json").read_text())["class_names"] == whole["class_names"]
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_in_one_process_is_raised_in_all_and_leaves_them_in_step(tmp_path):
+def test_what_goes_wrong_in_one_process_is_raised_in_all_and_leaves_them_in_step(pair, tmp_path):
     """The launched script catches each error and goes on; what it then learns is what it would have learned."""
-    calm, shaken = launch(2, tmp_path / "calm")[0], launch(2, tmp_path / "shaken", "break")[0]
-    for left, right in zip(calm, shaken, strict=True):
+    launch(2, tmp_path, ["dulbe"], "break")
+    for left, right in zip(ends(pair[0]), ends(tmp_path), strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -165,6 +187,7 @@ def test_a_model_that_is_offloaded_to_the_disk_is_refused(tmp_path):
         refuse_sharded(model)
 
 
+@pytest.mark.slow
 def test_a_tensor_sharded_by_fsdp2_is_refused():
     script = (
         "import torch\n"

@@ -442,31 +442,36 @@ def test_a_run_goes_on_after_its_first_task(folders, name, tmp_path):
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
-def test_a_fresh_process_loads_predicts_and_learns_on(folders, name, tmp_path):
-    first, second = stream()
-    learner = make_learner(folders[name])
-    learner.learn_task(first.train, first.class_names)
-    learner.save_pretrained(tmp_path / "learner")
-    code = """
-        import sys, torch
-        from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-        sys.path.insert(0, "tests")
-        import test_encoders as here
-        learner = ClassIncrementalLearner.from_pretrained(sys.argv[1], args=LearnerArguments(**here.QUICK))
-        torch.set_num_threads(1)
+FRESH = """
+    import sys, torch
+    from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+    sys.path.insert(0, "tests")
+    import test_encoders as here
+    torch.set_num_threads(1)
+    for folder in sys.argv[1:]:
+        learner = ClassIncrementalLearner.from_pretrained(folder, args=LearnerArguments(**here.QUICK))
         print(type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(here.pictures()))
         second = here.stream()[1]
         learner.learn_task(second.train, second.class_names)
-        torch.save(here.logits(learner), sys.argv[2])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "learner"), str(tmp_path / "logits.pt")]
+        torch.save(here.logits(learner), folder + ".pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_loads_predicts_and_learns_on(folders, tmp_path):
+    first, second = stream()
+    learners, said = {}, []
+    for name in (*tiny.WITH_TEXT, "gemma"):
+        learner = learners[str(tmp_path / name)] = make_learner(folders[name])
+        learner.learn_task(first.train, first.class_names)
+        learner.save_pretrained(tmp_path / name)
+        said += [type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(pictures())]
+    command = [sys.executable, "-c", textwrap.dedent(FRESH), *learners]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = [type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(pictures())]
     assert done.stdout.split() == said
-    learner.learn_task(second.train, second.class_names)
-    assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), logits(learner))
+    for folder, learner in learners.items():
+        learner.learn_task(second.train, second.class_names)
+        assert torch.equal(torch.load(f"{folder}.pt", weights_only=True), logits(learner)), folder
 
 
 @pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from dulbe_peft.demo import demo_model_folder
 
+pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELPERS = {"demo_glyphs.py"}  # imported by pretrain_demo_clip.py, which tests/test_demo_model.py runs
 ELSEWHERE = {"pretrain_demo_clip.py"}

@@ -272,6 +272,7 @@ def test_zero_shot_is_the_pristine_model_s(base, digits):
 # ---------------------------------------------------------------------- saving and resuming
 
 
+@pytest.mark.slow
 def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp_path):
     learner = make_learner(base)
     for task in stream(digits, 3):

@@ -221,6 +221,7 @@ def test_copies_are_equal(learned):
     assert torch.equal(image_features(torch.load(buffer, weights_only=False)), after)
 
 
+@pytest.mark.slow
 def test_saved_adapter_loads_in_a_fresh_process(learned, pristine, tmp_path):
     learned.save_pretrained(tmp_path / "adapter")
     pristine.save_pretrained(tmp_path / "base")
@@ -478,6 +479,7 @@ def test_feature_extraction_task_type_warns():
         DualModeLoraConfig(task_type="FEATURE_EXTRACTION")
 
 
+@pytest.mark.slow
 def test_configuration_file_is_the_same_in_every_process(tmp_path):
     script = (
         "import sys, dulbe_peft; dulbe_peft.DualModeLoraConfig("

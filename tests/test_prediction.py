@@ -189,6 +189,7 @@ def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folder
     assert "rejection" not in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_command_in_a_process_of_its_own(world):
     """With processes that read images, and nothing from other packages on the screen."""
     command = [
