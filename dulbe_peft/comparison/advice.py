@@ -18,7 +18,7 @@ import numpy as np
 from dulbe_peft.comparison.cells import read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, Cell, Plan, Row
-from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
+from dulbe_peft.comparison.statistics import DRAWS, LEVEL, Difference, image_shares, paired_difference
 
 CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,8 @@ class Advice:
         runner_up: spec of the second classifier, and how far the best is ahead of it; None of a single one.
         training: the best way to train that the probe tried, and what it gains over no training on the probe's tasks,
             both with their best classifiers; None where nothing was tried.
-        pays: whether the gain of training is clear: its interval lies above zero.
+        pays: whether the gain of training is clear: the interval lies above zero. It is wider than 95 % for the number of
+            rows that were tried (Bonferroni).
         held_back: how many images were held back.
         seconds: of the whole stream without training, and of the trained probe; measured on this machine.
     """
@@ -124,7 +125,9 @@ def advise(
         found = _shares(probe, output, cells)
         without = max((row for row in found if row.method == FROZEN), key=lambda row: found[row].mean())
         trained = max((row for row in found if row.method != FROZEN), key=lambda row: found[row].mean())
-        gain = paired_difference(found[trained][None], found[without][None])
+        # The best of several is better by luck alone: the interval is as wide as that many looks ask for (Bonferroni).
+        looks = sum(row.method != FROZEN for row in found)
+        gain = paired_difference(found[trained][None], found[without][None], 10 * DRAWS, 1 - (1 - LEVEL) / looks)
         training, pays = (trained, gain), gain.low > 0
         chosen = trained if pays else best
         seconds[PROBE] = _seconds(output, [cell for cell in cells if cell.method == trained.method])
@@ -154,7 +157,7 @@ def format_advice(advice: Advice) -> str:
     """The advice in plain words."""
 
     def points(found: Difference) -> str:
-        return f"{100 * found.mean:+.1f} points, 95 % interval {100 * found.low:+.1f} to {100 * found.high:+.1f}"
+        return f"{100 * found.mean:+.1f} points, interval {100 * found.low:+.1f} to {100 * found.high:+.1f}"
 
     lines = ["Without training, right of the held-back training images:"]
     lines += [f"  {100 * accuracy:5.1f} %  {name}" for name, accuracy in advice.classifiers.items()]
