@@ -43,8 +43,8 @@ class Advice:
         runner_up: spec of the second classifier, and how far the best is ahead of it; None of a single one.
         training: the best way to train that the probe tried, and what it gains over no training on the probe's tasks,
             both with their best classifiers; None where nothing was tried.
-        pays: whether the gain of training is clear: the interval lies above zero. It is wider than 95 % for the number of
-            rows that were tried (Bonferroni).
+        pays: whether the gain of training is clear: the interval lies above zero. It is wider than 95 %, by the number
+            of rows that were tried (Bonferroni).
         held_back: how many images were held back.
         seconds: of the whole stream without training, and of the trained probe; measured on this machine.
     """
