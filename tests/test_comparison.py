@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 
+from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.cli import main
 from dulbe_peft.comparison.compare import ComparisonError, compare
-from dulbe_peft.comparison.plan import Row, read_plan
+from dulbe_peft.comparison.plan import Row, _plan, read_plan
 from dulbe_peft.comparison.statistics import image_shares, paired_difference
 from dulbe_peft.comparison.table import format_table, make_table, read_table
 from dulbe_peft.recording import Answers
@@ -120,8 +121,49 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
     folder, _, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
     changed = write(folder / "changed.yaml", content | {"streams": streams})
-    with pytest.raises(ValueError, match="epochs = 1, the file asks for 2"):
+    with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
         compare(read_plan(changed), folder / "out", jobs=1, say=lambda _: None)
+
+
+def test_figures_of_other_settings_are_not_in_the_table(finished, content):
+    folder, entries, _ = finished
+    streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
+    other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
+    assert entries and not make_table(other, folder / "out", other.cells())
+
+
+def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_path):
+    folder, _, _ = finished
+    shutil.copytree(folder / "out", tmp_path / "out")
+    shutil.copytree(content["streams"]["digits"]["data"], tmp_path / "photos")
+    streams = {"digits": content["streams"]["digits"] | {"data": str(tmp_path / "photos")}}
+    for path in (tmp_path / "out").rglob("cell.json"):
+        cell = json.loads(path.read_text())
+        cell["settings"]["data"] = str(tmp_path / "photos")
+        path.write_text(json.dumps(cell))
+    first, *_, last = sorted((tmp_path / "photos" / "train").rglob("*.png"))
+    first.write_bytes(last.read_bytes())
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
+    with pytest.raises(ValueError, match="run on other images than are in"):
+        compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
+
+
+def test_a_classifier_that_fails_costs_no_other(finished, content, monkeypatch):
+    folder, _, _ = finished
+    changes = {"methods": {"frozen": {"strategy": "frozen"}}, "classifiers": ["ridge", "prototype"], "reference": None}
+    plan = read_plan(write(folder / "failing.yaml", content | changes))
+    monkeypatch.setattr(CLASSIFIERS["ridge"], "learn", lambda *_: 1 / 0)
+    with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
+        compare(plan, folder / "out", jobs=1, say=lambda _: None)
+    assert "prototype" in {entry.row.classifier for entry in read_table(folder / "out").entries}
+
+
+def test_a_folder_inside_the_images_is_refused_before_anything_is_written(content):
+    inside = Path(content["streams"]["digits"]["data"]) / "out"
+    plan = replace(_plan(content), choices={})
+    with pytest.raises(ValueError, match="lies in --data"):
+        compare(plan, inside, jobs=1)
+    assert not inside.exists()
 
 
 def test_the_better_setting_on_held_back_training_images_is_taken(finished):
@@ -195,6 +237,11 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"methods": {"a": {"strategy": "dulb"}}}, "dulbe"),
         ({"methods": {"a": {"epochs": -1}}}, "epochs"),
         ({"methods": {"a": {"choose": {"epochs": 3}}}}, "choose must name settings with a list"),
+        ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
+        ({"methods": {"a": {"choose": {"learning_rate": ["fast"]}}}}, "learning_rate"),
+        ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
+        ({"seeds": 3}, "seeds must be a list"),
         ({"classifiers": ["brigde"]}, "bridge"),
         ({"classifiers": ["lda", "lda"]}, "different entries"),
         ({"drift": ["quadratic"]}, "drift has the entry 'quadratic'"),
@@ -205,7 +252,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
     path = write(tmp_path / "plan.yaml", {key: v for key, v in content.items() if key != "reference"} | change)
-    with pytest.raises(ValueError, match="plan.yaml: ") as error:
+    with pytest.raises(ValueError, match="plan.yaml") as error:
         read_plan(path)
     assert words in str(error.value)
 

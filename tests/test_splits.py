@@ -329,3 +329,13 @@ def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
     assert len(draw_per_class(photos_by_class, 10**6)) == len(photos_by_class)
     with pytest.raises(ValueError, match="count"):
         draw_per_class(photos_by_class, 0)
+
+
+def test_images_are_held_back_twice_independently(tmp_path):
+    """Half of them for tests, then half of the others to choose settings: the second half is no leftover."""
+    data = ImageFolder(photos(tmp_path, {"a": 200, "b": 200}), None)
+    rest, _ = hold_out(data, 0.5)
+    left, chosen = hold_out(rest, 0.5, purpose="validation")
+    assert abs(len(chosen) / len(rest) - 0.5) < 0.15 and not names(left) & names(chosen)
+    drawn = draw_per_class(rest, 50)
+    assert abs(len(names(drawn) & names(chosen)) / 100 - 0.5) < 0.2

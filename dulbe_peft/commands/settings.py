@@ -191,12 +191,27 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{kind} file {str(path)!r} does not exist")
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _unique_keys()) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{kind} file {str(path)!r} is not YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{kind} file {str(path)!r} must hold names and values, got a {type(loaded).__name__}")
     return loaded
+
+
+def _unique_keys() -> Any:
+    """YAML's safe loader that refuses a name which stands twice; YAML's own takes the last one in silence."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            if twice:
+                raise yaml.YAMLError(f"{twice[0]!r} stands twice, line {node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:

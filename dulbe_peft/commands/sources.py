@@ -54,7 +54,7 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
     fraction, count, seed = (source.get(name) for name in _DRAWS)
     if fraction is not None:
-        train, test = hold_out(train, fraction, seed or 0)
+        train, test = hold_out(train, fraction, seed or 0, "validation")
     if count is not None:
         train = draw_per_class(train, count, seed or 0)
     if report and (fraction is not None or count is not None):

@@ -14,24 +14,31 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import torch
 
-from dulbe_peft.checkpoint import TIMINGS_FILE, CheckpointError, read_manifest, task_folders
+from dulbe_peft.backbone import has_text
+from dulbe_peft.checkpoint import MANIFEST, TIMINGS_FILE, task_folders
+from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.commands.run import set_up
+from dulbe_peft.commands.settings import validated
 from dulbe_peft.commands.sources import open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.files import read_tensors, write_json, write_tensors
 from dulbe_peft.recording import Answers, read_features, replay
 from dulbe_peft.retention import zero_shot_retention
+from dulbe_peft.specs import parse_spec
+from dulbe_peft.streams.fingerprint import fingerprint
 from dulbe_peft.streams.tasks import Task
 
 CELL_FILE = "cell.json"
 ANSWERS_FOLDER = "answers"
+DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 LOG_FILE = "log.txt"
 # The run itself needs some classifier; those that the table shows learn from the features.
 _OWN_CLASSIFIERS = "prototype"
@@ -52,15 +59,24 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
     if threads is not None:
         torch.set_num_threads(threads)
     folder = output / cell.folder
+    problems = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / LOG_FILE).open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-            train(cell, folder)
-            for row in rows:
-                ask(folder, row)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+            done = train(cell, folder)
+            for row in _askable(done, rows):
+                try:
+                    ask(folder, row)
+                except Exception as error:  # of a user's own classifier, for instance; the other rows are asked
+                    problems.append(f"{row.title}: {type(error).__name__}: {error}")
+    except Exception as error:  # whatever it is, the other runs go on
+        problems.append(f"{type(error).__name__}: {error}")
+    return "; ".join(problems) or None
+
+
+def _askable(done: dict[str, Any], rows: Sequence[Row]) -> list[Row]:
+    """The rows that can be asked: without a text tower, no classifier that needs text."""
+    return [row for row in rows if done["text"] or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
 
 
 def read_cell(folder: Path) -> dict[str, Any] | None:
@@ -74,16 +90,17 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not as a comparison writes it: {error}") from error
 
 
-def train(cell: Cell, folder: Path) -> None:
-    """Train the stream where that is not done, and write `cell.json`.
+def train(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Train the stream where that is not done, and write `cell.json`; returns what it holds.
 
     Raises:
         ValueError: the folder holds a run with other settings; the message names them.
     """
     done = read_cell(folder)
     if done is not None:
-        _check_same(done["settings"], cell, folder)
-        return
+        _check_same(done, cell, folder)
+        _drop_earlier_tasks(folder)  # where an earlier call was stopped in the middle of it
+        return done
     setup = set_up({**cell.settings, "classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False})
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
@@ -104,23 +121,44 @@ def train(cell: Cell, folder: Path) -> None:
             "reliability_temperature": learner.args.reliability_temperature,
         },
         "cost": _cost(learner, folder),
+        "text": has_text(learner.clip),
+        "data": data_fingerprint(cell.settings),
         "retention": _retention(learner, cell, setup.tasks),
+        "retention_of": [cell.retention, *cell.retention_scales],
         "finished": time.strftime("%Y-%m-%d"),
     }
-    _drop_earlier_tasks(folder)
     write_json(folder / CELL_FILE, content)
+    _drop_earlier_tasks(folder)
+    return content
 
 
-def _check_same(settings: dict[str, Any], cell: Cell, folder: Path) -> None:
-    """Raise a ValueError where the finished run had other settings than the cell asks for."""
-    asked = json.loads(json.dumps(cell.settings))
+def has_settings_of(done: dict[str, Any], cell: Cell) -> bool:
+    """Whether a finished run is the one that the cell asks for, as far as its settings tell."""
+    return bool(done["settings"] == json.loads(json.dumps(cell.settings)))
+
+
+def _check_same(done: dict[str, Any], cell: Cell, folder: Path) -> None:
+    """Raise a ValueError where the finished run had other settings or other images than the cell asks for."""
+    asked = json.loads(json.dumps(cell.settings)) | {"retention": [cell.retention, *cell.retention_scales]}
+    settings = done["settings"] | {"retention": done["retention_of"]}
+    other = "name another folder as output, remove this one, or give the stream or the method another name"
     for name in sorted({*settings, *asked}):
         before, now = settings.get(name), asked.get(name)
         if before != now:
-            raise ValueError(
-                f"{folder} was run with {name} = {before!r}, the file asks for {now!r}: give the stream or the method "
-                "another name, or remove the folder"
-            )
+            raise ValueError(f"{folder} was run with {name} = {before!r}, now it is {now!r}: {other}")
+    if done["data"] != data_fingerprint(cell.settings):
+        raise ValueError(f"{folder} was run on other images than are in {settings['data']!r} now: {other}")
+
+
+def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
+    """What tells the images of a run's data set from others: those to learn from, and those to test on."""
+    return _fingerprints(json.dumps({name: settings[name] for name in DATA_FIELDS if name in settings}))
+
+
+@cache
+def _fingerprints(settings: str) -> list[str | None]:
+    parts = open_source(source_of(validated(json.loads(settings))[0]), report=False)
+    return [None if part is None else fingerprint(part) for part in parts]
 
 
 def _cost(learner: Any, folder: Path) -> dict[str, Any]:
@@ -156,8 +194,8 @@ def _drop_earlier_tasks(folder: Path) -> None:
     """Keep the learner after the last task alone: with every task's, hundreds of runs would fill a disk."""
     *earlier, _ = sorted(task_folders(folder))
     for task in earlier:
-        read_manifest(task)  # raises unless a run wrote it
-        shutil.rmtree(task)
+        if (task / MANIFEST).is_file():  # else it is not a run's, or a stopped call has begun to remove it
+            shutil.rmtree(task)
 
 
 # ---------------------------------------------------------------------- classifiers
@@ -208,5 +246,5 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     done = read_cell(folder)
     if done is None:
         return False
-    _check_same(done["settings"], cell, folder)
-    return all(answers_path(folder, row).is_file() for row in rows)
+    _check_same(done, cell, folder)
+    return all(answers_path(folder, row).is_file() for row in _askable(done, rows))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.commands.data import check_run_folder
 from dulbe_peft.comparison.cells import is_done, read_answers
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
@@ -50,7 +51,9 @@ def compare(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
-    output = Path(output)
+    output = Path(output).absolute()
+    for settings in plan.streams.values():
+        check_run_folder(settings["data"], str(output))
     how = (output, jobs or default_jobs(), backend, address)
     chosen = _choose(plan, *how, say)
     cells = plan.cells(chosen)

@@ -13,13 +13,15 @@ reference: {method: frozen, classifier: bridge}
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import quote
 
 from dulbe_peft.checks import check_number
 from dulbe_peft.classifiers import CLASSIFIERS, METHOD_CLASSIFIERS, Classifier, make_classifier
@@ -30,6 +32,9 @@ from dulbe_peft.strategies.base import Strategy
 
 DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
+# What a stream is: other images in a method's runs could not be compared with those of the others.
+_STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "skip_unreadable", "max_tasks"}
+_STREAM_ONLY |= {"class_order", "order_seed", "draw_seed", "images_per_class"}
 _OWN = {"retention", "retention_scales", "choose"}  # keys of a stream or a method that are no settings of a run
 _FIXED = {
     "output": "the command line names one folder for all",
@@ -160,7 +165,9 @@ class Plan:
         held_back = {"validation_fraction": CHOICE_FRACTION}
         found = []
         for values in combinations if grid else []:
-            name = ",".join(f"{key}={value}" for key, value in values.items())
+            name = quote(",".join(f"{key}={value}" for key, value in values.items()), safe=" =,.+")
+            if len(name) > 100:
+                name = hashlib.sha256(name.encode()).hexdigest()
             folder = f"choices/{stream}/{method}/{name}"
             found.append((values, self._cell(stream, method, self.seeds[0], values | held_back, folder)))
         return found
@@ -169,6 +176,8 @@ class Plan:
         seeds = {"seed": seed, "order_seed": seed, "draw_seed": seed}
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
+        elif self.streams[stream].get("max_tasks") is not None:
+            seeds["order_seed"] = self.seeds[0]  # in another order, the first tasks would have other classes
         # Features from before each task are kept in any case, so that drift can be asked for later.
         drift = {"drift": "linear"} if self.strategy(method).adapts else {}
         settings = seeds | self.streams[stream] | self.methods[method] | more | drift
@@ -203,14 +212,17 @@ def _plan(content: dict[str, Any]) -> Plan:
     unknown = [drift for drift in drifts if drift not in DRIFTS]
     if unknown:
         raise ValueError(f"drift has the entry {unknown[0]!r}, expected some of {list(DRIFTS)}")
+    seeds = content.get("seeds", [0])
+    if not isinstance(seeds, list):
+        raise ValueError(f"seeds must be a list such as [0, 1, 2], got {seeds!r:.100}")
     seeds = _listed(content, "seeds", [0])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise ValueError(f"seeds must be integers of at least 0, got {seeds}")
     choices = {name: _choices(name, entry["choose"]) for name, entry in methods.items() if "choose" in entry}
     retentions = {name: _path(entry["retention"]) for name, entry in streams.items() if "retention" in entry}
     plan = Plan(
-        {name: _settings(f"stream {name!r}", entry) for name, entry in streams.items()},
-        {name: _settings(f"method {name!r}", entry) for name, entry in methods.items()},
+        {name: _settings(f"stream {name!r}", entry, False) for name, entry in streams.items()},
+        {name: _settings(f"method {name!r}", entry, True) for name, entry in methods.items()},
         classifiers,
         drifts,
         seeds,
@@ -224,6 +236,9 @@ def _plan(content: dict[str, Any]) -> Plan:
             if not cell.settings.get(name):
                 raise ValueError(f"stream {cell.stream!r} names no {name}")
         validated(cell.settings)
+    for stream, method in itertools.product(plan.streams, plan.choices):
+        for _, cell in plan.trials(stream, method):
+            validated(cell.settings)
     return Plan(**{**vars(plan), "reference": _reference(plan, content.get("reference"))})
 
 
@@ -247,11 +262,20 @@ def _listed(content: dict[str, Any], key: str, default: list[Any]) -> list[Any]:
     return value
 
 
-def _settings(owner: str, entry: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in entry.items() if name not in _OWN}
-    for name in given:
+def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
+    """Raise a ValueError where a stream or a method sets what it cannot."""
+    for name in names:
         if name in _FIXED:
             raise ValueError(f"{owner} sets {name!r}, which it cannot: {_FIXED[name]}")
+        if method and name in _STREAM_ONLY:
+            raise ValueError(
+                f"{owner} sets {name!r}, which it cannot: it belongs to a stream, and is the same for all methods"
+            )
+
+
+def _settings(owner: str, entry: dict[str, Any], method: bool) -> dict[str, Any]:
+    given = {name: value for name, value in entry.items() if name not in _OWN}
+    _check_free(owner, given, method)
     settings = setting_values(given, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}
 
@@ -269,12 +293,13 @@ def _choices(method: str, entry: Any) -> dict[str, list[Any]]:
     if not isinstance(entry, dict) or not all(isinstance(values, list) and values for values in entry.values()):
         raise ValueError(f"method {method!r}: choose must name settings with a list of values, got {entry!r:.100}")
     owner = f"choose of method {method!r}"
+    _check_free(owner, entry, True)
     return {name: [setting_values({name: value}, owner)[name] for value in entry[name]] for name in entry}
 
 
 def _path(text: Any) -> str:
     """A path in which variables of the environment stand for themselves, so that a file can be passed on."""
-    path = os.path.expandvars(str(text))
+    path = os.path.expanduser(os.path.expandvars(str(text)))
     if "$" in path:
         raise ValueError(f"{text!r} names a variable of the environment that is not set")
     return path

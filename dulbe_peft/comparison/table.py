@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
+from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 from dulbe_peft.files import write_csv, write_json
@@ -141,7 +141,7 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
     found: dict[tuple[str, Row], dict[int, _Found]] = {}
     for cell in cells:
         for row in plan.rows(cell.method):
-            read = _read(output / cell.folder, row)
+            read = _read(output / cell.folder, row, cell)
             if read is not None:
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
@@ -151,9 +151,9 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
     return entries
 
 
-def _read(folder: Path, row: Row) -> _Found | None:
+def _read(folder: Path, row: Row, asked: Cell) -> _Found | None:
     cell = read_cell(folder)
-    if cell is None or not answers_path(folder, row).is_file():
+    if cell is None or not has_settings_of(cell, asked) or not answers_path(folder, row).is_file():
         return None
     answers, names, cost = read_answers(folder, row)
     last, average = image_shares(answers, names)
@@ -164,6 +164,9 @@ def _read(folder: Path, row: Row) -> _Found | None:
 
 def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Found]) -> Entry:
     shared = [seed for seed in found if seed in other]
+    sizes = {len(side[seed].shares["last"]) for side in (found, other) for seed in shared}
+    if len(sizes) > 1:  # other images in each seed: they cannot be paired
+        shared = []
     values = {name: [float(one.shares[name].mean()) for one in found.values()] for name in MEASURES}
     differences: dict[str, Difference | None] = dict.fromkeys(MEASURES)
     for name in MEASURES if shared else ():

@@ -22,7 +22,7 @@ from dulbe_peft.streams.tasks import ClassSubset
 # ---------------------------------------------------------------------- holding images back
 
 
-def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset, ClassSubset]:
+def hold_out(dataset: Any, fraction: float, seed: int = 0, purpose: str = "test") -> tuple[ClassSubset, ClassSubset]:
     """Divide a data set into images to learn from and images to test on.
 
     A hash of each image's name and class, and of the seed, decides. So neither the order of the files nor the other
@@ -34,6 +34,8 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset,
         dataset: a data set that carries class names.
         fraction: of each class's images, about how many to test on; above 0 and below 1.
         seed: another seed holds back other images.
+        purpose: another word holds back other images, independently. So images that are left after some were held back
+            for tests can be divided again.
 
     Returns:
         The images to learn from, and the images to test on.
@@ -51,7 +53,7 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0) -> tuple[ClassSubset,
     if fraction >= 1:
         raise ValueError(f"fraction must be below 1, got {fraction}: some images must be left to learn from")
     seed = check_int("seed", seed, 0)
-    drawn, labels = _draws(dataset, seed)
+    drawn, labels = _draws(dataset, seed, purpose)
     tested = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -78,24 +80,25 @@ def draw_per_class(dataset: Any, count: int, seed: int = 0) -> ClassSubset:
         ValueError: `count` is below 1, or the data set carries no class names.
     """
     count, seed = check_int("count", count, 1), check_int("seed", seed, 0)
-    drawn, labels = _draws(dataset, seed)
+    drawn, labels = _draws(dataset, seed, "draw")
     kept = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     kept = [members[np.argsort(drawn[members], kind="stable")[:count]] for members in kept]
     return images_at(dataset, np.sort(np.concatenate(kept)))
 
 
-def _draws(dataset: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draws(dataset: Any, seed: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
     """A number in [0, 1) for each image, and the labels."""
     names, labels = carried_class_names(dataset), dataset_labels(dataset)
-    return np.array([_draw(dataset, index, names[label], seed) for index, label in enumerate(labels)]), labels
+    return np.array([_draw(dataset, index, names[label], seed, purpose) for index, label in enumerate(labels)]), labels
 
 
-def _draw(dataset: Any, index: int, class_name: str, seed: int) -> float:
-    """A number in [0, 1) that the seed, the class and the image's own name decide."""
+def _draw(dataset: Any, index: int, class_name: str, seed: int, purpose: str) -> float:
+    """A number in [0, 1) that the seed, the purpose, the class and the image's own name decide."""
     origin, position = source_item(dataset, index)
     named = getattr(origin, "relative_name", None) or getattr(origin, "content_id", None)
     name = str(position) if named is None else named(position)
-    digest = hashlib.sha256(b"\0".join([str(seed).encode(), class_name.encode(), os.fsencode(name)])).digest()
+    what = f"{seed}" if purpose == "test" else f"{seed} {purpose}"  # tests: as in version 0.1
+    digest = hashlib.sha256(b"\0".join([what.encode(), class_name.encode(), os.fsencode(name)])).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
 
 
