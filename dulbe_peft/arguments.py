@@ -75,8 +75,8 @@ class LearnerArguments:
     prompt_template: str | tuple[str, ...] = field(
         default="a photo of a {}.",
         metadata={
-            "help": "Prompt; {} takes the class name. Of several, classifiers take the mean of the unit text "
-            "embeddings. Give several as a list, as a text file with one a line, or as one flag each.",
+            "help": "Prompt; {} takes the class name. Of several (a list, a text file with one a line, or one flag "
+            "each), classifiers take the mean of the unit text embeddings.",
             "repeated": True,
         },
     )

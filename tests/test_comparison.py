@@ -204,6 +204,7 @@ def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch
     assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows("frozen")]
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     """By the command, with a run that was cut short: its last task is gone, and nothing says that it is finished."""
     folder, entries, _ = finished

@@ -83,6 +83,7 @@ def examples(monkeypatch: pytest.MonkeyPatch):
     return pytest.importorskip("pretrain_demo_clip"), pytest.importorskip("demo_glyphs")
 
 
+@pytest.mark.slow
 def test_script_writes_a_loadable_folder(
     examples, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

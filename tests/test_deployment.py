@@ -327,6 +327,7 @@ def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_pat
     assert "model.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
 
 
+@pytest.mark.slow
 def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
@@ -464,6 +465,7 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_exports_every_format(saved, tmp_path, capsys):
     base = ["export", str(saved)]
     assert main([*base, str(tmp_path / "plain"), "--format", "transformers", "--classifier", "lda"]) == 0

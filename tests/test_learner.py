@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -71,6 +72,30 @@ def state(model):
 
 def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def outcome(base, digits, **options):
+    """What a learner of two tasks says."""
+    learner = make_learner(base, learning_rate=1e-2, **options)
+    for task in stream(digits, 2):
+        learner.learn_task(task.train, task.class_names)
+    return logits(learner, digits)
+
+
+@pytest.fixture(scope="module")
+def plain(base, digits):
+    """What it says with no option set."""
+    torch.set_num_threads(1)  # as every test has it, but this comes before them
+    return outcome(base, digits)
+
+
+@pytest.fixture(scope="module")
+def finished(base, digits, tmp_path_factory):
+    """The folder of a run of three tasks."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    make_learner(base).run(stream(digits, 3), folder)
+    return folder
 
 
 # ---------------------------------------------------------------------- the method
@@ -203,25 +228,14 @@ def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
         {"mixed_precision": "bf16"},
     ],
 )
-def test_options_change_the_result(base, digits, fields):
-    outcomes = []
-    for options in ({}, fields):
-        learner = make_learner(base, learning_rate=1e-2, **options)
-        for task in stream(digits, 3):
-            learner.learn_task(task.train, task.class_names)
-        outcomes.append(logits(learner, digits))
-    assert torch.isfinite(outcomes[1]).all() and not torch.equal(*outcomes)
+def test_options_change_the_result(base, digits, plain, fields):
+    found = outcome(base, digits, **fields)
+    assert torch.isfinite(found).all() and not torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
-def test_how_images_are_read_does_not_matter(base, digits, fields):
-    outcomes = []
-    for options in ({}, fields):
-        learner = make_learner(base, **options)
-        for task in stream(digits, 2):
-            learner.learn_task(task.train, task.class_names)
-        outcomes.append(logits(learner, digits))
-    assert torch.equal(*outcomes)
+def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
+    assert torch.equal(outcome(base, digits, **fields), plain)
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
@@ -301,9 +315,8 @@ def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp
     assert torch.equal(logits(learner, digits), logits(again, digits))
 
 
-def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tmp_path):
+def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, finished, tmp_path):
     tasks = stream(digits, 3)
-    make_learner(base).run(tasks, tmp_path / "a")
     make_learner(base).run(tasks, tmp_path / "b")
     interrupted = make_learner(base)
     with pytest.raises(RuntimeError, match="pulled"):
@@ -313,13 +326,13 @@ def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, tm
         )
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["task-001", "task-002", "timings.json"]
     make_learner(base).run(tasks, tmp_path / "c")
-    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    files = sorted(p.relative_to(finished) for p in finished.rglob("*") if p.is_file())
     for name in files:
         if name.name in ("timings.json", "README.md"):
             continue
         for other in "bc":
-            assert (tmp_path / other / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), (other, name)
-    results = json.loads((tmp_path / "a" / "results.json").read_text())
+            assert (tmp_path / other / name).read_bytes() == (finished / name).read_bytes(), (other, name)
+    results = json.loads((finished / "results.json").read_text())
     assert {"head", "text", "zero_shot", "configuration", "seed", "versions"} <= results.keys()
     assert len(results["head"]["matrix"]) == 3 and 0 <= results["head"]["last_accuracy"] <= 1
 
@@ -364,9 +377,9 @@ def test_trackers_of_accelerate(base, digits, tmp_path):
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, tmp_path, capsys):
+def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, finished, tmp_path, capsys):
     tasks = stream(digits, 3)
-    make_learner(base).run(tasks, tmp_path / "run")
+    shutil.copytree(finished, tmp_path / "run")
     expected = (tmp_path / "run" / "results.json").read_bytes()
     with (tmp_path / "run" / "task-003" / "head.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -629,6 +642,7 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
 # ---------------------------------------------------------------------- options of speed
 
 
+@pytest.mark.slow
 def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monkeypatch):
     real = torch.compile
     compiled, ran = [], []

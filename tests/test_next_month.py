@@ -8,6 +8,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
+
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.cli import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
@@ -20,6 +22,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE.replace(MODEL, str(demo_model_folder())), flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_commands_and_code_do_what_the_page_says(digit_folders, tmp_path, monkeypatch):
     everything = digit_folders(6, 5, 2)
     for split in ("train", "test"):

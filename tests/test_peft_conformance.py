@@ -347,6 +347,7 @@ def test_transformers_own_adapter_calls(clip_case, tmp_path):
     assert torch.equal(clip_case(native), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [0, 2])
 def test_compiled_in_one_graph(tiny_clip, tasks):
     case = Case(CLIPVisionModel, tiny_clip)
@@ -358,6 +359,7 @@ def test_compiled_in_one_graph(tiny_clip, tasks):
     assert all(p.grad is not None for p in (*model.shared_parameters(), *model.residual_parameters()))
 
 
+@pytest.mark.slow
 def test_the_merged_tower_is_exported(tiny_clip):
     case = Case(CLIPVisionModel, tiny_clip)
     merged = case.adapted(2).merge_and_unload()

@@ -374,6 +374,7 @@ def test_npz_offsets_that_wrap_around_are_refused(tmp_path):
         NpzImages(tmp_path / "x.npz", "train")
 
 
+@pytest.mark.slow
 def test_readers_go_to_worker_processes(folder, npz):
     readers = [ImageFolder(folder, "train"), NpzImages(npz, "test")]
     for reader in readers:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, types_of
 
 EXAMPLE = """example:
   dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos --output advice
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         group = parser.add_argument_group(title)
         for field in fields_of(cls):
             if field.name not in _HIDDEN:
-                action = add_flag(group, field, get_type_hints(cls)[field.name])
+                action = add_flag(group, field, types_of(cls)[field.name])
                 if field.name not in _SHOWN:
                     parser.rare(action)
     parser.set_defaults(call=advise, resumes=True)

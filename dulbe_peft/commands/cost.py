@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, get_type_hints
+from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.commands.outputs import check_output, output_file
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of, types_of
 
 EXAMPLE = """example:
   dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
@@ -27,13 +27,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print"
     )
-    hints = get_type_hints(StreamArguments)
+    hints = types_of(StreamArguments)
     for field in fields_of(StreamArguments):
         if field.name in ("model", "revision", "strategy", "classifiers"):
             add_flag(parser, field, hints[field.name])
     group = parser.add_argument_group("adapter")
     for field in fields_of(DualModeLoraConfig):
-        parser.rare(add_flag(group, field, get_type_hints(DualModeLoraConfig)[field.name]))
+        parser.rare(add_flag(group, field, types_of(DualModeLoraConfig)[field.name]))
     parser.set_defaults(call=show_cost)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, get_type_hints
+from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.parser import Parser
-from dulbe_peft.commands.settings import add_flag, fields_of
+from dulbe_peft.commands.settings import add_flag, fields_of, types_of
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 
@@ -24,7 +24,7 @@ def add_learner(parser: Parser, optional: bool = False) -> None:
     parser.add_argument("learner", nargs="?" if optional else None, help=what)
     parser.add_argument("--model", metavar="MODEL", help=f"the base model, where it is not where it was{alone}")
     group = parser.add_argument_group("machine")
-    hints = get_type_hints(LearnerArguments)
+    hints = types_of(LearnerArguments)
     for field in fields_of(LearnerArguments):
         if field.name in _MACHINE:
             action = add_flag(group, field, hints[field.name])

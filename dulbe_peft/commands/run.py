@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checks import check_int
 from dulbe_peft.commands.data import check_run_folder, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, validated
+from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, types_of, validated
 from dulbe_peft.commands.sources import open_source, source_of
 
 EXAMPLE = """example:
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
         group = parser.add_argument_group(title)
         for field in fields_of(cls):
-            action = add_flag(group, field, get_type_hints(cls)[field.name])
+            action = add_flag(group, field, types_of(cls)[field.name])
             if field.name not in ESSENTIAL:
                 parser.rare(action)
     parser.set_defaults(call=run, resumes=True)

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -118,7 +119,7 @@ class StreamArguments:
     )
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(StreamArguments).items():
+        for name, hint in types_of(StreamArguments).items():
             value = getattr(self, name)
             if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
@@ -243,10 +244,17 @@ def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraCo
     return pick(StreamArguments, settings), pick(DualModeLoraConfig, settings), pick(LearnerArguments, settings)
 
 
+@cache
+def types_of(cls: type) -> dict[str, Any]:
+    """Name -> type of every field of a dataclass; Python takes a while to read them."""
+    return get_type_hints(cls)
+
+
+@cache
 def _hints() -> dict[str, Any]:
     """Name -> type of every setting of a run."""
     classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    return {field.name: get_type_hints(cls)[field.name] for cls in classes for field in fields_of(cls)}
+    return {field.name: types_of(cls)[field.name] for cls in classes for field in fields_of(cls)}
 
 
 def _templates(settings: dict[str, Any]) -> dict[str, Any]:
