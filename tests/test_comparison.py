@@ -56,6 +56,13 @@ def finished(content, tmp_path_factory):
     return folder, entries, said
 
 
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The same in a folder of its own, for tests that write there."""
+    shutil.copytree(finished[0], tmp_path / "copied")
+    return tmp_path / "copied", *finished[1:]
+
+
 # ---------------------------------------------------------------------- a whole comparison
 
 
@@ -94,8 +101,8 @@ def test_what_a_scale_gives_and_costs_is_kept(finished):
         )
 
 
-def test_the_table_says_what_the_runs_measured(finished):
-    folder, _, _ = finished
+def test_the_table_says_what_the_runs_measured(copied):
+    folder, _, _ = copied
     runs = [folder / "out" / "runs" / "digits" / "frozen" / f"seed-{seed}" for seed in (0, 1)]
     plan = read_plan(folder / "plan.yaml")
     own = replace(plan, classifiers=["prototype"], reference=None)
@@ -107,8 +114,8 @@ def test_the_table_says_what_the_runs_measured(finished):
     assert entry.trainable_parameters == 0 and entry.kept_bytes > 0
 
 
-def test_what_is_finished_is_not_run_again(finished, content):
-    folder, entries, _ = finished
+def test_what_is_finished_is_not_run_again(copied, content):
+    folder, entries, _ = copied
     before = times(folder)
     assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, say=lambda _: None) == entries
     more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
@@ -148,8 +155,8 @@ def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_pa
         compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
 
 
-def test_a_classifier_that_fails_costs_no_other(finished, content, monkeypatch):
-    folder, _, _ = finished
+def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
+    folder, _, _ = copied
     changes = {"methods": {"frozen": {"strategy": "frozen"}}, "classifiers": ["ridge", "prototype"], "reference": None}
     plan = read_plan(write(folder / "failing.yaml", content | changes))
     monkeypatch.setattr(CLASSIFIERS["ridge"], "learn", lambda *_: 1 / 0)
