@@ -169,7 +169,8 @@ def _cost(learner: Any, folder: Path) -> dict[str, Any]:
     kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     return {
-        "seconds": sum(task["seconds"] for task in timings),
+        # A run that was killed between a task's commit and its timing does not know that one.
+        "seconds": sum(task["seconds"] for task in timings if task is not None),
         "trainable_parameters": parameters if learner.strategy.adapts else 0,
         "kept_bytes": int(getattr(memory, "nbytes", kept)),
     }
