@@ -85,7 +85,7 @@ def advised(plan: Plan, stream: str, seed: int, comparison: Path, output: Path, 
                 trials[cell.method] = plan.methods[cell.method] | chosen
     settings = seeds | plan.streams[stream]
     folder = output / f"{stream}, seed {seed}"
-    advice = advise(settings, folder, values.jobs, plan.classifiers, trials, seed, say=lambda _: None)
+    advice = advise(settings, folder, values.jobs, plan.classifiers, trials, seed, plan.drifts, say=lambda _: None)
     if advice.pays and advice.training is not None:
         return advice.training[0]
     frozen = next(method for method in plan.methods if not plan.strategy(method).adapts)

@@ -41,21 +41,40 @@ def allocate_modes(
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
     """
+    supports = occupied_directions(probe, stats, shared_rank, residual_rank, support_rank)
+    return modes_beside(probe, supports, shared_rank, residual_rank)
+
+
+def occupied_directions(
+    probe: Mapping[str, torch.Tensor],
+    stats: Mapping[str, torch.Tensor] | None,
+    shared_rank: int,
+    residual_rank: int,
+    support_rank: int,
+) -> dict[str, torch.Tensor]:
+    """Layer name -> U, (d_in, K), for the layers that have a statistic; arguments and errors as `allocate_modes`."""
     _check_ranks(shared_rank, residual_rank, support_rank)
     statistics = {name: stats[name] for name in probe if name in stats} if stats else {}
     _check_matrices(probe, statistics, shared_rank + residual_rank)
     # Layers that share a statistic share its decomposition; `statistics` keeps the objects alive, so ids are unique.
     supports: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, matrix in statistics.items():
+        device = probe[name].device
+        if id(matrix) not in supports:
+            label = f"statistic of layer {name!r}"
+            supports[id(matrix)] = historical_support(matrix.to(device), support_rank, residual_rank, label)
+        found[name] = supports[id(matrix)].to(device)
+    return found
+
+
+def modes_beside(
+    probe: Mapping[str, torch.Tensor], supports: Mapping[str, torch.Tensor], shared_rank: int, residual_rank: int
+) -> dict[str, ModeBases]:
+    """The modes of every layer, given the occupied directions that `occupied_directions` found."""
     modes = {}
     for name, gradient in probe.items():
-        support = None
-        if name in statistics:
-            matrix = statistics[name]
-            if id(matrix) not in supports:
-                on_device = matrix.to(gradient.device)
-                label = f"statistic of layer {name!r}"
-                supports[id(matrix)] = historical_support(on_device, support_rank, residual_rank, label)
-            support = supports[id(matrix)].to(gradient.device)
+        support = supports.get(name)
         label = f"gradient of layer {name!r}"
         shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
         modes[name] = ModeBases(

@@ -15,11 +15,11 @@ import torch
 from scipy.stats import rankdata
 from torch.nn import functional as F
 
-from dulbe_peft.allocation import allocate_modes
+from dulbe_peft.allocation import modes_beside, occupied_directions
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.decompositions import fix_signs
-from dulbe_peft.functional import bridge_prototypes, historical_support
+from dulbe_peft.functional import bridge_prototypes
 from dulbe_peft.recording import TaskFeatures
 
 # ---------------------------------------------------------------------- demand
@@ -84,20 +84,16 @@ def layer_demands(
     >>> demand.energy, round(demand.occupied, 2), round(demand.chance, 2), round(demand.residual, 2)
     (25.0, 0.36, 0.33, 0.64)
     """
-    modes = allocate_modes(gradients, stats, shared_rank, residual_rank, support_rank)
-    supports: dict[int, torch.Tensor] = {}
+    supports = occupied_directions(gradients, stats, shared_rank, residual_rank, support_rank)
+    modes = modes_beside(gradients, supports, shared_rank, residual_rank)
     found = {}
     for name, gradient in gradients.items():
         matrix = gradient.double()
         energy = float(matrix.square().sum())
         occupied = chance = None
-        if stats and name in stats:
-            key = id(stats[name])  # layers that read the same tensor share one matrix
-            if key not in supports:
-                supports[key] = historical_support(stats[name], support_rank, residual_rank, name).double()
-            support = supports[key].to(matrix.device)
-            taken = float((matrix @ support).square().sum())
-            occupied = min(1.0, taken / energy) if energy else 0.0
+        if name in supports:
+            support = supports[name].double()
+            occupied = min(1.0, float((matrix @ support).square().sum()) / energy) if energy else 0.0
             chance = support.shape[1] / support.shape[0]
         plan = modes[name]
         found[name] = LayerDemand(energy, plan.shared_capture, plan.residual_capture, occupied, chance)

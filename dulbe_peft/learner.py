@@ -543,8 +543,8 @@ class ClassIncrementalLearner:
             source: where the data of `tasks` came from, written to `sources.json` as it is, with what tells the test
                 data from others.
             keep_features: write what the classifiers saw of each task to `features/task-001.safetensors` and so on:
-                the features of its training images and of all test images. `recording.replay` asks other classifiers
-                later, without training again.
+                the features of its training images and of all test images. `recording.learn_from_features` teaches
+                other classifiers later, without training again.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
             test_ahead: after each task, test also on the tasks that are still to come, with the text embeddings of all

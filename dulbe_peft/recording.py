@@ -112,7 +112,7 @@ class Answers:
 
 
 @torch.no_grad()
-def replay(
+def learn_from_features(
     tasks: Sequence[TaskFeatures],
     spec: str,
     logit_scale: float,
@@ -140,7 +140,7 @@ def replay(
     Raises:
         ValueError: the classifier needs text and the stream has none, or `drift` needs features that are not there.
 
-    >>> answers, ranpac = replay(read_features("out"), "ranpac:features=4000", 100.0)
+    >>> answers, ranpac = learn_from_features(read_features("out"), "ranpac:features=4000", 100.0)
     """
     if not tasks:
         raise ValueError("tasks is empty: there is nothing to learn")

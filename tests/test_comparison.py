@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from peft import get_peft_model
 
+from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.cli import main
 from dulbe_peft.comparison.compare import ComparisonError, compare
@@ -112,6 +115,15 @@ def test_the_table_says_what_the_runs_measured(copied):
     assert entry.means["last"] == pytest.approx(np.mean([block["last_accuracy"] for block in measured]))
     assert entry.means["average"] == pytest.approx(np.mean([block["average_accuracy"] for block in measured]))
     assert entry.trainable_parameters == 0 and entry.kept_bytes > 0
+
+
+def test_lora_trains_both_sides_of_its_pairs(finished, base):
+    _, entries, _ = finished
+    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(support_rank=8, residual_rank=2))
+    pairs = sum(3 * (layer.in_features + layer.out_features) for layer in model.dual_mode_layers().values())
+    text = sum(p.numel() for name, p in model.named_parameters() if ".dulbe_text_" in name and p.requires_grad)
+    found = {entry.row.method: entry.trainable_parameters for entry in entries}
+    assert found == {"frozen": 0, "LoRA": pairs + text}
 
 
 def test_what_is_finished_is_not_run_again(copied, content):

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from small_runs import QUICK, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.recording import TaskFeatures, read_features, replay
+from dulbe_peft.recording import TaskFeatures, learn_from_features, read_features
 
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
 
@@ -32,7 +32,7 @@ def run(request, base, digit_folders, tmp_path_factory):
 @pytest.mark.parametrize("spec", CLASSIFIERS)
 def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec):
     learner, folder = run
-    answers, replayed = replay(read_features(folder), spec, learner.logit_scale, learner.args.drift)
+    answers, replayed = learn_from_features(read_features(folder), spec, learner.logit_scale, learner.args.drift)
     taught = learner.classifiers[spec.partition(":")[0]]
     assert replayed.class_names == taught.class_names
     for name, tensor in taught.tensors().items():
@@ -61,7 +61,7 @@ def test_drift_without_features_from_before_is_refused(run):
     object.__setattr__(tasks[1], "closing", copy.copy(tasks[1].closing))
     object.__setattr__(tasks[1].closing, "before", None)
     with pytest.raises(ValueError, match="train with drift linear"):
-        replay(tasks, "lda", 100.0, "linear")
+        learn_from_features(tasks, "lda", 100.0, "linear")
 
 
 def test_damaged_features_are_named(run, tmp_path):

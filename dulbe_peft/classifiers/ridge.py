@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -104,16 +104,8 @@ class RidgeSums(RegressionSums):
 
     errors: torch.Tensor
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float,
-        width: int,
-        dtype: torch.dtype,
-        unit: float,
-        ridge: float | Literal["auto"],
-    ) -> None:
-        super().__init__(embed_dim, logit_scale, width, dtype, unit, ridge)
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
         self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
     def strength(self) -> float:

@@ -18,7 +18,7 @@ from scipy.stats import binomtest
 
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
-from dulbe_peft.comparison.plan import CHOICE_FRACTION, Cell, Plan, Row
+from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 
 CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
@@ -39,7 +39,6 @@ class Advice:
 
     Attributes:
         settings: of `dulbe-peft run`: strategy, classifiers, and what training needs.
-        accuracy: of the best classifier without training after the last task.
         classifiers: spec -> accuracy without training after the last task, the best first.
         runner_up: spec of the second classifier, and how far the best is ahead of it; None of a single one.
         training: the best way to train that the probe tried, and what it gains over no training on the probe's tasks,
@@ -51,7 +50,6 @@ class Advice:
     """
 
     settings: dict[str, Any]
-    accuracy: float
     classifiers: dict[str, float]
     runner_up: tuple[str, Difference] | None
     training: tuple[Row, Difference] | None
@@ -60,25 +58,30 @@ class Advice:
     seconds: dict[str, float]
 
 
-def advice_plan(
+def advice_plans(
     settings: Mapping[str, Any],
     classifiers: Sequence[str] = CLASSIFIERS,
     trials: Mapping[str, dict[str, Any]] = TRIALS,
+    drifts: Sequence[str] = DRIFTS,
     seed: int = 0,
-) -> Plan:
-    """The comparison that an advice is made of.
+) -> tuple[Plan, Plan]:
+    """The two comparisons that an advice is made of: the whole stream without training, and the probe.
 
     Args:
         settings: of `dulbe-peft run`: at least model and data.
         classifiers: specs of those to choose from.
         trials: name -> settings of the ways to train that the probe tries.
+        drifts: of what the classifiers keep, with training, see `Plan`.
         seed: of what is held back, of the class order and of training.
     """
     whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
     few = min(whole.get("images_per_class") or PROBE_IMAGES, PROBE_IMAGES)
     probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": few}
-    methods = {FROZEN: {"strategy": "frozen"}, **trials}
-    return Plan({WHOLE: whole, PROBE: probe}, methods, list(classifiers), ["none", "linear"], [seed])
+    frozen = {FROZEN: {"strategy": "frozen"}}
+    return (
+        Plan({WHOLE: whole}, frozen, list(classifiers), ["none"], [seed]),
+        Plan({PROBE: probe}, {**frozen, **trials}, list(classifiers), list(drifts), [seed]),
+    )
 
 
 def advise(
@@ -88,6 +91,7 @@ def advise(
     classifiers: Sequence[str] = CLASSIFIERS,
     trials: Mapping[str, dict[str, Any]] = TRIALS,
     seed: int = 0,
+    drifts: Sequence[str] = DRIFTS,
     say: Callable[[str], None] = print,
 ) -> Advice:
     """Measure on held-back training images what to use.
@@ -99,70 +103,71 @@ def advise(
         settings: of `dulbe-peft run`: at least model and data.
         output: folder for the runs; what is finished there is not run again.
         jobs: runs at once, see `compare`.
-        classifiers: as in `advice_plan`.
-        trials: as in `advice_plan`.
-        seed: as in `advice_plan`.
+        classifiers: as in `advice_plans`.
+        trials: as in `advice_plans`; none leaves the probe out.
+        seed: as in `advice_plans`.
+        drifts: as in `advice_plans`.
         say: told what is done.
 
     Raises:
-        ValueError: no class has an image to hold back, or a setting is wrong.
+        ValueError: there are too few images to hold some back, or a setting is wrong.
     """
     output = Path(output)
-    plan = advice_plan(settings, classifiers, trials, seed)
-    whole = Plan({WHOLE: plan.streams[WHOLE]}, {FROZEN: plan.methods[FROZEN]}, plan.classifiers, ["none"], plan.seeds)
+    whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
+    free, taken = _measured(whole, output, jobs, say)
+    ranked = sorted(free, key=lambda row: -free[row].mean())
+    chosen, seconds = ranked[0], {WHOLE: taken[FROZEN]}
+    ahead = [(row.classifier, paired_difference(free[chosen][None], free[row][None])) for row in ranked[1:2]]
+    training, pays = None, False
+    if trials:
+        found, taken = _measured(probe, output, jobs, say)
+        trained, gain, pays = _gain(found)
+        training, seconds[PROBE] = (trained, gain), taken[trained.method]
+        chosen = trained if pays else chosen
+    use = {**probe.methods[chosen.method], "classifiers": chosen.classifier}
+    if chosen.drift != "none":
+        use["drift"] = chosen.drift
+    accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
+    held_back = len(free[ranked[0]])
+    return Advice(use, accuracies, ahead[0] if ahead else None, training, pays, held_back, seconds)
+
+
+def _measured(
+    plan: Plan, output: Path, jobs: int | None, say: Callable[[str], None]
+) -> tuple[dict[Row, np.ndarray], dict[str, float]]:
+    """Row -> whether it names each held-back image right after the last task; and method -> seconds of its run."""
     try:
-        compare(whole, output, jobs, say=say)
+        compare(plan, output, jobs, say=say)
     except ComparisonError as error:
         if "no test" in str(error) or "to hold" in str(error):
             few = "there are too few training images to hold some of each task back: use --strategy frozen "
             raise ValueError(few + f"--classifiers bayes, or give more images ({error})") from error
         raise
-    free = _shares(whole, output, whole.cells())
-    ranked = sorted(free, key=lambda row: -free[row].mean())
-    best = ranked[0]
-    runner_up = None
-    if len(ranked) > 1:
-        runner_up = (ranked[1].classifier, paired_difference(free[best][None], free[ranked[1]][None]))
-    seconds = {WHOLE: _seconds(output, whole.cells())}
-    training, pays, chosen = None, False, best
-    if trials:
-        probe = Plan({PROBE: plan.streams[PROBE]}, plan.methods, plan.classifiers, plan.drifts, plan.seeds)
-        compare(probe, output, jobs, say=say)
-        cells = probe.cells()
-        found = _shares(probe, output, cells)
-        # The best of several is better by luck alone. So one half of the images chooses, and the other one measures.
-        chooses, measures = slice(0, None, 2), slice(1, None, 2)
-        without, trained = (
-            max((row for row in found if (row.method == FROZEN) == same), key=lambda row: found[row][chooses].mean())
-            for same in (True, False)
-        )
-        gain = paired_difference(found[trained][None, measures], found[without][None, measures])
-        wins, losses = ((sign * (found[trained] - found[without])[measures] > 0).sum() for sign in (1, -1))
-        certain = wins > losses and binomtest(int(wins), int(wins + losses)).pvalue < 0.05
-        training, pays = (trained, gain), bool(certain)
-        chosen = trained if pays else best
-        seconds[PROBE] = _seconds(output, [cell for cell in cells if cell.method == trained.method])
-    use = {**plan.methods[chosen.method], "classifiers": chosen.classifier}
-    if chosen.drift != "none":
-        use["drift"] = chosen.drift
-    accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
-    return Advice(use, accuracies[best.classifier], accuracies, runner_up, training, pays, len(free[best]), seconds)
-
-
-def _shares(plan: Plan, output: Path, cells: Sequence[Cell]) -> dict[Row, np.ndarray]:
-    """Row -> whether it names each held-back image right after the last task."""
-    found = {}
-    for cell in cells:
+    found, seconds = {}, {}
+    for cell in plan.cells():
+        folder = output / cell.folder
+        seconds[cell.method] = (read_cell(folder) or {"cost": {"seconds": 0.0}})["cost"]["seconds"]
         for row in plan.rows(cell.method):
-            if answers_path(output / cell.folder, row).is_file():  # else it needs text, and the model has none
-                answers, names, _ = read_answers(output / cell.folder, row)
+            if answers_path(folder, row).is_file():  # else it needs text, and the model has none
+                answers, names, _ = read_answers(folder, row)
                 found[row] = image_shares(answers, names)[0]
-    return found
+    return found, seconds
 
 
-def _seconds(output: Path, cells: Sequence[Cell]) -> float:
-    found = [read_cell(output / cell.folder) for cell in cells]
-    return sum(cell["cost"]["seconds"] for cell in found if cell is not None)
+def _gain(found: Mapping[Row, np.ndarray]) -> tuple[Row, Difference, bool]:
+    """The best row with training, its gain over the best one without, and whether a sign test at 5 % confirms it.
+
+    The best of several is better by luck alone. So one half of the images chooses, and the other one measures.
+    """
+    chooses, measures = slice(0, None, 2), slice(1, None, 2)
+    without, trained = (
+        max((row for row in found if (row.method == FROZEN) == same), key=lambda row: found[row][chooses].mean())
+        for same in (True, False)
+    )
+    gain = paired_difference(found[trained][None, measures], found[without][None, measures])
+    wins, losses = ((sign * (found[trained] - found[without])[measures] > 0).sum() for sign in (1, -1))
+    certain = wins > losses and binomtest(int(wins), int(wins + losses)).pvalue < 0.05
+    return trained, gain, bool(certain)
 
 
 def format_advice(advice: Advice) -> str:
@@ -179,10 +184,9 @@ def format_advice(advice: Advice) -> str:
         lines.append(f"The first is {sure} {name} ({points(ahead)}), on the images that ranked them.")
     if advice.training:
         row, gain = advice.training
-        drift = "" if row.drift == "none" else f", drift {row.drift}"
         said = "Training pays" if advice.pays else "Training does not pay clearly"
         lines.append(
-            f"{said}: the best of the probe, {row.method} with {row.classifier}{drift}, is {points(gain)} from no "
+            f"{said}: the best of the probe, {row.title}, is {points(gain)} from no "
             f"training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
             f"training took {advice.seconds[WHOLE]:.0f} s."
         )

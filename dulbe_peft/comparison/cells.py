@@ -29,8 +29,9 @@ from dulbe_peft.commands.run import set_up
 from dulbe_peft.commands.settings import validated
 from dulbe_peft.commands.sources import open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
+from dulbe_peft.cost import trainable_parameters
 from dulbe_peft.files import read_tensors, write_json, write_tensors
-from dulbe_peft.recording import Answers, read_features, replay
+from dulbe_peft.recording import Answers, learn_from_features, read_features
 from dulbe_peft.retention import zero_shot_retention
 from dulbe_peft.specs import parse_spec
 from dulbe_peft.streams.fingerprint import fingerprint
@@ -167,11 +168,11 @@ def _cost(learner: Any, folder: Path) -> dict[str, Any]:
     memory = learner.memory
     tensors = memory.values() if isinstance(memory, dict) else ()
     kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    trained = trainable_parameters(learner.model, learner.strategy)["total"] if learner.strategy.adapts else 0
     return {
         # A run that was killed between a task's commit and its timing does not know that one.
         "seconds": sum(task["seconds"] for task in timings if task is not None),
-        "trainable_parameters": parameters if learner.strategy.adapts else 0,
+        "trainable_parameters": trained,
         "kept_bytes": int(getattr(memory, "nbytes", kept)),
     }
 
@@ -219,7 +220,7 @@ def ask(folder: Path, row: Row) -> None:
     features, started = read_features(folder), time.perf_counter()
     scale, seed = cell["logit_scale"], cell["settings"]["seed"]
     how = (row.drift, cell["text_embeds"], seed, cell["bridge"])
-    answers, classifier = replay(features, row.classifier, scale, *how)
+    answers, classifier = learn_from_features(features, row.classifier, scale, *how)
     seconds = time.perf_counter() - started
     tensors = {}
     for step, found in enumerate(answers, 1):

@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import quote
@@ -212,9 +212,8 @@ def _plan(content: dict[str, Any]) -> Plan:
     unknown = [drift for drift in drifts if drift not in DRIFTS]
     if unknown:
         raise ValueError(f"drift has the entry {unknown[0]!r}, expected some of {list(DRIFTS)}")
-    seeds = content.get("seeds", [0])
-    if not isinstance(seeds, list):
-        raise ValueError(f"seeds must be a list such as [0, 1, 2], got {seeds!r:.100}")
+    if not isinstance(content.get("seeds", []), list):
+        raise ValueError(f"seeds must be a list such as [0, 1, 2], got {content['seeds']!r:.100}")
     seeds = _listed(content, "seeds", [0])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise ValueError(f"seeds must be integers of at least 0, got {seeds}")
@@ -239,7 +238,7 @@ def _plan(content: dict[str, Any]) -> Plan:
     for stream, method in itertools.product(plan.streams, plan.choices):
         for _, cell in plan.trials(stream, method):
             validated(cell.settings)
-    return Plan(**{**vars(plan), "reference": _reference(plan, content.get("reference"))})
+    return replace(plan, reference=_reference(plan, content.get("reference")))
 
 
 def _named(content: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:

@@ -39,11 +39,13 @@ class Changes:
         profile: reliability of the bridge's depths after the last task.
         accuracy: test accuracy of each depth after the last task.
         drift: how far each task from the second on moved features.
+        tasks: the features that were kept.
     """
 
     profile: ReliabilityProfile | None
     accuracy: DepthAccuracy | None
     drift: list[TaskDrift]
+    tasks: list[TaskFeatures]
 
 
 def read_changes(run: Run) -> Changes:
@@ -63,7 +65,7 @@ def read_changes(run: Run) -> Changes:
         if head is not None and tests:
             features, truth = (torch.cat(parts) for parts in zip(*tests.values(), strict=True))
             accuracy = depth_accuracy(head, features, truth)
-        return Changes(profile, accuracy, drift_by_task(tasks))
+        return Changes(profile, accuracy, drift_by_task(tasks), tasks)
 
 
 def _bridge(run: Run) -> BridgeEnsembleHead | None:
@@ -126,7 +128,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
         figures["captures"] = capture_figure(read.records)
     if changes.profile is not None:
         figures["depths"] = depth_figure(changes.profile, changes.accuracy)
-    figures |= _arrows(_features(read))
+    figures |= _arrows(changes.tasks)
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
         "captures": [
