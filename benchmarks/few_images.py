@@ -21,8 +21,8 @@ SPECS = ("text", "bridge", "bridge:metric=whitened", "prototype", "lda", "ranpac
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="the packaged demo model, or a folder")
-    options.add_argument("--data", default="digits", help="the demo's digits, or data as for `dulbe-peft run`")
+    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
+    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--images", type=int, nargs="+", default=[1, 2, 4, 8, 16, 100], help="images of each class")
     options.add_argument("--classifiers", nargs="+", default=list(SPECS))
@@ -30,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--held-back", type=int, default=0, help="test on so many training images of each class, to choose settings"
     )
+    options.add_argument("--shuffled-texts", action="store_true", help="give every class another one's text")
     values = common.parse(options, argv)
     features = encoded(values)
+    if values.shuffled_texts:
+        order = torch.randperm(len(features["text"]), generator=torch.Generator().manual_seed(0))
+        features["text"] = features["text"][order]
     rows = []
     for images in values.images[:1] if values.quick else values.images:
         draws = [draw(features, images, values.increment, seed, values.held_back) for seed in range(values.repeats)]

@@ -14,7 +14,6 @@ from sklearn.metrics import roc_auc_score
 from benchmarks import common
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
 from dulbe_peft.classifiers import Classifier, make_classifiers
-from dulbe_peft.demo import demo_model_folder, digit_tasks
 
 SPECS = ("bridge", "prototype", "lda", "ranpac")
 SHARE, KNOWN = 0.05, 0.7
@@ -22,8 +21,8 @@ SHARE, KNOWN = 0.05, 0.7
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=2, model=None)
-    options.add_argument("--clip", default="demo", help="the packaged demo model, or a folder")
-    options.add_argument("--data", default="digits", help="the demo's digits, or data as for `dulbe-peft run`")
+    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
+    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--images", type=int, nargs="+", default=[2, 4, 8, 50], help="training images of each class")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
@@ -42,12 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def encoded(values: Any) -> dict[str, Any]:
     """Unit features and labels of the training and of the test images, the classes' text embeddings, and tau."""
-    if values.data == "digits":
-        (task,) = digit_tasks(10)
-        train, test = task.train, task.test
-    else:
-        train, test = load_data(values.data, "train"), load_data(values.data, "test")
-    model, processor = load_dual_encoder(str(demo_model_folder()) if values.clip == "demo" else values.clip)
+    train, test = (load_data(values.data, split) for split in ("train", "test"))
+    model, processor = load_dual_encoder(values.clip)
     args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -56,8 +57,30 @@ def test_domains(tmp_path, digit_folders):
     for name in ("first", "second"):
         shutil.copytree(digit_folders(2, 3, 2), tmp_path / name)
     (tmp_path / "second" / "class_names.txt").write_text("zero\tround\none\tstraight\n")
-    said = run("domains.py", "first", "second", "--model", demo_model_folder(), "--epochs", 1, cwd=tmp_path)
-    assert "transfer" in said.splitlines()[-1] and "last" in said and "task 2/2: 4 classes" in said
+    protocol = {
+        "model": str(demo_model_folder()),
+        "strategy": "dulbe",
+        "learner": {"epochs": 1},
+        "zero_shot_tolerance": 100,
+        "domains": {"first": {"classes": 2, "train": 6, "test": 4, "zero_shot": 50}, "second": {"classes": 2}},
+    }
+    (tmp_path / "two.yaml").write_text(json.dumps(protocol))
+    arguments = ("two.yaml", "--data", ".", "--output", "out")
+    said = run("domains.py", *arguments, cwd=tmp_path)
+    assert "second: " in said and "task 2/2: 4 classes" in said
+    found = json.loads((tmp_path / "out" / "domains.json").read_text())
+    (_, ahead), last = found["matrix"]
+    assert found["transfer"] == ahead and found["last"] == sum(last) / 2  # by the definition, for two data sets
+    # Among its own two classes a data set is told apart at least as well as among all four.
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["classifiers"]["bridge"]["matrix"]
+    assert all(own >= among for own, among in zip(last, results[-1], strict=True))
+    assert run("domains.py", *arguments, cwd=tmp_path).splitlines()[-1] == said.splitlines()[-1]
+
+    protocol["domains"]["first"]["train"] = 7
+    (tmp_path / "two.yaml").write_text(json.dumps(protocol))
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run("domains.py", *arguments, cwd=tmp_path)
+    assert "6 images to learn from, expected 7" in failed.value.stderr
 
 
 def test_every_example_is_run_by_a_test():
