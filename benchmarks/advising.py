@@ -86,8 +86,8 @@ def advised(plan: Plan, stream: str, seed: int, comparison: Path, output: Path, 
     settings = seeds | plan.streams[stream]
     folder = output / f"{stream}, seed {seed}"
     advice = advise(settings, folder, values.jobs, plan.classifiers, trials, seed, plan.drifts, say=lambda _: None)
-    if advice.pays and advice.training is not None:
-        return advice.training[0]
+    if advice.training is not None and advice.training.clear:
+        return advice.training.row
     frozen = next(method for method in plan.methods if not plan.strategy(method).adapts)
     return Row(frozen, advice.settings["classifiers"])
 

@@ -11,7 +11,8 @@ import yaml
 
 from benchmarks import advising
 from dulbe_peft.cli import main
-from dulbe_peft.comparison.advice import Advice, advice_plans, advise, format_advice
+from dulbe_peft.comparison import advice as advice_module
+from dulbe_peft.comparison.advice import Advice, Contest, advice_plans, advise, format_advice
 from dulbe_peft.comparison.cells import read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import Row, read_plan
@@ -43,10 +44,11 @@ def test_the_advice_is_what_was_best_on_held_back_training_images(advised):
     assert advice.classifiers == pytest.approx(right)
     best = max(right, key=right.__getitem__)
     assert next(iter(advice.classifiers)) == best
-    assert advice.training is not None and advice.training[0].method == "LoRA"
-    if not advice.pays:
-        assert advice.settings == {"strategy": "frozen", "classifiers": best}
-    assert advice.pays == (advice.training[1].low > 0)
+    assert advice.usual == best and advice.rival is not None and advice.rival.row.classifier != best
+    assert advice.training is not None and advice.training.row.method == "LoRA"
+    if not advice.training.clear:
+        used = advice.rival.row.classifier if advice.rival.clear else best
+        assert advice.settings == {"strategy": "frozen", "classifiers": used}
     assert advice.held_back == len(read_answers(cell, Row("frozen", "lda"))[0][-1].truth)
     assert 6 <= advice.held_back <= 18  # about a fifth of 60
 
@@ -60,7 +62,7 @@ def test_test_images_are_not_looked_at(advised, settings, tmp_path):
         whole = path.read_bytes()
         path.write_bytes(whole[:60] + bytes(255 - byte for byte in whole[60:-20]) + whole[-20:])
     again = advise(settings | {"data": str(photos)}, tmp_path / "out", 1, ("bridge", "lda"), {}, say=lambda _: None)
-    assert again.classifiers == advice.classifiers and again.training is None and not again.pays
+    assert again.classifiers == advice.classifiers and again.training is None
 
 
 def test_the_probe_learns_a_few_tasks_of_few_images(advised):
@@ -72,27 +74,45 @@ def test_the_probe_learns_a_few_tasks_of_few_images(advised):
     assert list(whole.methods) == ["frozen"] and whole.drifts == ["none"]
 
 
-def made(gain, pays):
+@pytest.mark.parametrize("gain, clear", [(0.3, True), (0.02, False)])
+def test_another_classifier_is_advised_only_where_it_is_clearly_better(gain, clear, monkeypatch, tmp_path):
+    """200 held-back images; `bayes` is right about half of them, and `lda` about as many and `gain` of all more."""
+    bayes = torch.arange(200) // 2 % 2
+    lda = bayes.clone()
+    lda[(bayes == 0).nonzero()[: round(200 * gain), 0]] = 1
+    found = {Row("frozen", "bayes"): bayes.double().numpy(), Row("frozen", "lda"): lda.double().numpy()}
+    monkeypatch.setattr(advice_module, "_measured", lambda *_: (found, {"frozen": 1.0}))
+    advice = advise({"model": "demo", "data": "x"}, tmp_path, 1, ("bayes", "lda"), {})
+    assert list(advice.classifiers) == ["lda", "bayes"] and advice.usual == "bayes" and advice.rival.clear == clear
+    assert advice.rival.gain.mean == pytest.approx(gain, abs=0.01)
+    assert advice.settings["classifiers"] == ("lda" if clear else "bayes")
+
+
+def test_the_half_that_chooses_does_not_measure(monkeypatch, tmp_path):
+    """A row that is best on every other image alone is chosen by them, and found to gain nothing by the others."""
+    usual = torch.zeros(200).numpy()
+    lucky = torch.tensor([1.0, 0.0]).repeat(100).numpy()
+    found = {Row("frozen", "bayes"): usual, Row("frozen", "lda"): lucky}
+    monkeypatch.setattr(advice_module, "_measured", lambda *_: (found, {"frozen": 1.0}))
+    advice = advise({"model": "demo", "data": "x"}, tmp_path, 1, ("bayes", "lda"), {})
+    assert advice.rival.gain.mean == 0 and not advice.rival.clear and advice.settings["classifiers"] == "bayes"
+
+
+def made(training, rival):
     settings = {"strategy": "dulbe", "learning_rate": 3e-4, "classifiers": "bridge"}
-    ahead = ("lda", Difference(0.02, -0.01, 0.05))
-    return Advice(
-        settings,
-        {"bridge": 0.9, "lda": 0.88},
-        ahead,
-        (Row("DuLBE", "bridge", "linear"), gain),
-        pays,
-        50,
-        {"whole": 10.0, "probe": 30.0},
-    )
+    trained, other = Row("DuLBE", "bridge", "linear"), Row("frozen", "lda")
+    contests = Contest(other, Difference(0.02, -0.01, 0.05), rival), Contest(trained, *training)
+    return Advice(settings, {"lda": 0.9, "bayes": 0.88}, "bayes", *contests, 50, {"whole": 10.0, "probe": 30.0})
 
 
 def test_the_words():
-    said = format_advice(made(Difference(0.03, 0.01, 0.05), True))
-    assert "90.0 %  bridge" in said and "not clearly ahead of lda (+2.0 points" in said
+    said = format_advice(made((Difference(0.03, 0.01, 0.05), True), False))
+    assert "90.0 %  lda" in said and "No other is clearly ahead of bayes (lda: +2.0 points" in said
     assert "Training pays: the best of the probe, DuLBE with bridge, drift linear, is +3.0 points" in said
     assert "Only 50 images could be held back" in said
     assert said.endswith("Use: --strategy dulbe --learning-rate 0.0003 --classifiers bridge")
-    assert "Training does not pay clearly" in format_advice(made(Difference(0.01, -0.01, 0.05), False))
+    said = format_advice(made((Difference(0.01, -0.01, 0.05), False), True))
+    assert "Training does not pay clearly" in said and "lda is clearly ahead of bayes" in said
 
 
 def test_the_command(settings, tmp_path, capsys):

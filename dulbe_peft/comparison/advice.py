@@ -4,6 +4,9 @@ Everything is measured on training images that are held back. Test images are ne
 
     whole stream    the model as it is, every classifier                     which classifier
     first tasks     the model as it is, and trained with a few settings      whether training pays
+
+Held-back images are few, and the best of several rows on few images is the best by luck. So `bayes` without training,
+which was the best on average wherever it was measured, is the advice unless another row is clearly better.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
+from dulbe_peft.specs import parse_spec
 
 CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
@@ -27,10 +31,25 @@ TRIALS: dict[str, dict[str, Any]] = {
     for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))
     for rate in (1e-4, 3e-4)
 }
-FROZEN = "frozen"
+FROZEN, USUAL = "frozen", "bayes"
 WHOLE, PROBE = "whole", "probe"
 PROBE_TASKS, PROBE_IMAGES = 3, 16
 FEW_HELD_BACK = 100  # images, below which the figures are rough
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Whether the best of some rows is better than what one would use otherwise.
+
+    Attributes:
+        row: the best of them on one half of the held-back images.
+        gain: over what one would use otherwise, on the other half; fractions.
+        clear: whether it is right more often on that half, by a sign test at 5 %.
+    """
+
+    row: Row
+    gain: Difference
+    clear: bool
 
 
 @dataclass(frozen=True)
@@ -40,20 +59,21 @@ class Advice:
     Attributes:
         settings: of `dulbe-peft run`: strategy, classifiers, and what training needs.
         classifiers: spec -> accuracy without training after the last task, the best first.
-        runner_up: spec of the second classifier, and how far the best is ahead of it; None of a single one.
-        training: the best way to train that the probe tried, and what it gains over no training on the probe's tasks,
-            both with their best classifiers; None where nothing was tried. One half of the held-back images chose the
-            two, and the gain is that on the other half.
-        pays: whether the gain of training is clear: more held-back images are right with it, by a sign test at 5 %.
+        usual: spec of the classifier that is the advice unless another one is clearly better: `bayes`, or the first of
+            `classifiers` where that is not among them.
+        rival: the other classifiers against `usual`, on the whole stream without training; None where there is no
+            other.
+        training: the ways to train against no training, all with their best classifiers, on the probe's tasks; None
+            where nothing was tried.
         held_back: how many images were held back.
         seconds: of the whole stream without training, and of the trained probe; measured on this machine.
     """
 
     settings: dict[str, Any]
     classifiers: dict[str, float]
-    runner_up: tuple[str, Difference] | None
-    training: tuple[Row, Difference] | None
-    pays: bool
+    usual: str
+    rival: Contest | None
+    training: Contest | None
     held_back: int
     seconds: dict[str, float]
 
@@ -96,8 +116,8 @@ def advise(
 ) -> Advice:
     """Measure on held-back training images what to use.
 
-    The best classifier without training is the advice, unless the best way to train is clearly ahead on the probe's
-    tasks. The probe is a hint: its tasks are few, and so are its images of a class.
+    `bayes` without training is the advice, unless another classifier is clearly ahead of it, or the best way to train
+    is clearly ahead on the probe's tasks. The probe is a hint: its tasks are few, and so are its images of a class.
 
     Args:
         settings: of `dulbe-peft run`: at least model and data.
@@ -116,20 +136,22 @@ def advise(
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, say)
     ranked = sorted(free, key=lambda row: -free[row].mean())
-    chosen, seconds = ranked[0], {WHOLE: taken[FROZEN]}
-    ahead = [(row.classifier, paired_difference(free[chosen][None], free[row][None])) for row in ranked[1:2]]
-    training, pays = None, False
+    usual = next((row for row in ranked if parse_spec(row.classifier)[0] == USUAL), ranked[0])
+    others = [row for row in ranked if row != usual]
+    rival = _contest(free, others, [usual]) if others else None
+    chosen, seconds = rival.row if rival and rival.clear else usual, {WHOLE: taken[FROZEN]}
+    training = None
     if trials:
         found, taken = _measured(probe, output, jobs, say)
-        trained, gain, pays = _gain(found)
-        training, seconds[PROBE] = (trained, gain), taken[trained.method]
-        chosen = trained if pays else chosen
+        training = _contest(
+            found, *([row for row in found if (row.method == FROZEN) == same] for same in (False, True))
+        )
+        chosen, seconds[PROBE] = training.row if training.clear else chosen, taken[training.row.method]
     use = {**probe.methods[chosen.method], "classifiers": chosen.classifier}
     if chosen.drift != "none":
         use["drift"] = chosen.drift
     accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
-    held_back = len(free[ranked[0]])
-    return Advice(use, accuracies, ahead[0] if ahead else None, training, pays, held_back, seconds)
+    return Advice(use, accuracies, usual.classifier, rival, training, len(free[usual]), seconds)
 
 
 def _measured(
@@ -154,20 +176,17 @@ def _measured(
     return found, seconds
 
 
-def _gain(found: Mapping[Row, np.ndarray]) -> tuple[Row, Difference, bool]:
-    """The best row with training, its gain over the best one without, and whether a sign test at 5 % confirms it.
+def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Sequence[Row]) -> Contest:
+    """The best of the rows against the best of the others.
 
-    The best of several is better by luck alone. So one half of the images chooses, and the other one measures.
+    The best of several is better by luck alone. So one half of the images chooses both, and the other one measures.
     """
     chooses, measures = slice(0, None, 2), slice(1, None, 2)
-    without, trained = (
-        max((row for row in found if (row.method == FROZEN) == same), key=lambda row: found[row][chooses].mean())
-        for same in (True, False)
-    )
-    gain = paired_difference(found[trained][None, measures], found[without][None, measures])
-    wins, losses = ((sign * (found[trained] - found[without])[measures] > 0).sum() for sign in (1, -1))
-    certain = wins > losses and binomtest(int(wins), int(wins + losses)).pvalue < 0.05
-    return trained, gain, bool(certain)
+    best, other = (max(group, key=lambda row: found[row][chooses].mean()) for group in (rows, against))
+    gain = paired_difference(found[best][None, measures], found[other][None, measures])
+    wins, losses = ((sign * (found[best] - found[other])[measures] > 0).sum() for sign in (1, -1))
+    clear = wins > losses and binomtest(int(wins), int(wins + losses)).pvalue < 0.05
+    return Contest(best, gain, bool(clear))
 
 
 def format_advice(advice: Advice) -> str:
@@ -178,21 +197,19 @@ def format_advice(advice: Advice) -> str:
 
     lines = ["Without training, right of the held-back training images:"]
     lines += [f"  {100 * accuracy:5.1f} %  {name}" for name, accuracy in advice.classifiers.items()]
-    if advice.runner_up:
-        name, ahead = advice.runner_up
-        sure = "clearly ahead of" if ahead.clear else "not clearly ahead of"
-        lines.append(f"The first is {sure} {name} ({points(ahead)}), on the images that ranked them.")
+    if advice.rival:
+        said = f"{advice.rival.row.classifier} is" if advice.rival.clear else "No other is"
+        found = f"{advice.rival.row.classifier}: {points(advice.rival.gain)}"
+        lines.append(f"{said} clearly ahead of {advice.usual} ({found}, on the half that did not rank them).")
     if advice.training:
-        row, gain = advice.training
-        said = "Training pays" if advice.pays else "Training does not pay clearly"
+        said = "Training pays" if advice.training.clear else "Training does not pay clearly"
         lines.append(
-            f"{said}: the best of the probe, {row.title}, is {points(gain)} from no "
+            f"{said}: the best of the probe, {advice.training.row.title}, is {points(advice.training.gain)} from no "
             f"training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
             f"training took {advice.seconds[WHOLE]:.0f} s."
         )
     if advice.held_back < FEW_HELD_BACK:
         lines.append(f"Only {advice.held_back} images could be held back, so all of this is rough.")
-        lines.append("With few images, `bayes` was the best on all streams of the documentation.")
     lines.append("Use: " + " ".join(_flag(name, value) for name, value in advice.settings.items()))
     return "\n".join(lines)
 
