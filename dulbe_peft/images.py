@@ -83,6 +83,8 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                     raise
                 kind = "" if expected else f"{type(error).__name__}: "
                 name = item_name(self.dataset, index)
+                if f"({name}) cannot be read: " in str(error):  # it says all, with the place in the whole data set
+                    raise
                 raise ValueError(f"image {index} ({name}) cannot be preprocessed: {kind}{error}") from error
             if self.cache is not None:
                 if pixels.nbytes * len(self) <= self.cache_bytes:

@@ -32,7 +32,7 @@ from dulbe_peft.streams.tasks import Task
 
 DATA_FILE = "data.json"
 SPLITS = {"train": "training images", "test": "test images"}
-ELSEWHERE = "choose another output_dir"
+ELSEWHERE = "choose another output folder"
 
 
 # ---------------------------------------------------------------------- what a run is
@@ -182,9 +182,10 @@ def _check_finished(folder: Path, identity: dict[str, Any], stream: Sequence[Tas
                 number = first + index + 1
                 task_folder = folder.with_name(f"task-{number:03d}")
                 what = _what_changed(task_folder, split, getattr(stream[index], split))
+                more = "; `dulbe-peft learn` takes in further images of known classes" if split == "train" else ""
                 raise ValueError(
                     f"{folder} belongs to another run: the {SPLITS[split]} of task {number}, which is finished, "
-                    f"differ{what}; put them back as they were, or {ELSEWHERE}"
+                    f"differ{what}; put them back as they were, or {ELSEWHERE}{more}"
                 )
 
 

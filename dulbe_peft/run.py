@@ -186,7 +186,7 @@ class Run:
             return [None] * len(self)
         figures = self.learner.zero_shot(tests)
         if figures[-1] is not None:
-            _print_once(f"zero-shot over all classes, before any training: {percent(figures[-1])} %")
+            _print_once(f"zero-shot over all classes, before any training: {percent(figures[-1], 2)} %")
         before = padded(self.past.zero_shot, len(self))
         return [new if old is None else old for old, new in zip(before, figures, strict=True)]
 

@@ -12,6 +12,7 @@ import torch
 
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.images import PixelDataset
+from dulbe_peft.specs import closest
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
@@ -65,7 +66,8 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
         ValueError: the class has not been learned, or it is the only one.
     """
     if name not in state.class_names:
-        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten")
+        hint = closest(name, state.class_names)
+        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten{hint:.300}")
     if len(state.class_names) == 1:
         raise ValueError(f"class {name!r:.100} is the only one that is left: a learner needs at least one class")
     classifiers = {key: classifier.fork() for key, classifier in state.classifiers.items()}

@@ -126,7 +126,8 @@ def test_every_field_is_a_flag():
     ("arguments", "words"),
     [
         (["run"], "--model is required"),
-        (["run", "--model", "/no/such/model", "--data", "x", "--output", "y"], "x"),
+        (["run", "--model", "m", "--data", "gone/photos", "--output", "y"], "gone/photos does not exist; a dataset"),
+        (["run", "--model", "m", "--data", "/gone/photos", "--output", "y"], "/gone/photos does not exist\n"),
         (["run", "--model", "/no/such/model", "--dry-run"], "'/no/such/model' does not exist"),
         (["run", "--config", "gone.yaml"], "'gone.yaml' does not exist"),
         (["run", "--shared-rank", "0", "--residual-rank", "0", "--model", "x", "--dry-run"], "both 0"),
@@ -278,6 +279,7 @@ def test_the_rest_of_the_help(capsys):
         (["run", "photos"], "unknown argument 'photos'"),
         (["run", "--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         (["predcit"], "dulbe-peft: unknown command 'predcit'; did you mean 'predict'?"),
+        ([], "a command is missing; dulbe-peft --help lists them"),
         (["xyz"], "unknown command 'xyz'; the commands are demo, run"),
     ],
 )
@@ -305,7 +307,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
     assert done.returncode == 141 and done.stderr == ""
 
 
-def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys):
+def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys, monkeypatch):
     base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
     choice = ["--strategy", "frozen", "--classifiers", "bridge"]
     assert main([*base, *choice, "--output", str(tmp_path / "out")]) == 0
@@ -316,4 +318,9 @@ def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsy
     assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
     assert main(["evaluate", str(tmp_path / "out"), "--data", str(folders / "test"), "--split", ""]) == 0
     assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # somebody at a terminal reads the lines for people
+    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
+    assert capsys.readouterr() == ("", captured.err) and "  text  " in captured.err
+    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders / "test")]) == 2
+    assert "if these are classes, name no split: --split ''" in capsys.readouterr().err
     assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err

@@ -31,7 +31,7 @@ from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLear
 from dulbe_peft.checkpoint import MANIFEST, json_sha256, read_manifest
 from dulbe_peft.cli import main
 from dulbe_peft.report import write_report
-from dulbe_peft.streams.decoding import decode_image, header_problem
+from dulbe_peft.streams.decoding import decode_image, image_problem
 
 DAMAGES = int(os.environ.get("DULBE_PEFT_DAMAGES", "0"))
 REFUSED = (ValueError, TypeError, OSError, CheckpointError)
@@ -91,9 +91,9 @@ def statistics(_: Path, file: Path) -> None:
 
 
 def image(_: Path, file: Path) -> None:
-    header_problem(str(file))
+    image_problem(str(file))
     with file.open("rb") as opened:
-        header_problem(opened)
+        image_problem(opened)
     assert decode_image(str(file), 0, str(file)).mode == "RGB"
 
 

@@ -7,7 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from dulbe_peft.cli import main
 from dulbe_peft.commands.data import fit_increment
@@ -43,7 +45,7 @@ def test_a_run_without_test_images(photos, tmp_path, capsys):
     shutil.rmtree(photos / "test")
     assert run(photos, "--increment", "9", "--output", str(tmp_path / "out"), *FROZEN) == 0
     said = capsys.readouterr().out
-    assert "there are no test images" in said and "--test-fraction" in said
+    assert f"{photos} has no test images" in said and "--test-fraction" in said
     assert "increment is 9, there are 4 classes: they are learned as one task" in said and "task 1/1" in said
     assert "classifiers" not in json.loads((tmp_path / "out" / "results.json").read_text())
 
@@ -59,7 +61,22 @@ def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_pat
     assert run(photos, "--skip-unreadable", "--output", str(tmp_path / "out"), *FROZEN) == 0
     said = capsys.readouterr().out
     assert f"  {bad}: " in said and "left out: 1" in said and "files ending in .txt are not read, such as" in said
-    assert "two             5       3" in said and "task 2/2" in said
+    assert "two             4       3" in said and "4 classes      19      12" in said and "task 2/2" in said
+
+
+def test_damage_in_the_middle_of_a_file_is_left_out_too_and_named_once_otherwise(photos, tmp_path, capsys):
+    bad = photos / "train" / "zero" / "3.jpg"
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(bad)
+    whole = bad.read_bytes()
+    middle = len(whole) // 2
+    bad.write_bytes(whole[:middle] + b"\xff\xc0" * 20 + whole[middle + 40 :])
+    assert run(photos, "--output", str(tmp_path / "out"), *FROZEN) == 2
+    said = capsys.readouterr().err
+    assert said.count(str(bad)) == 1 and "cannot be read: " in said and "preprocessed" not in said
+    assert run(photos, "--skip-unreadable", "--output", str(tmp_path / "other"), *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert f"  {bad}: " in said and "zero            5       3" in said and "task 2/2" in said
 
 
 def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_path, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from PIL import EpsImagePlugin, ExifTags, Image
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.streams import decoding
-from dulbe_peft.streams.decoding import IMAGE_FORMATS, IMAGE_SUFFIXES, decode_image, header_problem, to_rgb
+from dulbe_peft.streams.decoding import IMAGE_FORMATS, IMAGE_SUFFIXES, decode_image, image_problem, to_rgb
 
 # A corner in each colour; Pillow's own rule for each orientation is the reference.
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)
@@ -123,7 +123,7 @@ def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(ValueError, match=r"image 3 \(a\) cannot be read: it is none of the formats JPEG, PNG"):
         decode_image(tmp_path / "a.jpg", 3, "a")
-    assert "none of the formats" in header_problem(str(tmp_path / "a.jpg"))
+    assert "none of the formats" in image_problem(str(tmp_path / "a.jpg"))
     assert not started
     with Image.open(tmp_path / "a.jpg") as image:  # what Pillow does without the list
         image.load()
@@ -145,7 +145,7 @@ def test_a_decompression_bomb_is_named_with_its_size(tmp_path):
         decode_image(tmp_path / "bomb.png", 0, "bomb.png")
     with pytest.raises(ValueError, match=size):
         decode_image(io.BytesIO(png_of(60000, 60000)), 0, "x")
-    assert size in header_problem(str(tmp_path / "bomb.png"))
+    assert size in image_problem(str(tmp_path / "bomb.png"))
 
 
 @pytest.mark.parametrize("action", ["default", "error"])
@@ -157,7 +157,7 @@ def test_what_pillow_warns_of_is_read_all_the_same(action, recwarn):
         else:
             warnings.resetwarnings()
             importlib.reload(decoding)  # its filters go behind those that are there
-        assert header_problem(io.BytesIO(png_of(10000, 10000))) is None
+        assert image_problem(io.BytesIO(png_of(10000, 10000))) is None
         assert decoding.open_image(io.BytesIO(png_of(10000, 10000))).size == (10000, 10000)
     assert not recwarn
 
@@ -166,7 +166,7 @@ def test_what_pillow_warns_of_is_read_all_the_same(action, recwarn):
 def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
     path = tmp_path / f"image{suffix.upper()}"
     Image.fromarray(CORNERS).save(path, {".jfif": "JPEG"}.get(suffix))
-    assert header_problem(str(path)) is None
+    assert image_problem(str(path)) is None
     assert decode_image(path, 0, "x").size == (60, 40)
 
 
@@ -179,7 +179,7 @@ def test_of_several_frames_the_first_is_read(tmp_path):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     assert decode_image(tmp_path / "a.gif", 0, "a").getpixel((0, 0)) == (255, 0, 0)
-    assert header_problem(str(tmp_path / "a.gif")) is None
+    assert image_problem(str(tmp_path / "a.gif")) is None
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "tiff", "gif"])
@@ -195,7 +195,7 @@ def test_a_header_check_finds_truncated_files(tmp_path, suffix, part):
         whole = True  # some decoders fill in what is not there
     except ValueError:
         whole = False
-    assert (header_problem(str(path)) is None) == whole
+    assert (image_problem(str(path)) is None) == whole
     assert suffix == "gif" or not whole
 
 
@@ -204,20 +204,20 @@ def test_data_after_an_image_is_no_damage(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     Image.fromarray(CORNERS).save(path)
     path.write_bytes(path.read_bytes() + b"a camera's own notes")
-    assert header_problem(str(path)) is None and decode_image(path, 0, "a").size == (60, 40)
+    assert image_problem(str(path)) is None and decode_image(path, 0, "a").size == (60, 40)
 
 
 def test_a_header_check_decodes_no_whole_file(tmp_path, monkeypatch):
     Image.fromarray(CORNERS).save(tmp_path / "a.jpg")
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
-    assert header_problem(str(tmp_path / "a.jpg")) is None
+    assert image_problem(str(tmp_path / "a.jpg")) is None
 
 
 def test_what_a_header_check_says_of_files_that_are_not_there(tmp_path):
-    assert header_problem(str(tmp_path / "gone.jpg")) == "No such file or directory"
+    assert image_problem(str(tmp_path / "gone.jpg")) == "No such file or directory"
     (tmp_path / "link.jpg").symlink_to(tmp_path / "gone.jpg")
-    assert header_problem(str(tmp_path / "link.jpg")).endswith("gone.jpg, which does not exist")
+    assert image_problem(str(tmp_path / "link.jpg")).endswith("gone.jpg, which does not exist")
     Path(tmp_path / "empty.jpg").write_bytes(b"")
-    assert "none of the formats" in header_problem(str(tmp_path / "empty.jpg"))
+    assert "none of the formats" in image_problem(str(tmp_path / "empty.jpg"))
     Image.new("F", (4, 4)).save(tmp_path / "float.tiff")
-    assert "no fixed range" in header_problem(str(tmp_path / "float.tiff"))
+    assert "no fixed range" in image_problem(str(tmp_path / "float.tiff"))

@@ -66,7 +66,7 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     before = content(june)
     assert learn(june / "run", data, tmp_path / "run") == 0
     said = capsys.readouterr().out
-    assert "known classes get 1 further images, without training: one (1)" in said
+    assert "known classes get 1 further image, without training: one (1)" in said
     assert "task 3/3: 6 classes" in said and "written: " in said
     assert content(june) == before, "the learner stays as it was"
     found, old = results_of(tmp_path / "run"), results_of(june / "run")
@@ -85,6 +85,8 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     august = some(photos, tmp_path / "august", ["two"], 3)
     assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
     third = results_of(tmp_path / "august-run")
+    before, after = (100 * figures["head"]["overall"][2] for figures in (found, third))
+    assert f"with the further images: bridge {before:.2f} % before, {after:.2f} % after" in capsys.readouterr().out
     assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
     assert third["class_names"] == found["class_names"]
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "august-run")
@@ -119,7 +121,9 @@ def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, cap
     (root / "photos" / "test" / "two" / "5.png").unlink()
     data = some(photos, tmp_path / "july", ["five", "four"])
     assert learn(root / "run", data, tmp_path / "run") == 0
-    said = capsys.readouterr().err
+    captured = capsys.readouterr()
+    said = captured.err
+    assert "6 classes, tested on the images of task 3 alone, " in captured.out
     assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said
     assert f"the test images of task 2 are not used again: those in {root / 'photos'} are not the ones of then" in said
     found = results_of(tmp_path / "run")
@@ -181,7 +185,10 @@ def test_forget(june, tmp_path, capsys):
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "less").tasks == [("three",), ("zero",)]
     assert content(june) == before
     assert main(["forget", str(june / "run"), "nine", "--output", str(tmp_path / "x"), *MACHINE]) == 2
-    assert "class 'nine' has not been learned" in capsys.readouterr().err
+    assert (
+        "class 'nine' has not been learned, so it cannot be forgotten (known: one, three, two, zero)"
+        in capsys.readouterr().err
+    )
     assert main(["forget", str(june / "run"), "one", "--output", str(june / "run" / "task-002"), *MACHINE]) == 2
     assert content(june) == before and not (tmp_path / "x").exists()
 

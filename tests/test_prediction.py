@@ -147,7 +147,9 @@ def test_the_command_reports_what_it_cannot_read_and_goes_on(world, tmp_path, ca
     assert main(argv) == 0
     said = capsys.readouterr()
     assert said.out.count("\n") == 1 and "bad.png cannot be read" in said.err and "gone.jpg cannot be read" in said.err
-    assert "1 image, 2 could not be read" in said.err
+    assert "1 image, 2 could not be read" in said.err and "written" not in said.err
+    assert main([*argv, "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert f"1 image, 2 could not be read; written: {tmp_path / 'rows.csv'}" in capsys.readouterr().err
     assert main(["predict", world.folder, "gone.jpg", "--device", "cpu"]) == 2
 
 

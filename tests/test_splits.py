@@ -98,14 +98,14 @@ def test_threads_wait_together_for_a_slow_disk(tmp_path, monkeypatch):
     photos(tmp_path, {"a": 30})
     running, most = [], []
 
-    def slow(_):
+    def slow(*_):
         running.append(1)
         most.append(len(running))
         time.sleep(0.01)
         running.pop()
 
     monkeypatch.setattr(inventory, "_FIRST", 5)
-    monkeypatch.setattr(inventory, "header_problem", slow)
+    monkeypatch.setattr(inventory, "image_problem", slow)
     inspect_images(ImageFolder(tmp_path))
     assert max(most[:5]) == 1 and max(most) > 4
 

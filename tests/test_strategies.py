@@ -60,7 +60,7 @@ def make_learner(strategy, args=ARGS, **config):
         targets = sorted(strategy.target_modules) if strategy.target_modules else None
         config = {"support_rank": 16, "residual_rank": 4, "target_modules": targets} | config
         model = get_peft_model(model, DualModeLoraConfig(**config))
-    few = ["ranpac:features=50" if name == "ranpac" else name for name in strategy.classifiers]
+    few = [f"{name}:features=50" if name in ("bayes", "ranpac") else name for name in strategy.classifiers]
     return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=few)
 
 

@@ -35,9 +35,9 @@ def open_data(
         return train, test
     say(found.format() if found.left_out or found.unreadable else found.summary())
     if found.unreadable:
-        say("the images that cannot be read are left out, as skip_unreadable says")
+        say("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
     if test is None:
-        say("there are no test images: nothing is tested; --test-fraction 0.2 holds a fifth of the images back")
+        say(f"{path} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     return train, test
 
 

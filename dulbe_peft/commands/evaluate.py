@@ -17,7 +17,8 @@ EXAMPLE = """example:
 --zero-shot asks the model's own text classifier about the classes of the data that the learner has
 not learned, before and after it learned, and with a share of what it learned for each --scale.
 
-The figures go to standard output as JSON, in full. The lines for people go to standard error.
+The lines for people go to standard error. Where standard output is a file or a pipe, all figures
+go there as JSON: dulbe-peft evaluate out --data photos > figures.json
 """
 
 
@@ -40,6 +41,7 @@ def add(commands: Any) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
+    from dulbe_peft.evaluation import BASELINES
     from dulbe_peft.streams.inventory import counted
     from dulbe_peft.streams.protocols import rename_classes
     from dulbe_peft.streams.readers import load_data
@@ -58,7 +60,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     known = [name for name in carried if name in set(learner.class_names)]
     unknown = [name for name in carried if name not in set(known)]
     if arguments.zero_shot:
-        print(json.dumps(_zero_shot(arguments, learner, data, known, unknown), indent=2, ensure_ascii=False))
+        _print_in_full(_zero_shot(arguments, learner, data, known, unknown))
         return 0
     if not known:
         raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.learner!r}")
@@ -69,7 +71,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "not_learned": {"classes": unknown, "num_images": len(dataset_labels(data)) - len(chosen)},
     }
     print(f"{counted(len(chosen), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
-    for name, accuracy in figures["classifiers"].items():
+    baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
+    for name, accuracy in (figures["classifiers"] | baselines).items():
         print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
     if unknown:
         left_out = figures["not_learned"]["num_images"]
@@ -80,8 +83,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.reject is not None:
         others: Any = select_classes(data, unknown) if unknown else []
         figures["rejection"] = _rejection(learner, arguments.reject, found, others)
-    print(json.dumps(figures, indent=2, ensure_ascii=False))
+    _print_in_full(figures)
     return 0
+
+
+def _print_in_full(figures: dict[str, Any]) -> None:
+    """As JSON, where a program or a file reads it; somebody at a terminal has read the lines for people."""
+    if not sys.stdout.isatty():
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
 
 
 def _zero_shot(

@@ -57,6 +57,7 @@ def learn(arguments: argparse.Namespace) -> int:
     if not new and (not known or arguments.no_update):
         raise ValueError(f"{arguments.data!r} has nothing to learn: its classes, {list(carried)[:5]} ..., are known")
     past = learner.past.of(learner.tasks)
+    before = past.rows[-1] if past.rows else None
     if known and not arguments.no_update:
         _check_known(learner, known)
         if any(entry and entry["data"] == source["data"] for entry in past.sources):
@@ -73,6 +74,8 @@ def learn(arguments: argparse.Namespace) -> int:
     if world()[0] == 0:
         if results.get("classifiers"):
             print(format_summary(results))
+            if not new and before:
+                print(_gain(before, results["classifiers"]))
         print(f"written: {Path(arguments.output) / 'results.json'}")
     leave()
     return 0
@@ -91,6 +94,18 @@ def check_other_folder(learner: str, output: str) -> None:
         )
 
 
+def _gain(before: dict[str, Any], classifiers: dict[str, Any]) -> str:
+    """What further images of known classes changed, on the tests of the tasks."""
+    from dulbe_peft.streams.metrics import percent
+
+    rows = [
+        f"{name} {percent(row['accuracy'], 2)} % before, {percent(classifiers[name]['last_accuracy'], 2)} % after"
+        for name, row in before.get("classifiers", {}).items()
+        if name in classifiers
+    ]
+    return f"with the further images: {'; '.join(rows)}" if rows else ""
+
+
 def _check_known(learner: Any, known: list[str]) -> None:
     """Raise a ValueError where the learner cannot take in more images of known classes."""
     from dulbe_peft.updating import check_update
@@ -105,12 +120,13 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
+    from dulbe_peft.streams.inventory import counted
     from dulbe_peft.streams.tasks import select_classes
 
     images = select_classes(train, known)
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
-    say(f"known classes get {len(images)} further images, without training: {listed}")
+    say(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 
 

@@ -56,6 +56,8 @@ class Parser(argparse.ArgumentParser):
             similar = difflib.get_close_matches(strange[0], known, n=1)
             hint = f"; did you mean {similar[0]}?" if similar else f"; {self.prog} --help lists the known ones"
             message = f"unknown flag {strange[0]}{hint}"
+        elif "required: COMMAND" in message:
+            message = f"a command is missing; {self.prog} --help lists them"
         elif "invalid choice" in message and self._subparsers is not None:
             message = self._unknown_command() or message
         self.exit(2, f"{self.prog}: {message}\n")

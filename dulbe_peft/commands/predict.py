@@ -79,7 +79,8 @@ def predict(arguments: argparse.Namespace) -> int:
         parts = [counted(len(read), "image")]
         parts += [f"{refused} of them {NONE}"] * (arguments.reject is not None)
         parts += [f"{unread} could not be read"] * bool(unread)
-        print(", ".join(parts), file=sys.stderr)
+        files = [file for file in (arguments.csv, arguments.json) if file not in (None, "-")]
+        print(", ".join(parts) + (f"; written: {' and '.join(files)}" if files else ""), file=sys.stderr)
     return 0 if read else 2
 
 

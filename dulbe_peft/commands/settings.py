@@ -70,7 +70,8 @@ class StreamArguments:
         default=0, metadata={"help": "Seed of the images that are drawn, or held back for --validation-fraction."}
     )
     skip_unreadable: bool = dataclasses.field(
-        default=False, metadata={"help": "Leave images out that cannot be read, instead of stopping."}
+        default=False,
+        metadata={"help": "Leave images out that cannot be read, instead of stopping; each is decoded once."},
     )
     class_names: str | None = dataclasses.field(
         default=None,

@@ -21,10 +21,8 @@ def source_of(settings: Any) -> dict[str, Any]:
     Args:
         settings: an object with those of `FIELDS` that the command has.
     """
-    from dulbe_peft.streams.digits import DEMO_DIGITS
-
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
-    if not source["data"].startswith("hf:") and (source["data"] != DEMO_DIGITS or Path(DEMO_DIGITS).exists()):
+    if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
         source["data"] = str(Path(source["data"]).absolute())
     if source.get("class_names"):
         source["class_names"] = str(Path(source["class_names"]).absolute())

@@ -125,7 +125,7 @@ def decode_image(source: Any, index: int, name: str) -> Image.Image:
         raise ValueError(f"image {index} ({name}) cannot be read: {_reason(error, source)}") from error
 
 
-def header_problem(source: str | IO[bytes]) -> str | None:
+def image_problem(source: str | IO[bytes], in_full: bool = False) -> str | None:
     """Why an image cannot be read, as far as its header and its length say; None where they say that it can.
 
     A file that ends as its format demands is not decoded. Any other one is decoded in full to be sure: it may be
@@ -133,24 +133,25 @@ def header_problem(source: str | IO[bytes]) -> str | None:
 
     Args:
         source: a path, or a binary file, which is read from its beginning.
+        in_full: decode every file, so that no damage stays unseen.
     """
     try:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
-                _look(file)
+                _look(file, in_full)
         else:
-            _look(source)
+            _look(source, in_full)
     except Exception as error:  # as in decode_image
         return _reason(error, source)
     return None
 
 
-def _look(file: IO[bytes]) -> None:
+def _look(file: IO[bytes], in_full: bool) -> None:
     file.seek(0)
     image = open_image(file)
     if image.mode in ("I", "F"):
         to_rgb(image)  # raises, unless the file turns out to have another mode
-    if not _is_whole(image, file):
+    if in_full or not _is_whole(image, file):
         file.seek(0)
         open_image(file).load()
 

@@ -111,7 +111,10 @@ class ImageFolder:
         if split is not None:
             splits = subfolders(folder)
             if split not in splits:
-                raise FileNotFoundError(f"{folder} has no split {split!r}; its folders are {splits}")
+                raise FileNotFoundError(
+                    f"{folder} has no split {split!r}; its folders are {splits} (if these are classes, name no split: "
+                    "--split '')"
+                )
             folder = folder / split
         self.root, self.split = folder, split
         names = subfolders(folder)

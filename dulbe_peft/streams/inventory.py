@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.checks import check_int
-from dulbe_peft.streams.decoding import header_problem
+from dulbe_peft.streams.decoding import image_problem
 from dulbe_peft.streams.rows import row_source, undecoded
 from dulbe_peft.streams.samples import carried_class_names, dataset_class_names, dataset_labels, item_name, source_item
 from dulbe_peft.streams.tasks import ClassSubset
@@ -25,7 +25,7 @@ class Inventory:
     """Images by class and split, and all that is not as it should be.
 
     Attributes:
-        counts: split -> class name -> number of images, the unreadable ones included.
+        counts: split -> class name -> number of images; `inspect_images` includes the unreadable ones.
         unreadable: (name, reason) of images whose header or length is wrong.
         left_out: (path, reason) of files and folders that are no part of the data.
         unchecked: number of images that have no file whose header could be read, as in a list of tensors.
@@ -119,7 +119,9 @@ def unreadable_lines(unreadable: Sequence[tuple[str, str]], most: int = 20) -> l
     return lines if len(unreadable) <= most else [*lines, f"  ... and {len(unreadable) - most} more"]
 
 
-def inspect_images(dataset: Any, processes: int | None = None, split: str | None = None) -> Inventory:
+def inspect_images(
+    dataset: Any, processes: int | None = None, split: str | None = None, in_full: bool = False
+) -> Inventory:
     """Count a data set's images and read the header of each, which costs about a hundredth of decoding them.
 
     A header shows whether a file is an image, of a format that is read, and not too large. A file that does not end
@@ -130,6 +132,7 @@ def inspect_images(dataset: Any, processes: int | None = None, split: str | None
         processes: how many headers are read at once, by threads. None: one where the disk answers at once, else 16,
             since on a slow disk or network most of the time is waiting.
         split: what the table calls the data set; None: its own `split`, or "images".
+        in_full: decode every image, which finds damage in the middle, too.
 
     Raises:
         TypeError: `dataset` is no data set.
@@ -144,13 +147,13 @@ def inspect_images(dataset: Any, processes: int | None = None, split: str | None
     counts = {title: {name: int(count) for name, count in zip(names, per_class)}}
     if not hasattr(origin, "item_source") and undecoded(origin) is None:
         return Inventory(counts, left_out=left_out, unchecked=len(labels))
-    problems = enumerate(_header_problems(dataset, len(labels), processes))
+    problems = enumerate(_problems(dataset, len(labels), processes, in_full))
     bad = [(index, problem) for index, problem in problems if problem is not None]
     unreadable = [(item_name(dataset, index), problem) for index, problem in bad]
     return Inventory(counts, unreadable, left_out, positions={title: [index for index, _ in bad]})
 
 
-def _header_problems(dataset: Any, total: int, at_once: int | None) -> list[str | None]:
+def _problems(dataset: Any, total: int, at_once: int | None, in_full: bool) -> list[str | None]:
     def problem(index: int) -> str | None:
         origin, position = source_item(dataset, index)
         try:
@@ -158,7 +161,7 @@ def _header_problems(dataset: Any, total: int, at_once: int | None) -> list[str 
             source = origin.item_source(position) if stored is None else row_source(stored[position]["image"], "it")
         except Exception as error:  # a damaged table, whatever its library raises
             return str(error)
-        return header_problem(source)
+        return image_problem(source, in_full)
 
     if at_once is not None:
         at_once = check_int("processes", at_once, 1)

@@ -7,6 +7,7 @@ Every reader has `len`, `reader[i]` giving {"image": upright PIL image in RGB, "
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dulbe_peft.streams.decoding import decode_image, to_rgb
@@ -16,6 +17,8 @@ from dulbe_peft.streams.hub_data import HubImages, import_datasets, is_saved, lo
 from dulbe_peft.streams.npz import NPZ_SPLITS, NpzImages
 
 __all__ = ["HubImages", "ImageFolder", "NpzImages", "decode_image", "load_data", "to_rgb"]
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_data(
@@ -53,7 +56,8 @@ def load_data(
             return HubImages(load_saved(path, split), text, image_column, label_column)
         return ImageFolder(path, split)
     if not path.exists():
-        raise FileNotFoundError(f'{path} does not exist; a dataset of the Hugging Face hub is written "hf:{text}"')
+        hub = f'; a dataset of the Hugging Face hub is written "hf:{text}"' if _HUB_NAME.fullmatch(text) else ""
+        raise FileNotFoundError(f"{text} does not exist{hub}")
     if path.suffix.lower() != ".npz":
         raise ValueError(f"{path} is neither a folder nor an .npz file")
     if split is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,10 @@ def open_stream_data(
         train_split: name of the split to learn from.
         test_split: name of the split to test on, where there is one.
         test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
-        skip_unreadable: leave unreadable images out instead of raising.
+        skip_unreadable: leave unreadable images out instead of raising. Every image is decoded once to find them.
 
     Returns:
-        The images to learn from; those to test on, or None; and the inventory, which counts every image.
+        The images to learn from; those to test on, or None; and the inventory, which counts these images.
 
     Raises:
         FileNotFoundError: there is nothing under this path, or it lacks a split.
@@ -146,18 +147,17 @@ def open_stream_data(
     test: Any = load_data(path, test_split) if test_split in splits else None
     if test is not None:
         test = _with_classes_of(train, test)
-    found = Inventory({}, left_out=left_out) + inspect_images(train, split=train_split)
+    found = Inventory({}, left_out=left_out) + inspect_images(train, split=train_split, in_full=skip_unreadable)
     if test is not None:
-        found += inspect_images(test, split=test_split)
+        found += inspect_images(test, split=test_split, in_full=skip_unreadable)
     if found.unreadable and not skip_unreadable:
         raise ValueError(_unreadable_message(path, found))
     train = _readable(train, found.positions.get(train_split))
     test = None if test is None else _readable(test, found.positions.get(test_split))
     if test_fraction is not None:
         train, test = hold_out(train, test_fraction)
-        counts = {split: _counts(data) for split, data in ((train_split, train), (test_split, test))}
-        found = Inventory(counts, found.unreadable, found.left_out, found.unchecked, found.positions)
-    return train, test, found
+    used = ((train_split, train), *([] if test is None else [(test_split, test)]))
+    return train, test, replace(found, counts={split: _counts(data) for split, data in used})
 
 
 def _unreadable_message(path: str | os.PathLike[str], found: Inventory) -> str:
