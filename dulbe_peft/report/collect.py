@@ -20,7 +20,6 @@ from dulbe_peft.results import stream_results
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 _ADAPTER_FILE = "adapter_config.json"
-_MOST_FOLDERS = 3  # of test images that a sentence names
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Run:
         predictions: what was predicted for every test image after the last finished task; empty where not recorded.
         timings: seconds and memory of every finished task, None where not known.
         examples: "mistakes" and "hits" -> what each picture shows, with its JPEG bytes under "jpeg".
-        updates: what the learner took in or lost without training, see `LearnerState`; empty where nobody noted it.
     """
 
     folder: Path
@@ -53,7 +51,6 @@ class Run:
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
     examples: dict[str, list[dict[str, Any]]]
-    updates: list[dict[str, Any]]
 
     @property
     def tested(self) -> bool:
@@ -137,7 +134,6 @@ def _read(path: Path) -> Run:
         predictions=read_predictions(table) if table.is_file() else [],
         timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
         examples=_examples(path / PICTURES_FOLDER),
-        updates=(state or {}).get("updates", []),
     )
 
 
@@ -171,34 +167,18 @@ def _examples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def data_name(predictions: list[ImageResult]) -> str | None:
-    """The folders or files that the test images of the tasks are in; None where they have none, or there are many.
+    """What the test images are called in common, at most two parts of a path; None where they have nothing in common.
 
-    A long path is told by its last two parts.
-
-    >>> names = ("june/test/cat/1.jpg", "june/test/dog/1.jpg"), ("july/test/owl/1.jpg", "july/test/fox/1.jpg")
-    >>> rows = [ImageResult(n, n.split("/")[2], "cat", 1.0, t, 0, {}) for t, task in enumerate(names) for n in task]
+    >>> rows = [ImageResult(f"photos/test/{name}/1.jpg", name, name, 1.0, 1, 0, {}) for name in ("cat", "dog")]
     >>> data_name(rows)
-    'june/test and july/test'
+    'photos/test'
     """
-    tasks: dict[int, set[str]] = {}
-    for row in predictions:
-        tasks.setdefault(row.task, set()).add(_place(row))
+    names = {re.sub(r"\[\d+\]$", "", row.image) for row in predictions}
     try:
-        found = list(dict.fromkeys(os.path.commonpath(places) for places in tasks.values()))
-    except ValueError:  # relative and absolute paths
+        common = names.pop() if len(names) == 1 else os.path.commonpath(sorted(names))
+    except ValueError:
         return None
-    parts = [Path(place).parts for place in found]
-    short = [str(Path(*names)) if len(names) <= 3 else "/".join(names[-2:]) for names in parts]
-    return None if "" in found or len(found) > _MOST_FOLDERS else " and ".join(dict.fromkeys(short)) or None
-
-
-def _place(row: ImageResult) -> str:
-    """The file that holds an image among others, or the folder around the folder of its class; "" where unknown."""
-    packed = re.fullmatch(r"(.+)\[\d+\]", row.image)
-    if packed:
-        return packed[1]
-    folder, _, _ = row.image.replace(os.sep, "/").rpartition("/")
-    return folder.removesuffix(f"/{row.true}")
+    return "/".join(Path(common).parts[-2:]) or None if len(predictions) > 1 else None
 
 
 def class_table(predictions: list[ImageResult], forgetting: dict[str, float]) -> list[dict[str, Any]]:

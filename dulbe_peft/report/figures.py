@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.streams.metrics import METHODS, result_rows
+from dulbe_peft.streams.metrics import LABELS, result_rows
 
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
-STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
-_DASHES = ("-", "--", ":", "-.")
+STYLES = ("^:", "s--", "v-.", "o-", "d-", "P-", "X-", "*-")
+_KNOWN = list(LABELS.values())
 _MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
 
 
@@ -47,14 +47,15 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     steps = max(len(block["overall"]) for _, block in rows)
     classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
     figure, axes = new_figure()
-    # What is known by name looks the same in every picture.
-    places = [*METHODS, *(name for name, _ in rows if name not in METHODS)]
-    for name, block in rows:
+    for number, (label, block) in enumerate(rows):
+        # What is known by name looks the same in every picture.
+        series = _KNOWN.index(label) if label in _KNOWN else number
+        colour, style = SERIES[series % len(SERIES)], STYLES[series % len(STYLES)]
         values = [math.nan if value is None else 100 * value for value in block["overall"]]
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
-        marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
-        look = {"linewidth": 1.5, "clip_on": False, **_line(places.index(name)), **marks}
-        axes.plot(classes[: len(values)], values, label=name, **look)
+        marks = {"markersize": 9, "markerfacecolor": "none"} if label == LABELS["zero_shot"] else {"markersize": 4}
+        look = {"color": colour, "linewidth": 1.5, "clip_on": False, **marks}
+        axes.plot(classes[: len(values)], values, style, label=label, **look)
     axes.set_ylim(0, 100)
     axes.set_xlabel("classes seen")
     axes.set_ylabel("right, of all seen classes (%)")
@@ -62,14 +63,6 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     # Below the axes: over them it would hide a line, for none is known to be free.
     figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=INK, fontsize=8)
     return figure
-
-
-def _line(place: int) -> dict[str, str]:
-    """Colour, mark and dash of a line; no two of the first 32 places have the same colour and the same dash."""
-    turn, series = divmod(place, len(SERIES))
-    mark, own = STYLES[series][0], STYLES[series][1:]
-    dashes = [own, *(dash for dash in _DASHES if dash != own)]
-    return {"color": SERIES[series], "marker": mark, "linestyle": dashes[turn % len(dashes)]}
 
 
 def matrix_figure(results: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
 from dulbe_peft.report.tables import (
     MEASURES,
     Comparison,
-    best,
     compare,
     differences,
     flat,
@@ -26,8 +25,19 @@ from dulbe_peft.report.tables import (
     write_comparison_latex,
 )
 from dulbe_peft.streams import metrics
-from dulbe_peft.streams.metrics import METHODS, result_rows
+from dulbe_peft.streams.metrics import LABELS, result_rows
 
+# What the rows of the tables are, for somebody who has not read the paper.
+_METHODS = {
+    "zero-shot": "the model before it learned anything, which chooses by the names of the classes alone",
+    "text classifier": "the model after learning, which chooses by the names of the classes alone",
+    "class means": "each class is the mean of its training images, and an image goes to the nearest mean",
+    "bridge-prototype head": "between the mean of a class's training images and its name, at the depth that told its "
+    "training images best",
+    "LDA": "class means, measured by how much the images of one class differ among each other",
+    "analytic ridge": "a linear map from images to classes, solved in one go and added to with every task",
+    "RanPAC": "the same after a fixed random layer, which lets it draw curved borders",
+}
 _PHASES = ("probe", "allocate", "train", "close", "test", "save")  # as they come; JSON sorts them
 WORST = 10  # classes shown before the reader asks for all
 
@@ -92,10 +102,11 @@ def render_report(runs: Sequence[Run]) -> str:
     """
     groups = group_runs(runs)
     comparison = compare(groups) if len(runs) > 1 else []
+    measured = [row for row in comparison if "last_accuracy" in row.figures]
     content = {
         "runs": [_view(run, f"run{number}") for number, run in enumerate(runs)],
         "comparison": comparison,
-        "best": best(comparison),
+        "best": max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
         "same_classes": len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
         "repeated": len(groups) < len(runs),
         "differences": differences(runs) if len(runs) > 1 else [],
@@ -183,20 +194,20 @@ def _tested(run: Run, key: str) -> dict[str, Any]:
     images = {entry["name"]: entry["images"] for entry in classes}
     columns, counts = confusion(run.predictions, worst)
     return {
-        "first": run.first,
+        "first": LABELS.get(run.first, run.first),
         "accuracy": accuracy,
         "baselines": [
             (words, block["last_accuracy"], accuracy - block["last_accuracy"])
             for words, block, own in (
-                ("zero_shot, the same model before it learned anything", results.get("zero_shot"), False),
+                ("zero-shot, the same model before it learned anything", results.get("zero_shot"), False),
                 ("the class means alone", means, run.first == "prototype"),
             )
             if block is not None and not own and None not in (accuracy, block["last_accuracy"])
         ],
         "rows": result_rows(results),
-        "methods": [(name, METHODS[name]) for name, _ in result_rows(results) if name in METHODS],
+        "methods": [(label, _METHODS[label]) for label, _ in result_rows(results) if label in _METHODS],
         "chart": inline_svg(accuracy_figure(results), f"{key}-accuracy"),
-        "matrices": [(name, block["matrix"]) for name, block in blocks.items()],
+        "matrices": [(LABELS.get(name, name), block["matrix"]) for name, block in blocks.items()],
         "class_table": classes,
         "worst": WORST,
         "confusion_columns": columns,
