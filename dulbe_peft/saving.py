@@ -61,13 +61,14 @@ _STATE_FIELDS: dict[str, Any] = {
     "step": int,
     "tasks": list,
 }
-# What version 0.1, which had one method and one classifier, left out.
+# What earlier versions left out; 0.1 had one method and one classifier.
 _STATE_DEFAULTS: dict[str, Any] = {
     "base_model": None,
     "classifiers": ["bridge"],
     "memory": True,
     "source": None,
     "strategy": {"name": "dulbe"},
+    "updates": [],
 }
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
@@ -122,6 +123,7 @@ def write(
         "step": state.step,
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
         "tasks": [list(task) for task in state.tasks],
+        "updates": state.updates,
     }
     write_json(folder / LEARNER_FILE, content)
     write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
@@ -283,6 +285,7 @@ def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> Learner
         step=saved["step"],
         source=saved["source"],
         incomplete=bool(saved["tasks"] and saved["memory"] and not memory),
+        updates=saved["updates"],
     )
 
 
@@ -502,7 +505,17 @@ def _check_state(state: dict[str, Any]) -> None:
         "source": texts(state["source"]),
         "step": is_int(state["step"]) and state["step"] >= 0,
         "tasks": all(isinstance(task, list) for task in state["tasks"]),
+        "updates": isinstance(state["updates"], list) and all(map(_is_update, state["updates"])),
     }
     wrong = [name for name, fits in right.items() if not fits]
     if wrong:
         raise ValueError(f"{LEARNER_FILE} has {wrong[0]} = {state[wrong[0]]!r:.100}, which no learner writes")
+
+
+def _is_update(entry: Any) -> bool:
+    """Whether an entry is as `LearnerState.updates` has it."""
+    if not isinstance(entry, dict) or set(entry) != {"after", "images", "forgotten"}:
+        return False
+    after, images, forgotten = entry["after"], entry["images"], entry["forgotten"]
+    counts = isinstance(images, dict) and all(map(is_int, images.values()))
+    return counts and is_int(after) and (forgotten is None or is_int(forgotten))

@@ -32,6 +32,9 @@ class LearnerState:
         step: how many training steps were made.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
         incomplete: the learner was saved without what its strategy needs to learn a further task.
+        updates: what it took in or lost without training, in order. Each entry has "after", the number of tasks that
+            were learned by then; "images", class -> number of its further images; and "forgotten", the number of the
+            task that lost a class, or None.
     """
 
     model: nn.Module
@@ -44,6 +47,7 @@ class LearnerState:
     step: int = 0
     source: dict[str, str] | None = None
     incomplete: bool = False
+    updates: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def class_names(self) -> tuple[str, ...]:

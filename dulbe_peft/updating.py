@@ -5,6 +5,7 @@ Both return a new state and leave the given one as it is, so an error changes no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,6 +48,7 @@ def with_more_images(
     # A learner that was published without its memory has no sum to add to.
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
+    counts = Counter(state.class_names[label] for label in labels.tolist())
     labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
@@ -54,13 +56,15 @@ def with_more_images(
     memory: Memory | None = state.memory
     if collect and adapter is not None:
         memory = strategy.remember_more(NewTask(len(state.tasks), adapter, state.args, state.memory), inputs)
-    return replace(state, classifiers=classifiers, memory=memory)
+    updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
+    return replace(state, classifiers=classifiers, memory=memory, updates=updates)
 
 
 def without_class(state: LearnerState, name: str) -> LearnerState:
     """The state in which no classifier knows a class any more.
 
-    The class leaves its task. A task that loses its last class stays, empty, because strategies count tasks.
+    The class leaves its task. A task that loses its last class stays, empty, because strategies count tasks. What is
+    noted of updates does not name the class any more.
 
     Raises:
         ValueError: the class has not been learned, or it is the only one.
@@ -74,4 +78,10 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     for classifier in classifiers.values():
         classifier.forget_class(name)
     tasks = [tuple(other for other in task if other != name) for task in state.tasks]
-    return replace(state, classifiers=classifiers, tasks=tasks)
+    number = next(number for number, task in enumerate(state.tasks, 1) if name in task)
+    updates = [
+        {**update, "images": {other: count for other, count in update["images"].items() if other != name}}
+        for update in state.updates
+    ]
+    updates.append({"after": len(tasks), "images": {}, "forgotten": number})
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates)

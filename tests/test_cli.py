@@ -48,7 +48,7 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys):
     command = ["run", "--config", str(tmp_path / "run.yaml"), "--model", str(demo_model_folder())]
     assert main([*command, "--data", str(folders), "--output", str(tmp_path / "out"), *QUICK]) == 0
     said = capsys.readouterr().out
-    assert "task 2/2: 4 classes" in said and "bridge-prototype head" in said
+    assert "task 2/2: 4 classes" in said and "\nbridge  " in said
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["configuration"]["arguments"]["epochs"] == 1  # the flag wins over the file
     assert results["configuration"]["arguments"]["prompt_template"] == settings["prompt_template"]
@@ -71,7 +71,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys):
     choice = ["--strategy", "frozen", "--classifiers", "ranpac:features=64,seed=1,lda"]
     assert main([*base, *choice, "--output", str(tmp_path / "frozen")]) == 0
     said = capsys.readouterr().out
-    assert "RanPAC" in said and "LDA" in said and "bridge" not in said
+    assert "\nranpac  " in said and "\nlda  " in said and "bridge" not in said
     results = json.loads((tmp_path / "frozen" / "results.json").read_text())
     assert results["strategy"] == {"name": "frozen"} and list(results["classifiers"]) == ["lda", "ranpac"]
     saved = json.loads((tmp_path / "frozen" / "task-002" / "learner.json").read_text())

@@ -231,7 +231,7 @@ def test_card_is_written_from_the_data(hub, learned):
         "Fanman Meng",
     ):
         assert words in card.text
-    assert f"| bridge-prototype head | {100 * figures['average_accuracy']:.2f} |" in card.text
+    assert f"| bridge | {100 * figures['average_accuracy']:.2f} |" in card.text
 
 
 def test_card_names_a_base_model_of_the_hub(learner, monkeypatch):
@@ -357,6 +357,7 @@ FORGERIES = {
     ),
     "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), "class_names must be"),
     "settings that do not exist": (lambda f: _json(f, "learner.json", arguments={"colour": 1}), "colour"),
+    "updates that are none": (lambda f: _json(f, "learner.json", updates=[{"after": "x"}]), "updates = "),
     "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "wrong type"),
     "no configuration": (lambda f: {"adapter_config.json": b"[" * 10**5}, "cannot be loaded"),
 }

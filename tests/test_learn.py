@@ -15,6 +15,7 @@ import pytest
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.cli import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.report import write_report
 
 FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", "--device", "cpu", "--no-progress"]
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -82,6 +83,9 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]
 
+    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert "<li>after task 2, 1 further image of known classes: one (1)</li>" in page
+
     august = some(photos, tmp_path / "august", ["two"], 3)
     assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
     third = results_of(tmp_path / "august-run")
@@ -91,6 +95,14 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert third["class_names"] == found["class_names"]
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "august-run")
     assert loaded.head.counts.tolist() == [4, 3, 4, 3, 4, 4]
+    page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
+    assert (
+        "after task 2, 1 further image" in page and "after task 3, 1 further image of known classes: two (1)" in page
+    )
+    assert main(["forget", str(tmp_path / "august-run"), "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
+    assert learn(tmp_path / "less", some(photos, tmp_path / "more", ["one"], 3), tmp_path / "last") == 0
+    page = write_report(tmp_path / "last").read_text(encoding="utf-8")
+    assert "after task 3, a class of task 2 was forgotten" in page and "two" not in page
 
 
 def test_it_equals_learning_by_hand(photos, june, tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from peft import get_peft_model
 
 from dulbe_peft import (
@@ -24,13 +25,16 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
+from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.cli import main
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.report import plot_matrix, plot_results, read_run, write_report
+from dulbe_peft.evaluation import ImageResult
+from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_changes, read_run, write_report
 from dulbe_peft.report.collect import class_table, confusion, data_name
 from dulbe_peft.report.figures import SERIES, accuracy_figure, inline_svg, matrix_figure
 from dulbe_peft.report.page import percent, points
-from dulbe_peft.report.tables import compare, differences, group_runs, latex_text
+from dulbe_peft.report.tables import best, compare, differences, group_runs, latex_text
+from dulbe_peft.streams.metrics import METHODS
 from dulbe_peft.streams.tasks import Task
 
 OLD = Path(__file__).parent / "saved" / "0.1" / "run"
@@ -55,7 +59,7 @@ def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
     stream = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
     stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
-    learner.run(stream[:tasks], output)
+    learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
     return output
 
 
@@ -199,7 +203,7 @@ def test_every_figure_of_the_page_is_the_run_s(runs, tmp_path):
     results = json.loads((runs["one"] / "results.json").read_text())
     blocks = [results[name] for name in ("zero_shot", "text", "class_means", "head")]
     blocks.append(results["classifiers"]["lda"])
-    labels = ["zero-shot", "text classifier", "class means", "bridge-prototype head", "LDA"]
+    labels = ["zero_shot", "text", "class_means", "bridge", "lda"]
     rows = page.table("method", "task 1", "task 3")
     assert rows == [[label, *map(percent, block["overall"])] for label, block in zip(labels, blocks, strict=True)]
     summary = page.table("method", "forgetting")
@@ -212,7 +216,7 @@ def test_every_figure_of_the_page_is_the_run_s(runs, tmp_path):
     lead = " ".join(page.text.split())
     assert "demo_clip learned 6 classes in 3 tasks" in lead and "Of 60 test images" in lead
     more = "more" if gain > 0 else "less"
-    assert f"{percent(abs(gain))} percentage points {more} than zero-shot" in lead
+    assert f"{percent(abs(gain))} percentage points {more} than zero_shot" in lead
     images = page.table("training images", "shared capture", "expected depth")
     record = results["tasks"][1]
     assert images[1][:8] == [
@@ -238,7 +242,7 @@ def test_the_table_of_classes_equals_a_loop_over_the_predictions(runs, tmp_path)
         )
     assert [float(row[1]) for row in table] == sorted(float(row[1]) for row in table), "the worst comes first"
     columns, *body = next(
-        t for t in page.tables if t[0][0] == "class" and "right (%)" not in t[0] and "LDA" not in t[0]
+        t for t in page.tables if t[0][0] == "class" and "right (%)" not in t[0] and "lda" not in t[0]
     )
     for row in body:
         for other, count in zip(columns[1:], row[1:], strict=True):
@@ -292,6 +296,12 @@ def test_the_page_goes_where_it_is_told(runs, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- other kinds of runs
 
 
+def test_where_nothing_is_trained_nothing_changed(runs, tmp_path):
+    assert read_changes(read_run(runs["frozen"])).drift[0].old == pytest.approx(1)
+    page = write_report(runs["frozen"], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "lean on their names" in page and "alone (%)" in page and "What training changed" not in page
+
+
 def test_an_unfinished_run(runs, tmp_path):
     run = shutil.copytree(runs["one"], tmp_path / "run")
     for name in ("results.json", "predictions.csv", "task-003/manifest.json"):
@@ -304,8 +314,8 @@ def test_an_unfinished_run(runs, tmp_path):
     assert "not finished" in text and "the 2 tasks that it has" in text and "learned 4 classes in 2 tasks" in text
     whole = json.loads((runs["one"] / "results.json").read_text())
     rows = page.table("method", "task 1", "task 2")
-    assert rows[3] == ["bridge-prototype head", *map(percent, whole["head"]["overall"][:2])]
-    assert rows[0] == ["zero-shot", *map(percent, whole["zero_shot"]["overall"][:2])]
+    assert rows[3] == ["bridge", *map(percent, whole["head"]["overall"][:2])]
+    assert rows[0] == ["zero_shot", *map(percent, whole["zero_shot"]["overall"][:2])]
     assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
 
 
@@ -326,9 +336,7 @@ def test_a_run_of_version_0_1(tmp_path):
     text = " ".join(page.text.split())
     assert "demo_clip learned 4 classes in 2 tasks" in text and "with the strategy dulbe" in text
     assert "not finished" in text
-    assert [row[0] for row in page.table("method", "task 2")] == [
-        "zero-shot", "text classifier", "bridge-prototype head"
-    ]  # fmt: skip
+    assert [row[0] for row in page.table("method", "task 2")] == ["zero_shot", "text", "bridge"]
     assert not [tag for tag, _ in page.tags if tag == "img"] and "taken for" not in page.text
 
 
@@ -354,8 +362,8 @@ def test_a_run_of_a_learner_that_had_learned_before(runs, tmp_path):
     assert [row["task"] for row in rows_of(tmp_path / "run" / "predictions.csv")] == ["3"] * 20
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     head = percent(results["head"]["overall"][2])
-    bridge = next(row for row in page.table("method", "task 3") if row[0] == "bridge-prototype head")
-    assert bridge == ["bridge-prototype head", "", "", head]
+    bridge = next(row for row in page.table("method", "task 3") if row[0] == "bridge")
+    assert bridge == ["bridge", "", "", head]
     assert page.table("after", "task 3")[2] == ["task 3", "", "", percent(results["head"]["matrix"][2][2])]
     assert [row[2] for row in page.table("training images")] == ["", "", "12"]
 
@@ -434,18 +442,57 @@ def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
     assert [[run.name for run in group] for group in group_runs(read)] == [["one", "two", "other-order"], ["frozen"]]
     rows = {(row.runs[0], row.method): row for row in compare(group_runs(read))}
     lasts = [run.results["classifiers"]["lda"]["last_accuracy"] for run in read[:3]]
-    figure = rows["one", "LDA"].figures["last_accuracy"]
+    figure = rows["one", "lda"].figures["last_accuracy"]
     mean = sum(lasts) / 3
     assert figure.mean == pytest.approx(mean)
     assert figure.spread == pytest.approx((sum((value - mean) ** 2 for value in lasts) / 2) ** 0.5)
-    assert rows["frozen", "LDA"].figures["last_accuracy"].spread is None
+    assert rows["frozen", "lda"].figures["last_accuracy"].spread is None
     page = Page(write_report(copies, tmp_path / "page.html"))
     table = {(row[0], row[3]): row for row in page.table("runs", "n", "method")}
-    assert table["one, two, other-order", "LDA"][1] == "3"
-    assert table["one, two, other-order", "LDA"][4] == f"{100 * mean:.2f} ± {100 * figure.spread:.2f}"
+    assert table["one, two, other-order", "lda"][1] == "3"
+    assert table["one, two, other-order", "lda"][4] == f"{100 * mean:.2f} ± {100 * figure.spread:.2f}"
     settings = {row[0]: row[1:] for row in page.table("setting", "one", "two")}
     assert settings["arguments.seed"] == ["0", "1", "0", "0"]
     assert settings["strategy.name"] == ["dulbe", "dulbe", "dulbe", "frozen"] and "arguments.epochs" not in settings
+    assert settings["adapter"] == ["yes", "yes", "yes", "none"], "what is not there at all is one row"
+    assert not [name for name in settings if name.startswith("adapter.")]
+
+
+def test_settings_of_an_adapter_are_compared_among_the_runs_that_have_one(runs):
+    one, two, frozen = (read_run(runs[name]) for name in ("one", "two", "frozen"))
+    two.settings["adapter"]["support_rank"] = 4
+    del frozen.settings["classifiers"]  # nobody noted them
+    found = dict(differences([one, two, frozen]))
+    assert found["adapter"] == ["yes", "yes", "none"] and found["adapter.support_rank"] == ["8", "4", "–"]
+    assert found["classifiers.lda"] == ["yes", "yes", "–"] and "classifiers.lda.shrinkage" not in found
+
+
+def with_last(folder, target, **lasts):
+    """A copy of a run whose classifiers have other accuracies after the last task."""
+    copy = shutil.copytree(folder, target)
+    results = json.loads((copy / "results.json").read_text())
+    for name, value in lasts.items():
+        (results if name in results else results["classifiers"])[name]["last_accuracy"] = value
+    (copy / "results.json").write_text(json.dumps(results))
+    return copy
+
+
+def test_a_tie_is_said(runs, tmp_path):
+    lower = dict.fromkeys(("zero_shot", "text", "class_means"), 0.1)
+    one = with_last(runs["one"], tmp_path / "one", bridge=0.5, lda=0.91234, **lower)
+    frozen = with_last(runs["frozen"], tmp_path / "frozen", bridge=0.91231, lda=0.4, **lower)
+    text = " ".join(Page(write_report([one, frozen], tmp_path / "page.html")).text.split())
+    assert "“lda” in one and “bridge” in frozen name most test images right, and equally many: 91.23 %." in text
+    frozen = with_last(runs["frozen"], tmp_path / "worse", bridge=0.9, lda=0.4, **lower)
+    rows = best(compare(group_runs([read_run(one), read_run(frozen)])))
+    assert [(row.runs, row.method) for row in rows] == [(("one",), "lda")]
+
+
+def test_what_is_no_difference_is_no_less(runs, tmp_path):
+    run = with_last(runs["one"], tmp_path / "run", bridge=0.5, class_means=0.500001, zero_shot=0.6)
+    text = " ".join(Page(write_report(run, tmp_path / "page.html")).text.split())
+    assert "That is as many as class_means, " in text and " 0.00 percentage points" not in text
+    assert "That is 10.00 percentage points less than zero_shot, " in text
 
 
 def test_runs_on_other_data_are_not_one_row(runs, tmp_path):
@@ -461,12 +508,12 @@ def test_the_table_as_csv_and_latex(runs, tmp_path):
     write_report(folders, tmp_path / "page.html", csv=tmp_path / "t.csv", latex=tmp_path / "t.tex")
     rows = rows_of(tmp_path / "t.csv")
     lda = json.loads((runs["frozen"] / "results.json").read_text())["classifiers"]["lda"]
-    found = next(row for row in rows if row["method"] == "LDA" and row["strategy"] == "frozen")
+    found = next(row for row in rows if row["method"] == "lda" and row["strategy"] == "frozen")
     assert found["runs"] == "'=50%_of & {all}" and found["n"] == "1" and found["last_accuracy_std"] == ""
     assert float(found["last_accuracy"]) == lda["last_accuracy"], "in full"
     assert [row["n"] for row in rows[:5]] == ["2"] * 5 and rows[0]["runs"] == "one; two"
     latex = (tmp_path / "t.tex").read_text()
-    assert r"=50\%\_of \& \{all\} & frozen & LDA & " + percent(lda["last_accuracy"]) in latex
+    assert r"=50\%\_of \& \{all\} & frozen & lda & " + percent(lda["last_accuracy"]) in latex
     assert all(line.count("&") - line.count(r"\&") == 6 for line in latex.splitlines() if line.endswith(r"\\"))
 
 
@@ -487,11 +534,21 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
 
 
 def test_names_of_data_and_numbers():
-    run = [type("Row", (), {"image": name}) for name in ("/a/photos/test/x/1.png", "/a/photos/test/y/1.png")]
-    assert data_name(run) == "photos/test"
-    packed = [type("Row", (), {"image": f"/a/b/c.npz[{i}]"}) for i in range(3)]
-    assert data_name(packed) == "b/c.npz"
-    assert data_name([type("Row", (), {"image": f"item {i}"}) for i in range(3)]) is None and data_name([]) is None
+    def images(*names):
+        return [ImageResult(name, Path(name).parent.name, "x", 1.0, 1, 0, {}) for name in names]
+
+    june = images("/a/b/photos/test/x/1.png", "/a/b/photos/test/y/1.png")
+    assert data_name(june) == "photos/test"
+    july = images("/a/b/july/test/z/1.png")
+    assert data_name(june + july) == "photos/test and july/test", "not the folder around both"
+    assert data_name(images("/a/photos/x/1.png", "/a/photos/y/1.png")) == "/a/photos"
+    nested = [ImageResult("/a/b/photos/x/deep/1.png", "x", "x", 1.0, 1, 0, {})]
+    assert data_name(nested) == "b/photos"
+    renamed = [ImageResult(f"/a/b/photos/n0{i}/1.png", f"class {i}", "x", 1.0, 1, 0, {}) for i in range(4)]
+    assert data_name(renamed) == "b/photos"
+    assert data_name([r for i in range(4) for r in images(f"/{i}/data/test/x/1.png")]) is None, "too many to name"
+    assert data_name(images(*(f"/a/b/c.npz[{i}]" for i in range(3)))) == "b/c.npz"
+    assert data_name(images(*(f"item {i}" for i in range(3)))) is None and data_name([]) is None
     assert (percent(0.63237), percent(None), percent(-0.00001), percent(0.5, 1)) == ("63.24", "", "0.00", "50.0")
     assert (points(0.1), points(-0.1), points(0.000001), points(None)) == ("+10.00", "-10.00", "0.00", "")
 
@@ -502,6 +559,42 @@ def test_confusion_has_no_class_twice(runs):
     columns, counts = confusion(predictions, worst)
     assert len(columns) == len(set(columns)) <= 4 and columns[:2] == worst
     assert [len(row) for row in counts] == [len(columns)] * 2
+
+
+def test_no_two_lines_look_alike():
+    """Also with every classifier of the library in one plot, and four of somebody's own."""
+    names = [*METHODS, "a", "b", "c", "d"]
+    block = {"overall": [0.5, 0.5], "matrix": [[0.5], [0.5, 0.5]]}
+    whole = dict.fromkeys(("zero_shot", "text", "class_means"), block)
+    others = {name: block for name in names if name not in whole}
+    lines = accuracy_figure({**whole, "classifiers": others, "class_names": [["a"], ["b"]]}).axes[0].lines
+    assert {line.get_label() for line in lines} == set(names)
+    for one, other in itertools.combinations(lines, 2):
+        colours = [np.array(to_rgb(line.get_color())) for line in (one, other)]
+        apart = np.linalg.norm(colours[0] - colours[1])
+        if {one.get_label(), other.get_label()} & {"a", "b", "c", "d"}:
+            assert apart or one.get_linestyle() != other.get_linestyle()
+        else:
+            assert apart > 0.2 or one.get_linestyle() != other.get_linestyle(), (one.get_label(), other.get_label())
+
+
+def test_every_classifier_is_called_by_its_name_and_explained_once(runs, tmp_path):
+    own = {name for name, cls in CLASSIFIERS.items() if cls.__module__.startswith("dulbe_peft.")}
+    assert own <= set(METHODS)
+    page = Page(write_report(runs["one"], tmp_path / "page.html"))
+    for name in ("zero_shot", "text", "class_means", "bridge", "lda"):
+        assert page.text.count(METHODS[name].split(":")[0] + ":") == 1
+
+
+def test_the_terminal_s_table_explains_itself(runs):
+    results = json.loads((runs["one"] / "results.json").read_text())
+    head, *rows = format_summary(results).splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
+    bridge = results["classifiers"]["bridge"]
+    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
+    assert max(map(len, [head, *rows])) <= 80 and len(rows) == 7
+    for word in (*head.split()[:3], "backward transfer"):
+        assert word.lower() in " ".join(rows[5:]).lower()
 
 
 def test_no_axis_is_cut(runs):

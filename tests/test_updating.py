@@ -220,6 +220,33 @@ def test_an_updated_learner_that_was_saved_is_the_same(base, digits, tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
+    learner = taught(base, digits[0])
+    assert learner.state.updates == []
+    learner.update_classes(select_classes(digits[1], ("three", "one")))
+    learner.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
+    learner.update_classes(select_classes(digits[1], ("one",)))
+    expected = [
+        {"after": 2, "images": {"one": 6, "three": 6}, "forgotten": None},
+        {"after": 3, "images": {"one": 6}, "forgotten": None},
+    ]
+    assert learner.state.updates == expected
+    with pytest.raises(ValueError, match="have not been learned"):
+        learner.update_classes(select_classes(digits[1], ("nine",)))
+    learner.save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert loaded.state.updates == learner.state.updates == expected
+    loaded.forget_class("one")
+    assert loaded.state.updates == [
+        {"after": 2, "images": {"three": 6}, "forgotten": None},
+        {"after": 3, "images": {}, "forgotten": None},
+        {"after": 3, "images": {}, "forgotten": 1},
+    ]
+    loaded.save_pretrained(tmp_path / "less")
+    text = (tmp_path / "less" / "learner.json").read_text()
+    assert '"one"' not in text, "a forgotten class leaves no name"
+
+
 # ---------------------------------------------------------------------- forgetting
 
 

@@ -20,6 +20,7 @@ from dulbe_peft.results import stream_results
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 _ADAPTER_FILE = "adapter_config.json"
+_MOST_FOLDERS = 3  # that a sentence names
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Run:
         predictions: what was predicted for every test image after the last finished task; empty where not recorded.
         timings: seconds and memory of every finished task, None where not known.
         examples: "mistakes" and "hits" -> what each picture shows, with its JPEG bytes under "jpeg".
+        updates: what the learner took in or lost without training, see `LearnerState`; empty where nobody noted it.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class Run:
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
     examples: dict[str, list[dict[str, Any]]]
+    updates: list[dict[str, Any]]
 
     @property
     def tested(self) -> bool:
@@ -134,6 +137,7 @@ def _read(path: Path) -> Run:
         predictions=read_predictions(table) if table.is_file() else [],
         timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
         examples=_examples(path / PICTURES_FOLDER),
+        updates=(state or {}).get("updates", []),
     )
 
 
@@ -167,18 +171,31 @@ def _examples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def data_name(predictions: list[ImageResult]) -> str | None:
-    """What the test images are called in common, at most two parts of a path; None where they have nothing in common.
+    """The folders or files that the test images are in; None where nobody knows, or there are many.
 
-    >>> rows = [ImageResult(f"photos/test/{name}/1.jpg", name, name, 1.0, 1, 0, {}) for name in ("cat", "dog")]
-    >>> data_name(rows)
-    'photos/test'
+    A long path is told by its last two parts.
+
+    >>> images = ("june/test/cat/1.jpg", "june/test/dog/1.jpg", "july/test/owl/1.jpg")
+    >>> data_name([ImageResult(image, image.split("/")[2], "cat", 1.0, 1, 0, {}) for image in images])
+    'june/test and july/test'
     """
-    names = {re.sub(r"\[\d+\]$", "", row.image) for row in predictions}
-    try:
-        common = names.pop() if len(names) == 1 else os.path.commonpath(sorted(names))
-    except ValueError:
+    found = list(dict.fromkeys(map(_place, predictions)))
+    if len(found) > _MOST_FOLDERS:  # the folders of renamed classes
+        found = list(dict.fromkeys(os.path.dirname(place) for place in found))
+    if len(found) > _MOST_FOLDERS or any(os.path.dirname(place) == place for place in found):
         return None
-    return "/".join(Path(common).parts[-2:]) or None if len(predictions) > 1 else None
+    parts = [Path(place).parts for place in found]
+    return " and ".join(dict.fromkeys("/".join(p[-2:]) if len(p) > 3 else str(Path(*p)) for p in parts)) or None
+
+
+def _place(row: ImageResult) -> str:
+    """The file that holds an image among others, or the folder around the folder of its class; "" where unknown."""
+    packed = re.fullmatch(r"(.+)\[\d+\]", row.image)
+    if packed:
+        return packed[1]
+    folder = os.path.dirname(row.image.replace(os.sep, "/"))
+    around, found, _ = f"{folder}/".rpartition(f"/{row.true}/")
+    return around if found else folder
 
 
 def class_table(predictions: list[ImageResult], forgetting: dict[str, float]) -> list[dict[str, Any]]:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.streams.metrics import LABELS, result_rows
+from dulbe_peft.streams.metrics import METHODS, result_rows
 
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
-STYLES = ("^:", "s--", "v-.", "o-", "d-", "P-", "X-", "*-")
-_KNOWN = list(LABELS.values())
+STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
+_DASHES = ("-", ":", "-.", "--")
 _MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
 
 
@@ -46,23 +46,31 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     rows = result_rows(results)
     steps = max(len(block["overall"]) for _, block in rows)
     classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
-    figure, axes = new_figure()
-    for number, (label, block) in enumerate(rows):
-        # What is known by name looks the same in every picture.
-        series = _KNOWN.index(label) if label in _KNOWN else number
-        colour, style = SERIES[series % len(SERIES)], STYLES[series % len(STYLES)]
+    figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)))
+    # What is known by name looks the same in every picture.
+    places = [*METHODS, *(name for name, _ in rows if name not in METHODS)]
+    for name, block in rows:
         values = [math.nan if value is None else 100 * value for value in block["overall"]]
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
-        marks = {"markersize": 9, "markerfacecolor": "none"} if label == LABELS["zero_shot"] else {"markersize": 4}
-        look = {"color": colour, "linewidth": 1.5, "clip_on": False, **marks}
-        axes.plot(classes[: len(values)], values, style, label=label, **look)
+        marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
+        look = {"linewidth": 1.5, "clip_on": False, **_line(places.index(name)), **marks}
+        axes.plot(classes[: len(values)], values, label=name, **look)
     axes.set_ylim(0, 100)
     axes.set_xlabel("classes seen")
     axes.set_ylabel("right, of all seen classes (%)")
     axes.set_xticks(_thinned(classes))
-    # Below the axes: over them it would hide a line, for none is known to be free.
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=INK, fontsize=8)
+    # Below the axes: over them it would hide a line, for none is known to be free. Long samples show the dashes.
+    look = {"frameon": False, "labelcolor": INK, "fontsize": 8, "handlelength": 4}
+    figure.legend(loc="outside lower center", ncols=2, **look)
     return figure
+
+
+def _line(place: int) -> dict[str, str]:
+    """Colour, mark and dash of a line; no two of the first 32 places have the same colour and the same dash."""
+    turn, series = divmod(place, len(SERIES))
+    mark, own = STYLES[(series + turn) % len(STYLES)][0], STYLES[series][1:]
+    dash = _DASHES[(_DASHES.index(own) + turn) % len(_DASHES)]
+    return {"color": SERIES[series], "marker": mark, "linestyle": dash}
 
 
 def matrix_figure(results: dict[str, Any]) -> Any:

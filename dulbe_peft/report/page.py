@@ -16,6 +16,7 @@ from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
 from dulbe_peft.report.tables import (
     MEASURES,
     Comparison,
+    best,
     compare,
     differences,
     flat,
@@ -25,18 +26,14 @@ from dulbe_peft.report.tables import (
     write_comparison_latex,
 )
 from dulbe_peft.streams import metrics
-from dulbe_peft.streams.metrics import LABELS, result_rows
+from dulbe_peft.streams.metrics import METHODS, result_rows
 
-# What the rows of the tables are, for somebody who has not read the paper.
-_METHODS = {
-    "zero-shot": "the model before it learned anything, which chooses by the names of the classes alone",
-    "text classifier": "the model after learning, which chooses by the names of the classes alone",
-    "class means": "each class is the mean of its training images, and an image goes to the nearest mean",
-    "bridge-prototype head": "between the mean of a class's training images and its name, at the depth that told its "
-    "training images best",
-    "LDA": "class means, measured by how much the images of one class differ among each other",
-    "analytic ridge": "a linear map from images to classes, solved in one go and added to with every task",
-    "RanPAC": "the same after a fixed random layer, which lets it draw curved borders",
+# What the first lines compare the classifier with.
+_NEAREST_MEAN = "which takes an image for the class whose mean image is nearest"
+_BASELINES = {
+    "zero_shot": "the same model before it learned anything",
+    "class_means": _NEAREST_MEAN,
+    "prototype": _NEAREST_MEAN,
 }
 _PHASES = ("probe", "allocate", "train", "close", "test", "save")  # as they come; JSON sorts them
 WORST = 10  # classes shown before the reader asks for all
@@ -102,11 +99,10 @@ def render_report(runs: Sequence[Run]) -> str:
     """
     groups = group_runs(runs)
     comparison = compare(groups) if len(runs) > 1 else []
-    measured = [row for row in comparison if "last_accuracy" in row.figures]
     content = {
         "runs": [_view(run, f"run{number}") for number, run in enumerate(runs)],
         "comparison": comparison,
-        "best": max(measured, key=lambda row: row.figures["last_accuracy"].mean, default=None),
+        "best": best(comparison),
         "same_classes": len({frozenset(name for task in run.learned for name in task) for run in runs}) == 1,
         "repeated": len(groups) < len(runs),
         "differences": differences(runs) if len(runs) > 1 else [],
@@ -174,6 +170,7 @@ def _view(run: Run, key: str) -> dict[str, Any]:
         "examples": {kind: [_example(entry) for entry in rows] for kind, rows in run.examples.items()},
         "loss": "",
         "tested": run.tested,
+        "updates": [_update(entry) for entry in run.updates if entry["images"] or entry["forgotten"]],
         **changes_view(run, key),
     }
     losses = [record.get("loss") or [] for record in run.records]
@@ -187,27 +184,23 @@ def _tested(run: Run, key: str) -> dict[str, Any]:
     results = run.results
     blocks = results["classifiers"]
     accuracy = blocks[run.first]["last_accuracy"]
-    means = results.get("class_means") or blocks.get("prototype")
     lost = results.get("classes", {}).get(run.first, {}).get("forgetting", {})
     classes = class_table(run.predictions, lost)
     worst = [entry["name"] for entry in classes if entry["accuracy"] < 1][:WORST]
     images = {entry["name"]: entry["images"] for entry in classes}
     columns, counts = confusion(run.predictions, worst)
     return {
-        "first": LABELS.get(run.first, run.first),
+        "first": run.first,
         "accuracy": accuracy,
         "baselines": [
-            (words, block["last_accuracy"], accuracy - block["last_accuracy"])
-            for words, block, own in (
-                ("zero-shot, the same model before it learned anything", results.get("zero_shot"), False),
-                ("the class means alone", means, run.first == "prototype"),
-            )
-            if block is not None and not own and None not in (accuracy, block["last_accuracy"])
+            (f"{name}, {_BASELINES[name]}", block["last_accuracy"], accuracy - block["last_accuracy"])
+            for name, block in result_rows(results)
+            if name in _BASELINES and name != run.first and None not in (accuracy, block["last_accuracy"])
         ],
         "rows": result_rows(results),
-        "methods": [(label, _METHODS[label]) for label, _ in result_rows(results) if label in _METHODS],
+        "methods": [(name, METHODS[name]) for name, _ in result_rows(results) if name in METHODS],
         "chart": inline_svg(accuracy_figure(results), f"{key}-accuracy"),
-        "matrices": [(LABELS.get(name, name), block["matrix"]) for name, block in blocks.items()],
+        "matrices": [(name, block["matrix"]) for name, block in blocks.items()],
         "class_table": classes,
         "worst": WORST,
         "confusion_columns": columns,
@@ -250,6 +243,18 @@ def _task_rows(run: Run) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _update(entry: dict[str, Any]) -> str:
+    """What the learner took in or lost without training, in words."""
+    after = f"after task {entry['after']}"
+    if entry["forgotten"]:
+        return f"{after}, a class of task {entry['forgotten']} was forgotten"
+    images = entry["images"]
+    listed = ", ".join(f"{name} ({count})" for name, count in list(images.items())[:WORST])
+    more = f" and {len(images) - WORST} more classes" if len(images) > WORST else ""
+    total = sum(images.values())
+    return f"{after}, {total:,} further image{'s' * (total != 1)} of known classes: {listed}{more}"
 
 
 def _example(entry: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,13 @@ MEASURES = {
     "forgetting": "forgetting",
     "backward_transfer": "backward transfer",
 }
+# What the terminal's table calls the measures, in plain words.
+_WORDS = (
+    "A_last: percent right after the last task. A_bar: the mean of it over all tasks.",
+    "Forgetting: old tasks' loss since their best. Backward transfer: gain since new.",
+)
 _SEED = "arguments.seed"
+_YES = "yes"
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -31,14 +37,16 @@ _LATEX_FIGURE = str.maketrans({"±": r"$\pm$", "→": r"$\to$", "-": "$-$"})
 
 
 def format_summary(results: dict[str, Any]) -> str:
-    """A small table of the stream's figures in percent: A_bar, A_last, forgetting and backward transfer."""
-    rows = ["                        A_bar   A_last  forgetting  backward transfer"]
-    for label, block in result_rows(results):
-        row = f"{label:<22}{percent(block['average_accuracy'], 2):>7}  {percent(block['last_accuracy'], 2):>7}"
+    """A small table of the stream's figures in percent, and below it what A_bar, A_last and the others are."""
+    blocks = result_rows(results)
+    width = max(len(name) for name, _ in blocks)
+    rows = [f"{'':<{width}}    A_bar   A_last  forgetting  backward transfer"]
+    for name, block in blocks:
+        row = f"{name:<{width}}{percent(block['average_accuracy'], 2):>9}{percent(block['last_accuracy'], 2):>9}"
         if "forgetting" in block:
             row += f"  {percent(block['forgetting'], 2):>10}  {percent(block['backward_transfer'], 2):>17}"
         rows.append(row)
-    return "\n".join(rows)
+    return "\n".join([*rows, *_WORDS])
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of the table of several runs: one classifier, or zero-shot, in one group of runs.
+    """A row of the table of several runs: one classifier, or a baseline, in one group of runs.
 
     Attributes:
         runs: names of the group's runs.
         strategy: what was trained.
-        method: the classifier's label.
+        method: the row's name in `results.json`; for a classifier its own.
         figures: measure -> figure; measures that are not defined for this row are left out.
     """
 
@@ -105,16 +113,21 @@ def compare(groups: Sequence[Sequence[Run]]) -> list[Comparison]:
     rows = []
     for group in groups:
         tested = [dict(result_rows(run.results)) for run in group if run.tested]
-        for label in tested[0] if tested else ():
-            blocks = [blocks[label] for blocks in tested if label in blocks]
+        for name in tested[0] if tested else ():
+            blocks = [blocks[name] for blocks in tested if name in blocks]
             figures = {
                 measure: _figure([block[measure] for block in blocks])
                 for measure in MEASURES
                 if all(block.get(measure) is not None for block in blocks)
             }
-            names = tuple(run.name for run in group)
-            rows.append(Comparison(names, strategy_name(group[0]), label, figures))
+            rows.append(Comparison(tuple(run.name for run in group), strategy_name(group[0]), name, figures))
     return rows
+
+
+def best(rows: Sequence[Comparison]) -> list[Comparison]:
+    """The rows with the highest accuracy after the last task, as people read it; several where they are as good."""
+    shown = [round(row.figures["last_accuracy"].mean, 4) if "last_accuracy" in row.figures else -1.0 for row in rows]
+    return [row for row, value in zip(rows, shown, strict=True) if value == max(shown) >= 0]
 
 
 def _figure(values: list[float]) -> Figure:
@@ -127,15 +140,35 @@ def strategy_name(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs: dotted name, and each run's value."""
+    """The settings that are not the same in all runs: dotted name, and each run's value.
+
+    What a run lacks as a whole, such as an adapter, is one row. Its settings are compared among the runs that have it.
+    """
     settings = [
         flat(run.settings)
         | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model or ""}
         for run in runs
     ]
     names = sorted({name for row in settings for name in row})
-    rows = [(name, [_text(row.get(name)) for row in settings]) for name in names]
-    return [(name, [_short(value) for value in values]) for name, values in rows if len(set(values)) > 1]
+    owners = {owner: [_has(run, owner, row) for run, row in zip(runs, settings)] for owner in map(_owner, names)}
+    rows = [(owner, has, has) for owner, has in owners.items() if owner]
+    for name in names:
+        values = [_text(row.get(name)) for row in settings]
+        own = [value for value, has in zip(values, owners[_owner(name)]) if has == _YES]
+        rows.append((name, values, own))
+    return sorted((name, [_short(value) for value in values]) for name, values, own in rows if len(set(own)) > 1)
+
+
+def _owner(name: str) -> str:
+    """What a setting belongs to, such as the adapter or one of the classifiers."""
+    return name.rpartition(".")[0]
+
+
+def _has(run: Run, owner: str, settings: dict[str, Any]) -> str:
+    """Whether a run has what `owner` names; "–" where nobody noted it."""
+    if not owner or any(_owner(name) == owner for name in settings):
+        return _YES
+    return "none" if owner.partition(".")[0] in run.settings else _text(None)
 
 
 def flat(settings: Any, path: str = "") -> dict[str, Any]:

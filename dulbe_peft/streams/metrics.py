@@ -14,29 +14,34 @@ from typing import Any
 
 import numpy as np
 
-# How a table calls what `results.json` calls otherwise.
-LABELS = {
-    "zero_shot": "zero-shot",
-    "text": "text classifier",
-    "class_means": "class means",
-    "bridge": "bridge-prototype head",
-    "prototype": "class means",
-    "lda": "LDA",
-    "ridge": "analytic ridge",
-    "ranpac": "RanPAC",
-    "bayes": "Bayesian regression",
+# What each row of a table is, for somebody who has not read the paper. Every table, plot and file calls a row by its
+# name in `results.json`, which for a classifier is the name that a user types; a report says the long name once.
+METHODS = {
+    "zero_shot": "zero-shot: the model before it learned anything, which chooses by the names of the classes alone",
+    "text": "text classifier: the model after learning, which chooses by the names of the classes alone",
+    "class_means": "class means: each class is the mean of its training images; an image goes to the nearest mean",
+    "bridge": "bridge-prototype head: between the mean of a class's training images and its name, at the depth that "
+    "told its training images best",
+    "lda": "linear discriminant analysis: class means, measured by how much the images of one class differ among each "
+    "other",
+    "ridge": "analytic ridge: a linear map from images to classes, solved in one go and added to with every task",
+    "ranpac": "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders",
+    "bayes": "Bayesian regression with the text as its prior: a class is its name until its images say otherwise",
+    "prototype": "class means: each class is the mean of its training images; an image goes to the nearest mean",
+    "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
+    "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
+    "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 
 
 def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of a table of results: a label and the figures, zero-shot first, then every classifier.
+    """The rows of a table of results: a name and the figures, the model before learning first, then every classifier.
 
     Args:
         results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
     """
-    classifiers = results.get("classifiers", {})
     whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
-    return [(LABELS.get(name, name), block) for name, block in (whole | classifiers).items()]
+    return list((whole | results.get("classifiers", {})).items())
 
 
 def accuracy_matrix(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
