@@ -69,7 +69,7 @@ def layer_demands(
         support_rank: K_h, how many eigenvectors of S are called occupied, at most.
 
     Returns:
-        Layer name -> [`LayerDemand`], in the order of `gradients`.
+        Layer name -> its `LayerDemand`, in the order of `gradients`.
 
     Raises:
         ValueError: as `allocate_modes` does.

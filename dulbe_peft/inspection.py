@@ -31,7 +31,7 @@ def inspect_task(
         class_names: as `learn_task` takes them.
 
     Returns:
-        Layer name -> [`LayerDemand`].
+        Layer name -> its `LayerDemand`.
 
     Raises:
         ValueError: the model has no adapter, or the data set is not one that `learn_task` takes.

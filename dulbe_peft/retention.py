@@ -63,10 +63,10 @@ def zero_shot_retention(
     Returns:
         "before", accuracy of the pristine model on `dataset`; "after", that of the model as it has learned; "scales",
         from 0 to 1 for each scale: "scale", "unlearned", the accuracy on `dataset`, and "learned", that on `learned`
-        together or None. All accuracies are in [0, 1].
+        together or None. All accuracies are between 0 and 1.
 
     Raises:
-        ValueError: the model has no text tower, a scale is not in [0, 1], the data set is empty or nobody names its
+        ValueError: the model has no text tower, a scale is not between 0 and 1, the data set is empty or nobody names its
             classes, or an adapter is merged.
 
     Reference:
