@@ -66,14 +66,15 @@ def zero_shot_retention(
         together or None. All accuracies are between 0 and 1.
 
     Raises:
-        ValueError: the model has no text tower, a scale is not between 0 and 1, the data set is empty or nobody names its
-            classes, or an adapter is merged.
+        ValueError: the model has no text tower, a scale is not between 0 and 1, the data set is empty or nobody
+            names its classes, or an adapter is merged.
+
+    Example:
+        >>> zero_shot_retention(learner, other_photos, scales=[0.5])["scales"][1]  # doctest: +SKIP
+        {'scale': 0.5, 'unlearned': 0.81, 'learned': 0.9}
 
     Reference:
         Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: the curve over the scale.
-
-    >>> zero_shot_retention(learner, other_photos, scales=[0.5])["scales"][1]  # doctest: +SKIP
-    {'scale': 0.5, 'unlearned': 0.81, 'learned': 0.9}
     """
     names, _ = named_labels(dataset, class_names)
     for scale in scales:
