@@ -70,7 +70,8 @@ def zero_shot_retention(
             names its classes, or an adapter is merged.
 
     Example:
-        >>> zero_shot_retention(learner, other_photos, scales=[0.5])["scales"][1]  # doctest: +SKIP
+        >>> _, half, _ = zero_shot_retention(learner, other_photos, scales=[0.5])["scales"]  # doctest: +SKIP
+        >>> half  # doctest: +SKIP
         {'scale': 0.5, 'unlearned': 0.81, 'learned': 0.9}
 
     Reference:
