@@ -90,6 +90,18 @@ def test_every_row_of_every_stream_is_there(finished):
     assert "| frozen | lda |" in format_table(entries) and "digits, 2 seeds" in format_table(entries)
 
 
+def test_what_training_adds_is_the_difference_to_the_same_classifier(finished):
+    _, entries, _ = finished
+    last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
+    for entry in entries:
+        if entry.row.method == "frozen":
+            assert entry.gain is None
+        else:
+            assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
+    (row,) = (e for e in entries if e.row == Row("LoRA", "lda", "linear"))
+    assert row.gain == row.differences["last"]  # to the reference, which is the same row here
+
+
 def test_what_a_scale_gives_and_costs_is_kept(finished):
     folder, entries, _ = finished
     for method, entry in (("frozen", entries[0]), ("LoRA", entries[-1])):

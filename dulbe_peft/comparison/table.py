@@ -29,6 +29,8 @@ COLUMNS = {
     "A_last": "The percent of all test images that are named right after the last task. ± as for A_bar.",
     "to the reference (95 %)": "A_last minus the reference's A_last, in percentage points, over the seeds that both "
     "have finished. The brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
+    "to the same classifier (95 %)": "The same, but to the row with this classifier and the reference's method. Where "
+    "that trains nothing, it is what training adds.",
     "calibration error": "How far the probability of an answer is from how often such answers are right, in "
     "percentage points. Zero is best.",
     "seconds": "To train and test the stream and to teach the classifier, as a mean over the seeds.",
@@ -52,6 +54,8 @@ class Entry:
         spreads: the same -> standard deviation over the seeds with n - 1; None of a single seed.
         differences: the same -> difference to the reference row over the seeds that both have finished; None for the
             reference itself, or where there is no such seed.
+        gain: difference in A_last to the row of the same classifier and the reference's method, in the same way; None
+            for that method's own rows.
         calibration_error: expected calibration error after the last task, mean over the seeds.
         seconds: of training and testing the stream, and of teaching the classifier; mean over the seeds.
         trainable_parameters: that a task trains.
@@ -66,6 +70,7 @@ class Entry:
     means: dict[str, float]
     spreads: dict[str, float | None]
     differences: dict[str, Difference | None]
+    gain: Difference | None
     calibration_error: float
     seconds: float
     trainable_parameters: int
@@ -146,8 +151,12 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
     for (stream, row), by_seed in found.items():
-        other = None if row == first else found.get((stream, first))
-        entries.append(_entry(stream, row, by_seed, other or {}))
+        others = (first, Row(first.method, row.classifier, "none"))
+        to_first, to_same = (_differences(by_seed, found.get((stream, other), {})) for other in others)
+        differences = dict.fromkeys(MEASURES) if row == first else to_first
+        entries.append(
+            _entry(stream, row, by_seed, differences, None if row.method == first.method else to_same["last"])
+        )
     return entries
 
 
@@ -162,16 +171,27 @@ def _read(folder: Path, row: Row, asked: Cell) -> _Found | None:
     )
 
 
-def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Found]) -> Entry:
+def _differences(found: dict[int, _Found], other: dict[int, _Found]) -> dict[str, Difference | None]:
+    """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
     shared = [seed for seed in found if seed in other]
     sizes = {len(side[seed].shares["last"]) for side in (found, other) for seed in shared}
     if len(sizes) > 1:  # other images in each seed: they cannot be paired
         shared = []
-    values = {name: [float(one.shares[name].mean()) for one in found.values()] for name in MEASURES}
     differences: dict[str, Difference | None] = dict.fromkeys(MEASURES)
     for name in MEASURES if shared else ():
         own, reference = (np.stack([side[seed].shares[name] for seed in shared]) for side in (found, other))
         differences[name] = paired_difference(own, reference)
+    return differences
+
+
+def _entry(
+    stream: str,
+    row: Row,
+    found: dict[int, _Found],
+    differences: dict[str, Difference | None],
+    gain: Difference | None,
+) -> Entry:
+    values = {name: [float(one.shares[name].mean()) for one in found.values()] for name in MEASURES}
     cells = [one.cell for one in found.values()]
     retention = _mean_retention([one.cell.get("retention") for one in found.values()])
     return Entry(
@@ -181,6 +201,7 @@ def _entry(stream: str, row: Row, found: dict[int, _Found], other: dict[int, _Fo
         {name: statistics.fmean(numbers) for name, numbers in values.items()},
         {name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
         differences,
+        gain,
         statistics.fmean(one.error for one in found.values()),
         statistics.fmean(one.cell["cost"]["seconds"] + one.cost["seconds"] for one in found.values()),
         cells[0]["cost"]["trainable_parameters"],
@@ -223,13 +244,24 @@ def write_table_csv(entries: Sequence[Entry], path: Path) -> None:
     """
     header = ["stream", "method", "classifier", "drift", "seeds"]
     header += [f"{name}{part}" for name in MEASURES for part in ("", "_std", "_difference", "_low", "_high")]
-    header += ["calibration_error", "seconds", "trainable_parameters", "kept_bytes", "retention_before", "retention"]
+    header += [
+        "gain",
+        "gain_low",
+        "gain_high",
+        "calibration_error",
+        "seconds",
+        "trainable_parameters",
+        "kept_bytes",
+        "retention_before",
+        "retention",
+    ]
     lines: list[list[Any]] = []
     for entry in entries:
         line: list[Any] = [entry.stream, *asdict(entry.row).values(), len(entry.seeds)]
         for name in MEASURES:
             found = entry.differences[name]
             line += [entry.means[name], entry.spreads[name], *(asdict(found).values() if found else [None] * 3)]
+        line += asdict(entry.gain).values() if entry.gain else [None] * 3
         retention: dict[str, Any] = entry.retention or {"before": None, "after": None}
         line += [entry.calibration_error, entry.seconds, entry.trainable_parameters, entry.kept_bytes]
         lines.append(["" if cell is None else cell for cell in [*line, retention["before"], retention["after"]]])
@@ -251,7 +283,8 @@ def read_table(output: Path) -> Table:
         entries = []
         for line in content["entries"]:
             differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}
-            read = {"row": Row(**line["row"]), "differences": differences, "seeds": tuple(line["seeds"])}
+            gain = None if line["gain"] is None else Difference(**line["gain"])
+            read = {"row": Row(**line["row"]), "differences": differences, "gain": gain, "seeds": tuple(line["seeds"])}
             entries.append(Entry(**{**line, **read}))
         scope = content["scope"]
         rows, reference = tuple(Row(**row) for row in scope["rows"]), Row(**scope["reference"])
@@ -301,14 +334,16 @@ def cells(entry: Entry) -> list[str]:
         spread = entry.spreads[name]
         return percent(entry.means[name]) + ("" if spread is None else f" ± {percent(spread)}")
 
-    found = entry.differences["last"]
-    away = "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+    away, gain = (
+        "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+        for found in (entry.differences["last"], entry.gain)
+    )
     known = entry.retention
     kept = "" if known is None else f"{percent(known['before'])} → {percent(known['after'])}"
     cost = [f"{entry.seconds:.0f}", f"{entry.trainable_parameters:,}", f"{entry.kept_bytes / 2**20:.1f}"]
     drift = "" if entry.row.drift == "none" else entry.row.drift
     names = [entry.row.method, entry.row.classifier, drift]
-    return [*names, figure("average"), figure("last"), away, percent(entry.calibration_error), *cost, kept]
+    return [*names, figure("average"), figure("last"), away, gain, percent(entry.calibration_error), *cost, kept]
 
 
 def signed(value: float) -> str:
