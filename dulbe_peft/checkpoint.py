@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.files import TEMPORARY_MARK, naming, sync, temporary_folder, write_json
+from dulbe_peft.files import TEMPORARY_MARK, naming, read_json, sync, temporary_folder, write_json
 
 MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
@@ -314,7 +314,7 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # to read a pipe would wait for ever
         raise CheckpointError(f"{path} is no file")
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path)
         version = manifest["format_version"]
         if version == FORMAT_VERSION and manifest.pop("sha256") != json_sha256(manifest):
             raise ValueError("its SHA-256 differs from the one it holds")
@@ -322,7 +322,7 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
             _ = entry["sha256"], entry["size"]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")

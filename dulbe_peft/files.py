@@ -49,6 +49,19 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or nested more deeply than anything that this library writes.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table, whole or not at all, in UTF-8.
 

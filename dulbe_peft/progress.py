@@ -5,13 +5,13 @@ A run's first tasks may be those that its learner had learned before. What was n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.checkpoint import LEARNER_FILE, PROGRESS_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.files import read_json
 from dulbe_peft.streams.metrics import percent
 
 SOURCES_FILE = "sources.json"
@@ -66,7 +66,7 @@ def read_past(folder: Path) -> Past | None:
     """
     if not (folder / PROGRESS_FILE).is_file():
         return None
-    tasks = json.loads((folder / LEARNER_FILE).read_text(encoding="utf-8"))["tasks"]
+    tasks = read_json(folder / LEARNER_FILE)["tasks"]
     progress = read_progress(folder, len(tasks))
     timings, sources = (read_entries(folder.parent / file) for file in (TIMINGS_FILE, SOURCES_FILE))
     return Past([tuple(task) for task in tasks], **progress, timings=timings, sources=sources)
@@ -75,8 +75,8 @@ def read_past(folder: Path) -> Past | None:
 def read_entries(path: Path) -> list[Any]:
     """The entries of a file that is written after each task; none where it is not there, or no longer whole."""
     try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["tasks"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return list(read_json(path)["tasks"])
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
@@ -88,7 +88,7 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
     """
     path = folder / PROGRESS_FILE
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = read_json(path)
         rows, zero_shot = saved["rows"], saved["zero_shot"]
         if len(rows) != count:
             raise ValueError(f"it has {len(rows)} rows for {count} tasks")
@@ -98,7 +98,7 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
             _check_row(row, step)
         # Earlier versions measured the whole stream in advance; the stream's later tasks may be others now.
         zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return {"rows": rows, "records": padded(saved.get("records") or [], count), "zero_shot": zero_shot}
 
@@ -109,10 +109,18 @@ def written(past: Past) -> dict[str, Any]:
 
 
 def _check_row(row: Row, step: int) -> None:
-    """Raise a ValueError unless every list by task in a row has one number or null for each task up to `step`."""
+    """Raise unless every list by task in a row has a number or null for each task up to `step`, and all figures fit."""
     for name, value in _by_task(row):
         if len(value) != step + 1 or not all(v is None or 0 <= float(v) <= 1 for v in value):
             raise ValueError(f"{name} of row {step} must be {step + 1} fractions or null, got {value!r:.100}")
+    images = row.get("images_by_class", {})
+    for part in (row, *row.get("classifiers", {}).values()):
+        overall = [value for name, value in part.items() if name.endswith("accuracy")]
+        right = part.get("right_by_class", {})
+        if not all(0 <= float(value) <= 1 for value in overall):
+            raise ValueError(f"row {step} has the accuracies {overall!r:.100}, expected fractions")
+        if not all(0 <= count <= images[name] and images[name] > 0 for name, count in right.items()):
+            raise ValueError(f"row {step} has more right answers than images: {right!r:.100} of {images!r:.100}")
 
 
 def _by_task(row: Row) -> list[tuple[str, list[Any]]]:

@@ -7,7 +7,6 @@ configuration and the base model make, before memory is taken for one; safetenso
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, PROGRESS_F
 from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
-from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
+from dulbe_peft.files import read_json, read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, make_strategy
@@ -148,7 +147,7 @@ def push(
 ) -> Any:
     """See `ClassIncrementalLearner.push_to_hub`."""
     if isinstance(results, (str, Path)):
-        results = json.loads(Path(results).read_text(encoding="utf-8"))
+        results = read_json(results)
     tasks = [list(task) for task in state.tasks]
     if results is not None and (not isinstance(results, dict) or results.get("class_names") != tasks):
         raise ValueError(f"results are not of this learner: their class_names are not its tasks, {tasks!r:.200}")
@@ -215,7 +214,7 @@ def _newest_task(folder: Path) -> Path:
 def _listed(folder: Path) -> set[str]:
     """File names in the manifest; opens none of them."""
     with _strictly(folder):
-        files = set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+        files = set(read_json(folder / MANIFEST)["files"])
     strange = sorted(name for name in files if Path(name).suffix not in READABLE or ".." in Path(name).parts)
     if strange or LEARNER_FILE not in files:
         kinds = ", ".join(sorted(READABLE))
@@ -384,7 +383,7 @@ def _check_processor_files(folder: Path, text: bool) -> None:
 
 
 def _read_config(folder: Path) -> DualModeLoraConfig:
-    found = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
+    found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
     if found != DULBE:
         raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
     config: DualModeLoraConfig = DualModeLoraConfig.from_pretrained(str(folder))
@@ -474,7 +473,7 @@ def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], fo
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / LEARNER_FILE
     with _strictly(folder):
-        state = _STATE_DEFAULTS | json.loads(path.read_text(encoding="utf-8"))
+        state = _STATE_DEFAULTS | read_json(path)
         missing = sorted(set(_STATE_FIELDS) - set(state))
         wrong = [name for name, kind in _STATE_FIELDS.items() if name in state and not isinstance(state[name], kind)]
         if missing or wrong:

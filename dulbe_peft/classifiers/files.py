@@ -6,7 +6,6 @@ taken for a tensor that does not fit the configuration.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from dulbe_peft import hub
 from dulbe_peft.classifiers.calibration import read_temperatures, write_temperatures
 from dulbe_peft.classifiers.state import EXTRA_STATE, GrowingState, encode_extra_state
-from dulbe_peft.files import read_tensors, tensor_shapes, write_json, write_tensors
+from dulbe_peft.files import read_json, read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.specs import setting_names
 from dulbe_peft.streams.names import check_class_names
 
@@ -147,11 +146,9 @@ class SavedState(GrowingState):
     @classmethod
     def _read_config(cls, path: Path) -> dict[str, Any]:
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{path} does not exist: {path.parent} holds no saved {cls.__name__}") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
         if not isinstance(config, dict) or config.get("format") != cls.file_format:
             found = config.get("format") if isinstance(config, dict) else config
             raise ValueError(f"{path} has format {found!r}, expected {cls.file_format!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
@@ -43,16 +42,17 @@ def export(arguments: argparse.Namespace) -> int:
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
+    from dulbe_peft.files import read_json
 
     learner = load_learner(arguments)
     folder = export_learner(learner, arguments.output, arguments.format, arguments.classifier, arguments.compress_to)
     if arguments.compress_to is not None:
-        report = json.loads((folder / COMPRESSION_FILE).read_text(encoding="utf-8"))
+        report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}
         worst = max(errors, key=errors.__getitem__)
         print(f"relative error {report['relative_error']:.2e} over all layers, most in {worst}: {errors[worst]:.2e}")
     if arguments.format == "onnx":
-        facts = json.loads((folder / GRAPH_FACTS_FILE).read_text(encoding="utf-8"))
+        facts = read_json(folder / GRAPH_FACTS_FILE)
         print(
             f"largest difference of a probability from PyTorch's, on random pixels: {facts['largest_difference']:.1e}"
         )

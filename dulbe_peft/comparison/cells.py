@@ -30,7 +30,7 @@ from dulbe_peft.commands.settings import validated
 from dulbe_peft.commands.sources import open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.cost import trainable_parameters
-from dulbe_peft.files import read_tensors, write_json, write_tensors
+from dulbe_peft.files import read_json, read_tensors, write_json, write_tensors
 from dulbe_peft.recording import Answers, learn_from_features, read_features
 from dulbe_peft.retention import zero_shot_retention
 from dulbe_peft.specs import parse_spec
@@ -86,7 +86,7 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not as a comparison writes it: {error}") from error
 
@@ -164,7 +164,7 @@ def _fingerprints(settings: str) -> list[str | None]:
 
 def _cost(learner: Any, folder: Path) -> dict[str, Any]:
     """Seconds of all tasks, parameters that a task trains, and bytes that the method keeps between tasks."""
-    timings = json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8"))["tasks"]
+    timings = read_json(folder / TIMINGS_FILE)["tasks"]
     memory = learner.memory
     tensors = memory.values() if isinstance(memory, dict) else ()
     kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
-from dulbe_peft.files import write_csv, write_json
+from dulbe_peft.files import read_json, write_csv, write_json
 from dulbe_peft.streams.metrics import calibration_error, percent
 
 TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
@@ -279,7 +278,7 @@ def read_table(output: Path) -> Table:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         entries = []
         for line in content["entries"]:
             differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}

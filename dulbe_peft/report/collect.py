@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 from dulbe_peft.checkpoint import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
 from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
+from dulbe_peft.files import read_json
 from dulbe_peft.progress import read_progress
 from dulbe_peft.results import stream_results
 
@@ -144,7 +144,7 @@ def _read(path: Path) -> Run:
 def _read_json(path: Path) -> Any:
     """A file's content; None where there is no such file, or it is no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return None
 
