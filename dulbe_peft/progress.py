@@ -109,7 +109,7 @@ def written(past: Past) -> dict[str, Any]:
 
 
 def _check_row(row: Row, step: int) -> None:
-    """Raise unless every list by task in a row has a number or null for each task up to `step`, and all figures fit."""
+    """Raise unless each list by task has a number or null for every task up to `step`, and all figures fit."""
     for name, value in _by_task(row):
         if len(value) != step + 1 or not all(v is None or 0 <= float(v) <= 1 for v in value):
             raise ValueError(f"{name} of row {step} must be {step + 1} fractions or null, got {value!r:.100}")
