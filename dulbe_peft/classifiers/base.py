@@ -103,6 +103,11 @@ class Classifier(SavedState):
         """
         return {}
 
+    @property
+    def follows(self) -> bool:
+        """Whether it can move what it stores along with the features, see `moved`."""
+        return type(self).moved is not Classifier.moved
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """The buffers' new values where a feature z has become z M; none where nothing stored depends on it.
 

@@ -158,6 +158,10 @@ class BayesClassifier(RegressionSums):
         tensors["weight"] = weight[self.embed_dim :].contiguous()
         return 'z @ t["linear"] + (z @ t["projection"]).relu() @ t["weight"]', tensors
 
+    @property
+    def follows(self) -> bool:
+        return not self.features
+
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """Without R: G to M' G M and C to M' C. With it nothing: G is of features behind a ReLU."""
         return {} if self.features else self.moved_sums(matrix)

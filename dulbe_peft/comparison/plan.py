@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 from urllib.parse import quote
 
 from dulbe_peft.checks import check_number
-from dulbe_peft.classifiers import CLASSIFIERS, METHOD_CLASSIFIERS, Classifier, make_classifier
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
 from dulbe_peft.commands.settings import read_yaml, setting_values, validated
 from dulbe_peft.specs import closest, parse_spec
 from dulbe_peft.strategies import make_strategy
@@ -137,7 +137,7 @@ class Plan:
         specs = [*self.classifiers, *(spec for spec in own if parse_spec(spec)[0] not in named)]
         rows = []
         for spec in specs:
-            moves = strategy.adapts and CLASSIFIERS[parse_spec(spec)[0]].moved is not Classifier.moved
+            moves = strategy.adapts and make_classifier(spec, 8).follows
             rows += [Row(method, spec, drift) for drift in self.drifts if moves or drift == "none"]
             if not moves and "none" not in self.drifts:
                 rows.append(Row(method, spec))
