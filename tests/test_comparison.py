@@ -295,9 +295,9 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
         write(tmp_path / "plan.yaml", content | {"methods": methods, "classifiers": ["text"], "reference": None})
     )
     assert [row.classifier for row in plan.rows("DuLBE")] == ["text"]  # text alone: nothing in it can drift
+    assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
     plan = replace(plan, classifiers=["bayes:features=9", "bayes:features=0"], drifts=["none", "linear"])
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
-    assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
 
 
 def test_the_files_that_come_with_the_library_are_right(monkeypatch):
