@@ -17,12 +17,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft import saving
-from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.backbone import (
-    check_dual_encoder,
-    check_encoder,
     check_processor,
     check_statistics_tokens,
     has_text,
@@ -37,6 +33,7 @@ from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_pr
 from dulbe_peft.encoder import Encoder
 from dulbe_peft.evaluation import Evaluation, evaluate_features
 from dulbe_peft.images import with_image_resize
+from dulbe_peft.model_checks import check_adapter_name, check_model, check_trained
 from dulbe_peft.prediction import Prediction, predict_images
 from dulbe_peft.profiling import Profile
 from dulbe_peft.progress import Past, read_past
@@ -123,7 +120,7 @@ class ClassIncrementalLearner:
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         args = args or LearnerArguments()
         method = make_strategy(strategy)
-        clip = _check_model(model, method)
+        clip = check_model(model, method)
         check_processor(processor, clip)
         if method.adapts:
             check_statistics_tokens(clip, args.statistics_tokens)
@@ -265,7 +262,7 @@ class ClassIncrementalLearner:
                 state.model.base_model._check_unmerged()  # type: ignore[operator]
                 state.model.base_model._check_unscaled()  # type: ignore[operator]
                 if state.strategy.adapts:
-                    _check_trained(state.model)
+                    check_trained(state.model)
             names, labels = named_labels(dataset, class_names)
             check_class_names(names, seen=self.class_names)
             present = set(labels.tolist())
@@ -687,59 +684,6 @@ class _Transaction(AbstractContextManager[None]):
             saving.set_adapter_state(learner.model, self.adapter)
             learner.model.zero_grad(set_to_none=True)
             learner.model.eval()
-
-
-def check_adapter_name(model: Any) -> None:
-    """A learner trains, saves and loads the adapter that PEFT calls "default"; another one beside it is left alone."""
-    active = list(model.base_model.active_adapters)
-    if active != ["default"]:
-        raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
-
-
-def _check_trained(model: PeftModel) -> None:
-    """Raise where somebody has chosen other parameters for training than the adapter's.
-
-    A task that fails is taken back, and a learner is saved, by its adapter alone.
-    """
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    names = [name for name, p in model.get_base_model().named_parameters() if id(p) in own and PREFIX not in name]
-    wrong = [name for name in names if "modules_to_save" not in name]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
-            "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
-        )
-    adapter = [(name, p) for name, p in model.named_parameters() if PREFIX in name and name.endswith(".default")]
-    frozen = [name for name, p in adapter if not p.requires_grad]
-    if frozen:
-        raise ValueError(
-            f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
-            "train it: call set_adapter('default') on the model"
-        )
-
-
-def _check_model(model: Any, strategy: Strategy) -> Any:
-    """The model under the adapter, after a check that the strategy can work with it."""
-    if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
-        check_adapter_name(model)
-        targets = strategy.target_modules
-        other = [n for n in model.base_model.dual_mode_layers() if targets and n.rpartition(".")[2] not in targets]
-        if other:
-            raise ValueError(
-                f"the strategy {strategy.name!r} adapts {list(targets or ())} alone, the model has an adapter in "
-                f"{other[0]!r}: pass DualModeLoraConfig(target_modules={list(targets or ())})"
-            )
-        model = model.get_base_model()
-    elif strategy.adapts or isinstance(model, PeftModel) or not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
-            f"got {type(model).__name__}"
-        )
-    if strategy.adapts:
-        check_dual_encoder(model)
-    else:
-        check_encoder(model)
-    return model
 
 
 def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:

@@ -128,6 +128,7 @@ ORDER = [
     "deployment.cards",
     "deployment.export",
     "run",
+    "model_checks",
     "learner",
     "inspection",
     "demo",
