@@ -53,7 +53,7 @@ class Evaluation:
         return figures | {f"{name}_accuracy": self._accuracy(rows) for name, rows in self.baselines.items()}
 
     def _accuracy(self, rows: torch.Tensor) -> float:
-        return (rows == self.truth).float().mean().item()
+        return (rows == self.truth).double().mean().item()
 
     def images_by_class(self) -> dict[str, int]:
         """Class -> how many of the images show it; classes without an image are left out."""
