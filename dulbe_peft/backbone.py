@@ -354,12 +354,15 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
     gets no mask either.
 
     Raises:
-        ValueError: the model has no text tower, a prompt has more tokens than the tower takes, or two prompts give
-            the same tokens.
+        ValueError: the model has no text tower, the tokenizer cannot read a prompt, a prompt has more tokens than the
+            tower takes, or two prompts give the same tokens.
     """
     _check_text(model)
     record, longest = encoder_of(model), longest_text(model)
-    rows = processor.tokenizer(list(prompts))["input_ids"]
+    try:
+        rows = processor.tokenizer(list(prompts))["input_ids"]
+    except Exception as error:  # tokenizers raise a bare Exception, such as over a sign that they do not know
+        raise ValueError(f"the tokenizer cannot read one of the prompts {prompts!r:.200}: {error}") from error
     seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, rows, strict=True):
         if len(ids) > longest:

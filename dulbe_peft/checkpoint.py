@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.files import TEMPORARY_MARK, naming, read_json, sync, temporary_folder, write_json
+from dulbe_peft.files import TEMPORARY_MARK, damage, naming, read_json, sync, temporary_folder, write_json
 
 MANIFEST = "manifest.json"
 LEARNER_FILE = "learner.json"
@@ -323,7 +323,7 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(damage(path, error)) from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format version {version!r}, this library reads {FORMAT_VERSION}")
     return manifest

@@ -59,7 +59,13 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(damage(path, error)) from error
+
+
+def damage(path: str | Path, error: Exception) -> str:
+    """What is said of a file that does not hold what it should: the path and the reason, each once."""
+    text = str(error)
+    return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

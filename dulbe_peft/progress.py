@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.checkpoint import LEARNER_FILE, PROGRESS_FILE, TIMINGS_FILE, CheckpointError
-from dulbe_peft.files import read_json
+from dulbe_peft.files import damage, read_json
 from dulbe_peft.streams.metrics import percent
 
 SOURCES_FILE = "sources.json"
@@ -99,7 +99,7 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
         # Earlier versions measured the whole stream in advance; the stream's later tasks may be others now.
         zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(damage(path, error)) from error
     return {"rows": rows, "records": padded(saved.get("records") or [], count), "zero_shot": zero_shot}
 
 
@@ -164,7 +164,7 @@ def tested_alone(row: Row) -> str:
     tested = [str(task) for task, value in enumerate(row["accuracy_by_task"], 1) if value is not None]
     if len(tested) == len(row["accuracy_by_task"]):
         return ""
-    return f", tested on the images of task {' and '.join(tested)} alone"
+    return f", tested on the images of task{'s' * (len(tested) > 1)} {', '.join(tested)} only"
 
 
 def line(row: Row, number: int, total: int, classes: int) -> str:

@@ -23,7 +23,7 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoint import CheckpointError, library_versions
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
-from dulbe_peft.files import read_json
+from dulbe_peft.files import damage, read_json
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -213,7 +213,7 @@ def read_listing(task_folder: Path) -> dict[str, Any]:
         saved = read_json(path)
         return {split: check_listing(saved[split]) for split in SPLITS}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(damage(path, error)) from error
 
 
 # ---------------------------------------------------------------------- older folders

@@ -198,7 +198,8 @@ class Run:
                 check_zero_shot(zero_shot[-1])
             self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
             if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
-                self.past.rows[-1] = self.measured(len(self.known)) or self.past.rows[-1]
+                changed = any(update["after"] == len(self.known) for update in self.learner.state.updates)
+                self.past.rows[-1] = self.measured(len(self.known)) or ({} if changed else self.past.rows[-1])
                 self.commit(None)
             for index in range(len(self.past.tasks), len(self)):
                 self.learn(index, zero_shot[index])

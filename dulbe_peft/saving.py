@@ -366,8 +366,6 @@ def opened(
             _check_adapter(folder / ADAPTER_FILE, config, base_model)
         _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
-        if has_text(base_model):
-            processor.tokenizer(["a \u2603"])  # a damaged one may read some texts, and fail over an unknown sign
     with _undone_on_error(base_model):
         model: nn.Module = base_model
         if config is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,23 @@ from dulbe_peft.streams.protocols import check_counts, check_zero_shot, rename_c
 from dulbe_peft.streams.samples import dataset_labels
 
 
+@contextmanager
+def named(domain: str) -> Iterator[None]:
+    """Say of which data set an error is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{domain}: {error}") from error
+
+
 def task_of(folder: Path, protocol: dict[str, Any]) -> Task:
     """One data set, with the numbers of classes and images that the protocol says."""
     train, test = ImageFolder(folder, "train"), ImageFolder(folder, "test")
     names = folder / "class_names.txt"
     if names.is_file():
         train, test = rename_classes(train, str(names)), rename_classes(test, str(names))
-    check_counts(train, test, protocol.get("classes"), protocol.get("train"), protocol.get("test"))
+    with named(folder.name):
+        check_counts(train, test, protocol.get("classes"), protocol.get("train"), protocol.get("test"))
     return Task(train, test, tuple(train.class_names))
 
 
@@ -73,7 +85,8 @@ def main() -> None:
     for (name, counts), found in zip(domains.items(), accuracies(learner, tasks), strict=True):
         print(f"{name}: {100 * found:.1f} % by the names of its classes, before training")
         if "zero_shot" in counts:
-            check_zero_shot(found, counts["zero_shot"], protocol["zero_shot_tolerance"])
+            with named(name):
+                check_zero_shot(found, counts["zero_shot"], protocol["zero_shot_tolerance"])
     learner.run(tasks, arguments.output)
 
     matrix = []

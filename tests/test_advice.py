@@ -98,6 +98,31 @@ def test_the_half_that_chooses_does_not_measure(monkeypatch, tmp_path):
     assert advice.rival.gain.mean == 0 and not advice.rival.clear and advice.settings["classifiers"] == "bayes"
 
 
+def test_training_must_beat_what_is_used_without_it(monkeypatch, tmp_path):
+    """`lda` is lucky on the half that chooses; trained `bayes` beats it on the other, and is worse than `bayes`."""
+    half, number = torch.arange(200) % 2, torch.arange(200) % 20
+    found = {
+        Row("frozen", "bayes"): (number < 16).double().numpy(),
+        Row("frozen", "lda"): (half == 0).double().numpy(),
+        Row("LoRA", "bayes"): (number < 15).double().numpy(),
+    }
+    frozen = {row: right for row, right in found.items() if row.method == "frozen"}
+    answers = iter([(frozen, {"frozen": 1.0}), (found, {"frozen": 1.0, "LoRA": 2.0})])
+    monkeypatch.setattr(advice_module, "_measured", lambda *_: next(answers))
+    advice = advise({"model": "demo", "data": "x"}, tmp_path, 1, ("bayes", "lda"), TRIALS)
+    assert advice.training.gain.mean < 0 and not advice.training.clear
+    assert advice.settings == {"strategy": "frozen", "classifiers": "bayes"}
+
+
+def test_with_a_single_held_back_image_nothing_is_compared(monkeypatch, tmp_path):
+    found = {Row("frozen", name): torch.ones(1).numpy() for name in ("bayes", "lda")}
+    monkeypatch.setattr(advice_module, "_measured", lambda *_: (found, {"frozen": 1.0}))
+    advice = advise({"model": "demo", "data": "x"}, tmp_path, 1, ("bayes", "lda"), {})
+    assert (
+        advice.rival is None and advice.settings["classifiers"] == "bayes" and "Only 1 images" in format_advice(advice)
+    )
+
+
 def made(training, rival):
     settings = {"strategy": "dulbe", "learning_rate": 3e-4, "classifiers": "bridge"}
     trained, other = Row("DuLBE", "bridge", "linear"), Row("frozen", "lda")

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -220,7 +219,8 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
             with bounded():
                 kind.read(folder, folder / file)
         except REFUSED as error:
-            used = "NaN or infinity" in str(error)  # weights may be finite, and yet so large that features are not
+            # Weights may be finite, and so large that features are not; a tokenizer may fail over some texts alone.
+            used = "NaN or infinity" in str(error) or "the tokenizer cannot read" in str(error)
             if not used and not any(part in str(error) for part in (str(folder), Path(file).name)):
                 wrong.append((number, file, "names no file", repr(error)[:300]))
         except BaseException as error:
@@ -235,11 +235,12 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
     assert not wrong
 
 
-def test_a_tokenizer_that_fails_over_some_texts_is_found_when_it_is_loaded(kinds, tmp_path):
+def test_a_tokenizer_that_fails_over_some_texts_says_over_which(kinds, tmp_path):
     folder = shutil.copytree(kinds["learner"].root, tmp_path / "learner")
     config = folder / "processor" / "tokenizer_config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps(content | {"unk_token": "no such word"}))
     seal(folder, "processor/tokenizer_config.json")
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} cannot be loaded: .*no such word"):
-        load(folder, config)
+    learner = ClassIncrementalLearner.from_pretrained(folder, copy.deepcopy(tiny_base()[0]), machine=MACHINE)
+    with pytest.raises(ValueError, match=r"the tokenizer cannot read one of the prompts .*\u2603"):
+        learner.text_embeds(["\u2603"])

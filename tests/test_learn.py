@@ -105,6 +105,20 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert "after task 3, a class of task 2 was forgotten" in page and "two" not in page
 
 
+def test_further_images_without_the_old_tests_claim_no_accuracy(photos, june, tmp_path, capsys):
+    root = shutil.copytree(june, tmp_path / "june")
+    sources = json.loads((root / "run" / "sources.json").read_text())
+    for entry in sources["tasks"]:
+        entry["data"] = str(tmp_path / "nowhere")
+    (root / "run" / "sources.json").write_text(json.dumps(sources))
+    more = some(photos, tmp_path / "more", ["two"], 3)
+    assert learn(root / "run", more, tmp_path / "new") == 0
+    assert "with the further images" not in capsys.readouterr().out
+    found, old = results_of(tmp_path / "new"), results_of(root / "run")
+    assert found["head"]["matrix"][0] == old["head"]["matrix"][0] and set(found["head"]["matrix"][1]) == {None}
+    assert found["head"]["last_accuracy"] is None
+
+
 def test_it_equals_learning_by_hand(photos, june, tmp_path):
     data = some(photos, tmp_path / "july", ["five", "four"])
     some(photos, data, ["one"], 3)
@@ -135,7 +149,7 @@ def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, cap
     assert learn(root / "run", data, tmp_path / "run") == 0
     captured = capsys.readouterr()
     said = captured.err
-    assert "6 classes, tested on the images of task 3 alone, " in captured.out
+    assert "6 classes, tested on the images of task 3 only, " in captured.out
     assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said
     assert f"the test images of task 2 are not used again: those in {root / 'photos'} are not the ones of then" in said
     found = results_of(tmp_path / "run")

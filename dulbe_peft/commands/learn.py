@@ -74,8 +74,9 @@ def learn(arguments: argparse.Namespace) -> int:
     if world()[0] == 0:
         if results.get("classifiers"):
             print(format_summary(results))
-            if not new and before:
-                print(_gain(before, results["classifiers"]))
+            gain = "" if new or not before else _gain(before, learner.past.rows[-1])
+            if gain:
+                print(gain)
         print(f"written: {Path(arguments.output) / 'results.json'}")
     leave()
     return 0
@@ -94,16 +95,19 @@ def check_other_folder(learner: str, output: str) -> None:
         )
 
 
-def _gain(before: dict[str, Any], classifiers: dict[str, Any]) -> str:
-    """What further images of known classes changed, on the tests of the tasks."""
+def _gain(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What further images of known classes changed, where both rows are of tests of the same tasks."""
     from dulbe_peft.streams.metrics import percent
 
+    tested = [[value is None for value in row.get("accuracy_by_task", ())] for row in (before, after)]
+    if tested[0] != tested[1] or not tested[0]:
+        return ""
     rows = [
-        f"{name} {percent(row['accuracy'], 2)} % before, {percent(classifiers[name]['last_accuracy'], 2)} % after"
-        for name, row in before.get("classifiers", {}).items()
-        if name in classifiers
+        f"{name} {percent(row['accuracy'], 2)} % before, {percent(after['classifiers'][name]['accuracy'], 2)} % after"
+        for name, row in before["classifiers"].items()
+        if name in after["classifiers"]
     ]
-    return f"with the further images: {'; '.join(rows)}" if rows else ""
+    return f"with the further images: {'; '.join(rows)}"
 
 
 def _check_known(learner: Any, known: list[str]) -> None:

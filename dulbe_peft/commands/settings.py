@@ -71,7 +71,7 @@ class StreamArguments:
     )
     skip_unreadable: bool = dataclasses.field(
         default=False,
-        metadata={"help": "Leave images out that cannot be read, instead of stopping; each is decoded once."},
+        metadata={"help": "Leave images out that cannot be read, instead of stopping. Decodes all images first."},
     )
     class_names: str | None = dataclasses.field(
         default=None,

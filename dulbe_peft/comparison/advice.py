@@ -62,9 +62,9 @@ class Advice:
         usual: spec of the classifier that is the advice unless another one is clearly better: `bayes`, or the first of
             `classifiers` where that is not among them.
         rival: the other classifiers against `usual`, on the whole stream without training; None where there is no
-            other.
-        training: the ways to train against no training, all with their best classifiers, on the probe's tasks; None
-            where nothing was tried.
+            other, or a single image.
+        training: the ways to train, with every classifier, against the classifier that is the advice without training,
+            on the probe's tasks; None where nothing was tried.
         held_back: how many images were held back.
         seconds: of the whole stream without training, and of the trained probe; measured on this machine.
     """
@@ -136,17 +136,16 @@ def advise(
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, say)
     ranked = sorted(free, key=lambda row: -free[row].mean())
-    usual = next((row for row in ranked if parse_spec(row.classifier)[0] == USUAL), ranked[0])
-    others = [row for row in ranked if row != usual]
-    rival = _contest(free, others, [usual]) if others else None
+    named = [row for spec in classifiers for row in ranked if row.classifier == spec]
+    usual = next((row for row in named if parse_spec(row.classifier)[0] == USUAL), ranked[0])
+    rival = _contest(free, [row for row in ranked if row != usual], usual)
     chosen, seconds = rival.row if rival and rival.clear else usual, {WHOLE: taken[FROZEN]}
     training = None
     if trials:
         found, taken = _measured(probe, output, jobs, say)
-        training = _contest(
-            found, *([row for row in found if (row.method == FROZEN) == same] for same in (False, True))
-        )
-        chosen, seconds[PROBE] = training.row if training.clear else chosen, taken[training.row.method]
+        training = _contest(found, [row for row in found if row.method != FROZEN], Row(FROZEN, chosen.classifier))
+        if training:
+            chosen, seconds[PROBE] = training.row if training.clear else chosen, taken[training.row.method]
     use = {**probe.methods[chosen.method], "classifiers": chosen.classifier}
     if chosen.drift != "none":
         use["drift"] = chosen.drift
@@ -176,15 +175,17 @@ def _measured(
     return found, seconds
 
 
-def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Sequence[Row]) -> Contest:
-    """The best of the rows against the best of the others.
+def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row) -> Contest | None:
+    """The best of the rows against another one; None where there are no rows, or no two images.
 
-    The best of several is better by luck alone. So one half of the images chooses both, and the other one measures.
+    The best of several is better by luck alone. So one half of the images chooses it, and the other one measures.
     """
+    if not rows or len(found[against]) < 2:
+        return None
     chooses, measures = slice(0, None, 2), slice(1, None, 2)
-    best, other = (max(group, key=lambda row: found[row][chooses].mean()) for group in (rows, against))
-    gain = paired_difference(found[best][None, measures], found[other][None, measures])
-    wins, losses = ((sign * (found[best] - found[other])[measures] > 0).sum() for sign in (1, -1))
+    best = max(rows, key=lambda row: found[row][chooses].mean())
+    gain = paired_difference(found[best][None, measures], found[against][None, measures])
+    wins, losses = ((sign * (found[best] - found[against])[measures] > 0).sum() for sign in (1, -1))
     clear = wins > losses and binomtest(int(wins), int(wins + losses)).pvalue < 0.05
     return Contest(best, gain, bool(clear))
 

@@ -30,7 +30,7 @@ from dulbe_peft.commands.settings import validated
 from dulbe_peft.commands.sources import open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.cost import trainable_parameters
-from dulbe_peft.files import read_json, read_tensors, write_json, write_tensors
+from dulbe_peft.files import damage, read_json, read_tensors, write_json, write_tensors
 from dulbe_peft.recording import Answers, learn_from_features, read_features
 from dulbe_peft.retention import zero_shot_retention
 from dulbe_peft.specs import parse_spec
@@ -88,7 +88,7 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
     try:
         return dict(read_json(path))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not as a comparison writes it: {error}") from error
+        raise ValueError(damage(path, error)) from error
 
 
 def train(cell: Cell, folder: Path) -> dict[str, Any]:

@@ -28,8 +28,8 @@ COLUMNS = {
     "A_last": "The percent of all test images that are named right after the last task. ± as for A_bar.",
     "to the reference (95 %)": "A_last minus the reference's A_last, in percentage points, over the seeds that both "
     "have finished. The brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
-    "to the same classifier (95 %)": "The same, but to the row with this classifier and the reference's method. Where "
-    "that trains nothing, it is what training adds.",
+    "to the same classifier (95 %)": "The same, but to the row of the reference's method with this classifier, and "
+    "with this drift where it has one. Where that method trains nothing, it is what training adds.",
     "calibration error": "How far the probability of an answer is from how often such answers are right, in "
     "percentage points. Zero is best.",
     "seconds": "To train and test the stream and to teach the classifier, as a mean over the seeds.",
@@ -150,8 +150,9 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
     for (stream, row), by_seed in found.items():
-        others = (first, Row(first.method, row.classifier, "none"))
-        to_first, to_same = (_differences(by_seed, found.get((stream, other), {})) for other in others)
+        same = [Row(first.method, row.classifier, drift) for drift in (row.drift, "none")]
+        same = [other for other in same if (stream, other) in found] or same
+        to_first, to_same = (_differences(by_seed, found.get((stream, other), {})) for other in (first, same[0]))
         differences = dict.fromkeys(MEASURES) if row == first else to_first
         entries.append(
             _entry(stream, row, by_seed, differences, None if row.method == first.method else to_same["last"])
@@ -282,7 +283,7 @@ def read_table(output: Path) -> Table:
         entries = []
         for line in content["entries"]:
             differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}
-            gain = None if line["gain"] is None else Difference(**line["gain"])
+            gain = None if line.get("gain") is None else Difference(**line["gain"])
             read = {"row": Row(**line["row"]), "differences": differences, "gain": gain, "seeds": tuple(line["seeds"])}
             entries.append(Entry(**{**line, **read}))
         scope = content["scope"]

@@ -112,8 +112,8 @@ class ImageFolder:
             splits = subfolders(folder)
             if split not in splits:
                 raise FileNotFoundError(
-                    f"{folder} has no split {split!r}; its folders are {splits} (if these are classes, name no split: "
-                    "--split '')"
+                    f"{folder} has no split {split!r}; its folders are {splits} (if these are classes, pass "
+                    "split=None, or --split '' to evaluate)"
                 )
             folder = folder / split
         self.root, self.split = folder, split

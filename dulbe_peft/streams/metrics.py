@@ -16,10 +16,11 @@ import numpy as np
 
 # What each row of a table is, for somebody who has not read the paper. Every table, plot and file calls a row by its
 # name in `results.json`, which for a classifier is the name that a user types; a report says the long name once.
+_NEAREST_MEAN = "class means: each class is the mean of its training images; an image goes to the nearest mean"
 METHODS = {
     "zero_shot": "zero-shot: the model before it learned anything, which chooses by the names of the classes alone",
     "text": "text classifier: the model after learning, which chooses by the names of the classes alone",
-    "class_means": "class means: each class is the mean of its training images; an image goes to the nearest mean",
+    "class_means": _NEAREST_MEAN,
     "bridge": "bridge-prototype head: between the mean of a class's training images and its name, at the depth that "
     "told its training images best",
     "lda": "linear discriminant analysis: class means, measured by how much the images of one class differ among each "
@@ -27,7 +28,7 @@ METHODS = {
     "ridge": "analytic ridge: a linear map from images to classes, solved in one go and added to with every task",
     "ranpac": "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders",
     "bayes": "Bayesian regression with the text as its prior: a class is its name until its images say otherwise",
-    "prototype": "class means: each class is the mean of its training images; an image goes to the nearest mean",
+    "prototype": _NEAREST_MEAN,
     "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
     "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
