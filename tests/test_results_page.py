@@ -1,28 +1,38 @@
-"""The tables of docs/results.md against the files that they cite."""
+"""The tables of docs/results.md, of the README and of docs/classifiers.md against the files that they cite."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def table(head: str) -> list[list[str]]:
+def table(head: str, page: str = "docs/results.md") -> list[list[str]]:
     """The cells of the table whose first line begins so."""
-    lines = PAGE[PAGE.index(f"| {head} |") :].split("\n\n")[0].splitlines()
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = text[text.index(f"| {head} |") :].split("\n\n")[0].splitlines()
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
 
 
-def measured(name: str) -> dict[tuple[str, ...], dict[str, str]]:
-    """(stream, method, classifier) -> the row of the comparison; the one that follows drift, where there is one."""
-    path = ROOT / "benchmarks" / "results" / "comparisons" / f"{name}.csv"
+def few_images(data: str, images: str, classifier: str) -> tuple[str, str]:
+    """A_last and A_bar of the training-free benchmark, in percent."""
+    rows = json.loads((RESULTS / "few_images" / f"{data}.json").read_text(encoding="utf-8"))["rows"]
+    what = re.compile(rf"{classifier}(:features=\d+)?, {images} images? a class, .*: (\w+)$")
+    found = {match[2]: row["value"] for row in rows if (match := what.match(row["what"]))}
+    return f"{found['A_last']:.1f}", f"{found['A_bar']:.1f}"
+
+
+def measured(name: str, drift: str = "linear") -> dict[tuple[str, ...], dict[str, str]]:
+    """(stream, method, classifier) -> the row of the comparison; the one with this drift, where there are two."""
+    path = RESULTS / "comparisons" / f"{name}.csv"
     with path.open(newline="", encoding="utf-8") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: row["drift"] == "linear")
+        rows = sorted(csv.DictReader(file), key=lambda row: row["drift"] == drift)
     return {(row["stream"], row["method"], row["classifier"].removesuffix(":features=1000")): row for row in rows}
 
 
@@ -58,3 +68,39 @@ def test_all_at_once():
         stream = title.partition(" a class")[0]
         assert cells == [written(found[stream, "LoRA", name]) for name in classifiers]
         assert known == f"{100 * float(found[stream, 'LoRA', 'text']['retention']):.1f}"
+
+
+def test_what_to_choose():
+    (_, *classifiers), _, *rows = table("images a class")
+    for title, *cells in rows:
+        data, _, images = title.partition(", ")
+        found = [few_images(data, images, name)[0] for name in classifiers]
+        best = max(map(float, found))
+        assert cells == [f"**{figure}**" if float(figure) == best else figure for figure in found], title
+
+
+def test_the_table_of_the_classifiers_page():
+    (_, _, *classifiers), _, *rows = table("features", "docs/classifiers.md")
+    names = [name.replace("`, whitened", ":metric=whitened") for name in classifiers]
+    data = ""
+    for features, images, *cells in rows:
+        if features:
+            data = features.partition(",")[0].replace("the demo's ", "")
+        for name, cell in zip(names, cells, strict=True):
+            figures = [float(figure) for figure in cell.replace("*", "").split(" / ")]
+            # The files have four digits, so that a figure may be rounded twice.
+            assert figures == pytest.approx([*map(float, few_images(data, images, name))], abs=0.11), (data, images)
+
+
+def test_the_first_table_of_the_readme():
+    found = measured("handwriting", drift="none") | {
+        ("all", *key): row for key, row in measured("all-at-once", drift="none").items()
+    }
+    _, _, *rows = table("way", "README.md")
+    methods = {"nothing trained": "frozen", "the paper's method": "DuLBE", "LoRA trained on": "LoRA"}
+    for title, _, _, *cells in rows:
+        names = [name for name in re.findall(r"`(\w+)", title) if name not in ("frozen", "dulbe", "lora")]
+        begin = next((method for start, method in methods.items() if title.startswith(start)), None)
+        for count, cell in zip(("1 image", "4 images", "50 images"), cells, strict=True):
+            keys = [(count, begin, name) if begin else ("all", count, "LoRA", name) for name in names]
+            assert cell == ", ".join(f"{100 * float(found[key]['last']):.1f}" for key in keys), title
