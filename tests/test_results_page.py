@@ -104,3 +104,27 @@ def test_the_first_table_of_the_readme():
         for count, cell in zip(("1 image", "4 images", "50 images"), cells, strict=True):
             keys = [(count, begin, name) if begin else ("all", count, "LoRA", name) for name in names]
             assert cell == ", ".join(f"{100 * float(found[key]['last']):.1f}" for key in keys), title
+
+
+def test_all_methods_side_by_side():
+    found = measured("family")
+    (_, *classifiers, _, _, _, _), _, *rows = table("method")
+    names = {"nothing trained": "frozen", "LoRA trained on": "LoRA", "LoRA merged": "merged LoRA"}
+    assert len(rows) == 14
+    for title, *cells, own, known, _, trained in rows:
+        title = title.partition(" (")[0]
+        method = names.get(title, title)
+        for name, cell in zip(classifiers, cells, strict=True):
+            row = found["4 images", method, name]
+            figure = f"{100 * float(row['last']):.1f}"
+            if row["gain"]:
+                gain = f"{100 * float(row['gain']):+.1f}"
+                figure += f" ({'0.0' if float(gain) == 0 else gain})".replace("-", "−")
+                clear = float(row["gain_low"]) > 0 or float(row["gain_high"]) < 0
+                figure = f"**{figure}**" if clear else figure
+            assert cell == figure, (method, name)
+        if own:
+            rule, figure = own.split("` ")
+            assert figure == f"{100 * float(found['4 images', method, rule]['last']):.1f}"
+        assert known == f"{100 * float(found['4 images', method, 'text']['retention']):.1f}"
+        assert trained == f"{int(found['4 images', method, 'text']['trainable_parameters']):,}"
