@@ -322,5 +322,5 @@ def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsy
     assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
     assert capsys.readouterr() == ("", captured.err) and "  text  " in captured.err
     assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders / "test")]) == 2
-    assert "if these are classes, name no split: --split ''" in capsys.readouterr().err
+    assert "if these are classes, pass split=None, or --split '' to evaluate" in capsys.readouterr().err
     assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err
