@@ -161,6 +161,7 @@ def test_the_command(settings, tmp_path, capsys):
     assert main(["advise", "--model", "demo"]) == 2 and "--data is required" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_score_of_advice_is_what_it_lost_on_the_test_images(settings, tmp_path, capsys):
     content = {
         "streams": {"digits": settings},

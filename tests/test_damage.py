@@ -205,7 +205,7 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
     chance = random.Random(name if not DAMAGES else f"{name} {DAMAGES}")
     shutil.copytree(kind.root, folder)
     kind.read(folder, folder / kind.files[0]) if name != "settings" else None
-    count = max(5, (DAMAGES or 200) * SHARES[name] // 1000)
+    count = max(5, (DAMAGES or 120) * SHARES[name] // 1000)
     for number, (file, content) in enumerate(kind.cases(count, chance)):
         shutil.rmtree(folder)
         shutil.copytree(kind.root, folder)

@@ -291,6 +291,7 @@ def test_a_classifier_that_cannot_be_a_line_is_refused_by_name(clip, tmp_path, c
 # ---------------------------------------------------------------------- the graph
 
 
+@pytest.mark.slow
 def test_a_graph_gives_torch_s_probabilities_for_every_batch_size(clip, tmp_path, recwarn, capfd):
     """Also of a classifier of one's own that has no formula."""
     import onnx

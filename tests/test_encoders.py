@@ -433,6 +433,7 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
     assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
 def test_a_run_goes_on_after_its_first_task(folders, name, tmp_path):
     whole = make_learner(folders[name]).run(stream(), tmp_path / "whole")

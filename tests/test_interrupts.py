@@ -163,6 +163,7 @@ def test_loading_leaves_the_base_model_as_it_was(taught, tmp_path):
     assert torch.equal(loaded.image_embeds(pixels), expected.image_embeds(pixels))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_run_goes_on_with_the_same_learner_or_a_new_one(tmp_path):
     tiny_learner().run(stream(2), tmp_path / "whole")

@@ -267,6 +267,7 @@ def test_photographs_are_not_learned_twice_and_tests_that_are_gone_cost_no_answe
         data.rename(tmp_path / "away") if data.exists() else None
 
 
+@pytest.mark.slow
 def test_a_run_may_grow_again_and_again(photos, tmp_path):
     """Also after a task that was smaller than the others because it was the last one."""
     data = some(photos, tmp_path / "data", DIGITS[:3], 0)

@@ -315,6 +315,7 @@ def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp
     assert torch.equal(logits(learner, digits), logits(again, digits))
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, finished, tmp_path):
     tasks = stream(digits, 3)
     make_learner(base).run(tasks, tmp_path / "b")
@@ -499,6 +500,7 @@ def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
     assert torch.equal(logits(learner, digits), logits(calm, digits))
 
 
+@pytest.mark.slow
 def test_no_image_set_outlives_its_use(base, digits):
     import gc
 

@@ -273,6 +273,7 @@ def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finis
     assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("writer", ["dulbe_peft.files.save_file", "peft.peft_model.safe_save_file", "os.replace"])
 def test_a_full_disk_is_an_error_with_the_path_and_the_last_commit_is_intact(

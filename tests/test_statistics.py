@@ -222,6 +222,7 @@ def test_layers_that_read_one_tensor_share_one_matrix():
     assert stats.nbytes == 2 * 4 * (6**2 + 6**2 + 12**2)
 
 
+@pytest.mark.slow
 def test_sharing_is_by_identity_and_not_by_a_recycled_address():
     class Chain(nn.Module):
         def __init__(self):
