@@ -98,9 +98,12 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
             _check_row(row, step)
         # Earlier versions measured the whole stream in advance; the stream's later tasks may be others now.
         zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
+        records = padded(saved.get("records") or [], count)
+        if not all(record is None or isinstance(record, dict) for record in records):
+            raise ValueError(f"records must be objects or null, got {records!r:.100}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(damage(path, error)) from error
-    return {"rows": rows, "records": padded(saved.get("records") or [], count), "zero_shot": zero_shot}
+    return {"rows": rows, "records": records, "zero_shot": zero_shot}
 
 
 def written(past: Past) -> dict[str, Any]:
@@ -115,10 +118,11 @@ def _check_row(row: Row, step: int) -> None:
             raise ValueError(f"{name} of row {step} must be {step + 1} fractions or null, got {value!r:.100}")
     images = row.get("images_by_class", {})
     for part in (row, *row.get("classifiers", {}).values()):
-        overall = [value for name, value in part.items() if name.endswith("accuracy")]
         right = part.get("right_by_class", {})
-        if not all(0 <= float(value) <= 1 for value in overall):
-            raise ValueError(f"row {step} has the accuracies {overall!r:.100}, expected fractions")
+        for name in [name for name in part if name.endswith("accuracy")]:
+            tasks = [value for value in part[f"{name}_by_task"] if value is not None]
+            if not min(tasks) - 1e-6 <= part[name] <= max(tasks) + 1e-6:
+                raise ValueError(f"{name} of row {step} is {part[name]!r:.100}, and of its tasks {tasks!r:.100}")
         if not all(0 <= count <= images[name] and images[name] > 0 for name, count in right.items()):
             raise ValueError(f"row {step} has more right answers than images: {right!r:.100} of {images!r:.100}")
 
