@@ -30,7 +30,7 @@ def test_commands_and_code_do_what_the_page_says(digit_folders, tmp_path, monkey
             for name in names:
                 shutil.copytree(everything / split / name, tmp_path / folder / split / name)
     monkeypatch.chdir(tmp_path)
-    commands = [line for block in blocks("bash") for line in block.splitlines()]
+    commands = [line for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
     assert [shlex.split(line)[1] for line in commands] == ["run", "learn", "forget"]
     for line in commands:
         assert main([*shlex.split(line)[1:], "--device", "cpu", "--no-progress"]) == 0, line
