@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
 from dulbe_peft.backbone import ImageOnlyProcessor, image_size, pixel_values
-from dulbe_peft.streams.decoding import to_rgb
+from dulbe_peft.streams.decoding import UnreadableImageError, to_rgb
 from dulbe_peft.streams.samples import item_name, read_sample
 
 IMAGE_RESIZES = ("crop", "squash")
@@ -76,6 +76,8 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                 if pixels.shape[1:] != (self.image_size, self.image_size):
                     size = f"{self.image_size} x {self.image_size}"
                     raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
+            except UnreadableImageError:  # it says all, with the place in the whole data set
+                raise
             except Exception as error:
                 # A process that reads images hands its errors on by pickle, and not every class of errors can be.
                 expected = isinstance(error, (TypeError, ValueError, OSError))
@@ -83,8 +85,6 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
                     raise
                 kind = "" if expected else f"{type(error).__name__}: "
                 name = item_name(self.dataset, index)
-                if f"({name}) cannot be read: " in str(error):  # it says all, with the place in the whole data set
-                    raise
                 raise ValueError(f"image {index} ({name}) cannot be preprocessed: {kind}{error}") from error
             if self.cache is not None:
                 if pixels.nbytes * len(self) <= self.cache_bytes:

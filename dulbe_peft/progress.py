@@ -163,7 +163,7 @@ def spread(row: Row, tested: Sequence[int], count: int) -> Row:
     return spread_row
 
 
-def tested_alone(row: Row) -> str:
+def _tested_alone(row: Row) -> str:
     """Which tasks the figures of a row are of, where some have no test images; else nothing."""
     tested = [str(task) for task, value in enumerate(row["accuracy_by_task"], 1) if value is not None]
     if len(tested) == len(row["accuracy_by_task"]):
@@ -175,7 +175,7 @@ def line(row: Row, number: int, total: int, classes: int) -> str:
     """What is said after task `number` of `total`. The numbers by task are the first classifier's."""
     text = f"task {number}/{total}: {classes} classes"
     if "accuracy" in row:
-        text += tested_alone(row)
+        text += _tested_alone(row)
         if "text_accuracy" in row and "text" not in row["classifiers"]:
             text += f", text {percent(row['text_accuracy'], 2)} %"
         text += "".join(f", {name} {percent(part['accuracy'], 2)} %" for name, part in row["classifiers"].items())

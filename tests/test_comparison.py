@@ -21,7 +21,9 @@ from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.plan import Row, _plan, read_plan
 from dulbe_peft.comparison.statistics import image_shares, paired_difference
 from dulbe_peft.comparison.table import format_table, make_table, read_table
+from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.recording import Answers
+from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.metrics import average_accuracy
 
 ROOT = Path(__file__).parents[1]
@@ -362,3 +364,17 @@ def test_paired_differences_against_literal_resampling():
     assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
     with pytest.raises(ValueError, match=r"\(seeds, images\)"):
         paired_difference(ours, reference[:2])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_files_of_comparisons_name_what_there_is(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", str(demo_model_folder()))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    plan = read_plan(path)
+    assert plan.seeds == [0, 1, 2] and plan.cells()
+    assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
+    if path.stem == "family":
+        own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
+        assert {plan.strategy(method).name for method in plan.methods} == own

@@ -6,7 +6,7 @@ Everything is measured on training images that are held back. Test images are ne
     first tasks     the model as it is, and trained with a few settings      whether training pays
 
 Held-back images are few, and the best of several rows on few images is the best by luck. So `bayes` without training,
-which was the best on average wherever it was measured, is the advice unless another row is clearly better.
+which was the best on average in docs/results.md, is the advice unless another row is clearly better.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Advice:
         rival: the other classifiers against `usual`, on the whole stream without training; None where there is no
             other, or a single image.
         training: the ways to train, with every classifier, against the classifier that is the advice without training,
-            on the probe's tasks; None where nothing was tried.
+            on the probe's tasks; None where nothing was tried, or on a single image.
         held_back: how many images were held back.
         seconds: of the whole stream without training, and of the trained probe; measured on this machine.
     """
@@ -136,8 +136,7 @@ def advise(
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, say)
     ranked = sorted(free, key=lambda row: -free[row].mean())
-    named = [row for spec in classifiers for row in ranked if row.classifier == spec]
-    usual = next((row for row in named if parse_spec(row.classifier)[0] == USUAL), ranked[0])
+    usual = next((row for row in free if parse_spec(row.classifier)[0] == USUAL), ranked[0])
     rival = _contest(free, [row for row in ranked if row != usual], usual)
     chosen, seconds = rival.row if rival and rival.clear else usual, {WHOLE: taken[FROZEN]}
     training = None

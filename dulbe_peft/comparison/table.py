@@ -150,13 +150,11 @@ def make_table(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
     for (stream, row), by_seed in found.items():
-        same = [Row(first.method, row.classifier, drift) for drift in (row.drift, "none")]
-        same = [other for other in same if (stream, other) in found] or same
-        to_first, to_same = (_differences(by_seed, found.get((stream, other), {})) for other in (first, same[0]))
-        differences = dict.fromkeys(MEASURES) if row == first else to_first
-        entries.append(
-            _entry(stream, row, by_seed, differences, None if row.method == first.method else to_same["last"])
-        )
+        others = {} if row == first else found.get((stream, first), {})
+        differences = {name: _difference(by_seed, others, name) for name in MEASURES}
+        same = (found.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
+        others = {} if row.method == first.method else next(filter(None, same), {})
+        entries.append(_entry(stream, row, by_seed, differences, _difference(by_seed, others, "last")))
     return entries
 
 
@@ -171,17 +169,14 @@ def _read(folder: Path, row: Row, asked: Cell) -> _Found | None:
     )
 
 
-def _differences(found: dict[int, _Found], other: dict[int, _Found]) -> dict[str, Difference | None]:
+def _difference(found: dict[int, _Found], other: dict[int, _Found], measure: str) -> Difference | None:
     """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
     shared = [seed for seed in found if seed in other]
-    sizes = {len(side[seed].shares["last"]) for side in (found, other) for seed in shared}
-    if len(sizes) > 1:  # other images in each seed: they cannot be paired
-        shared = []
-    differences: dict[str, Difference | None] = dict.fromkeys(MEASURES)
-    for name in MEASURES if shared else ():
-        own, reference = (np.stack([side[seed].shares[name] for seed in shared]) for side in (found, other))
-        differences[name] = paired_difference(own, reference)
-    return differences
+    sizes = {len(side[seed].shares[measure]) for side in (found, other) for seed in shared}
+    if len(sizes) != 1:  # other images in each seed cannot be paired
+        return None
+    own, reference = (np.stack([side[seed].shares[measure] for seed in shared]) for side in (found, other))
+    return paired_difference(own, reference)
 
 
 def _entry(
@@ -244,17 +239,8 @@ def write_table_csv(entries: Sequence[Entry], path: Path) -> None:
     """
     header = ["stream", "method", "classifier", "drift", "seeds"]
     header += [f"{name}{part}" for name in MEASURES for part in ("", "_std", "_difference", "_low", "_high")]
-    header += [
-        "gain",
-        "gain_low",
-        "gain_high",
-        "calibration_error",
-        "seconds",
-        "trainable_parameters",
-        "kept_bytes",
-        "retention_before",
-        "retention",
-    ]
+    header += ["gain", "gain_low", "gain_high", "calibration_error", "seconds", "trainable_parameters", "kept_bytes"]
+    header += ["retention_before", "retention"]
     lines: list[list[Any]] = []
     for entry in entries:
         line: list[Any] = [entry.stream, *asdict(entry.row).values(), len(entry.seeds)]

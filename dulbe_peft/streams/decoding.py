@@ -112,17 +112,21 @@ def _size(source: str | os.PathLike[str] | IO[bytes]) -> str:
     return ""
 
 
+class UnreadableImageError(ValueError):
+    """An image cannot be read; the message says which one, and why."""
+
+
 def decode_image(source: Any, index: int, name: str) -> Image.Image:
     """Open a path or binary file as an upright RGB image; of several frames, the first.
 
     Raises:
-        ValueError: it cannot be read; the message has `index` and `name`.
+        UnreadableImageError: it cannot be read; the message has `index` and `name`.
     """
     try:
         with open_image(source) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise ValueError(f"image {index} ({name}) cannot be read: {_reason(error, source)}") from error
+        raise UnreadableImageError(f"image {index} ({name}) cannot be read: {_reason(error, source)}") from error
 
 
 def image_problem(source: str | IO[bytes], in_full: bool = False) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+_NEAREST_MEAN = "class means: each class is the mean of its training images; an image goes to the nearest mean"
 # What each row of a table is, for somebody who has not read the paper. Every table, plot and file calls a row by its
 # name in `results.json`, which for a classifier is the name that a user types; a report says the long name once.
-_NEAREST_MEAN = "class means: each class is the mean of its training images; an image goes to the nearest mean"
 METHODS = {
     "zero_shot": "zero-shot: the model before it learned anything, which chooses by the names of the classes alone",
     "text": "text classifier: the model after learning, which chooses by the names of the classes alone",

@@ -123,7 +123,7 @@ def open_stream_data(
         train_split: name of the split to learn from.
         test_split: name of the split to test on, where there is one.
         test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
-        skip_unreadable: leave unreadable images out instead of raising. Every image is decoded once to find them.
+        skip_unreadable: leave unreadable images out instead of raising. Every image is decoded to find them.
 
     Returns:
         The images to learn from; those to test on, or None; and the inventory, which counts these images.
