@@ -138,8 +138,8 @@ class LearnerArguments:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "eval_batch_size"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
-        for name in ("num_workers", "pixel_cache_mb"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
+        object.__setattr__(self, "num_workers", check_int("num_workers", self.num_workers, 0, 1000))
+        object.__setattr__(self, "pixel_cache_mb", check_int("pixel_cache_mb", self.pixel_cache_mb, 0))
         object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         object.__setattr__(self, "num_depths", check_int("num_depths", self.num_depths, 2, 1000))
         for name in ("learning_rate", "class_temperature", "instance_temperature", "reliability_temperature"):

@@ -238,6 +238,21 @@ def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
     assert torch.equal(outcome(base, digits, **fields), plain)
 
 
+def test_no_more_processes_read_than_there_are_batches(base, digits, monkeypatch):
+    asked = []
+    real = torch.utils.data.DataLoader.__init__
+    monkeypatch.setattr(
+        torch.utils.data.DataLoader,
+        "__init__",
+        lambda self, *a, **k: asked.append(k["num_workers"]) or real(self, *a, **k | {"num_workers": 0}),
+    )
+    learner = make_learner(base, num_workers=1000, eval_batch_size=100)
+    learner.encoder.dataset_embeds(learner.encoder.images(digits[1]))
+    assert asked == [-(-len(digits[1]) // 100)]
+    with pytest.raises(ValueError, match="num_workers must be at most 1000, got 1000000"):
+        LearnerArguments(num_workers=10**6)
+
+
 @pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
 def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
     schedules = []
