@@ -153,9 +153,8 @@ def depth_accuracy(
     images, visual, texts = head._compared(features, {})
     own = head.depths.float()
     wanted = own if depths is None else depths.to(own)
-    right = torch.stack(
-        [(images @ bridges.T).argmax(dim=1) == labels for bridges in _by_depth(visual, texts, wanted)], dim=1
-    )
+    at_depths = bridge_prototypes(visual, texts, wanted).transpose(0, 1)
+    right = torch.stack([(images @ bridges.T).argmax(dim=1) == labels for bridges in at_depths], dim=1)
     mean = bridge_prototypes(visual, texts, own).mean(dim=1)
     return DepthAccuracy(
         depths=wanted.cpu(),
@@ -164,11 +163,6 @@ def depth_accuracy(
         uniform=float(((images @ mean.T).argmax(dim=1) == labels).double().mean()),
         weighted=float((head(features).argmax(dim=1) == labels).double().mean()),
     )
-
-
-def _by_depth(visual: torch.Tensor, texts: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-    """(K, C, d)."""
-    return bridge_prototypes(visual, texts, depths).transpose(0, 1)
 
 
 @dataclass(frozen=True)

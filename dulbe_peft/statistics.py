@@ -75,11 +75,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return f"OccupationStatistics({len(self)} layers, {len(self.groups)} matrices, {size})"
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Names of all layers, in the order they came."""
-        return tuple(self._matrices)
-
-    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The layers by shared matrix, in the order they came."""
         groups: dict[int, list[str]] = {}

@@ -81,7 +81,7 @@ def test_update_adds_the_second_moment_of_all_tokens():
     expected = reference.occupation(first) + reference.occupation(second.half())
     torch.testing.assert_close(stats["a"].double(), expected, rtol=1e-5, atol=1e-5)
     assert stats["a"].dtype == torch.float32
-    assert list(stats) == ["a"] and stats.layer_names == ("a",) and len(stats) == 1 and "b" not in stats
+    assert list(stats) == ["a"] and len(stats) == 1 and "b" not in stats
     with pytest.raises(KeyError):
         stats["b"]
     assert "1 layers, 1 matrices" in repr(stats)

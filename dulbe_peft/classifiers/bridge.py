@@ -326,9 +326,6 @@ class BridgeEnsembleHead(Classifier):
         return config | metric | ({"depths": [0.0] * min(shape[0], MAX_DEPTHS + 1)} if len(shape) == 1 else {})
 
 
-CONFIG_FILE, TENSORS_FILE = BridgeEnsembleHead.file_names()
-
-
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:
     if depths is None:
         return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))

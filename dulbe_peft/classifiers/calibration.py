@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 FOLDS = 5
-DOUBT = (
-    1 / 3
-)  # images that count as wrong; fewer made the probabilities of ten or fewer images too sure, more too unsure
+# Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
+DOUBT = 1 / 3
+BISECTIONS = 60
 QUANTILES = 21
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
@@ -192,7 +192,7 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return held
 
 
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60) -> float:
+def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """log T with the least negative log-likelihood of held-back images, between the limits.
 
     The loss is convex in 1/T, so its derivative is bisected, in float64. `DOUBT` of n + 2 images counts as of its
@@ -201,7 +201,6 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     Args:
         logits: (n, C), of held-back images, n at least 1, C at least 2.
         labels: (n,), integers, columns of `logits`.
-        steps: number of bisections.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, "Probabilistic Outputs for
@@ -215,7 +214,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     doubt = DOUBT / (len(logits) + 2)
     logits = logits - (1 - doubt) * own - doubt * rival
     low, high = -LIMIT, LIMIT
-    for _ in range(steps):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         slope = ((logits * math.exp(-middle)).softmax(dim=1) * logits).sum()
         low, high = (low, middle) if slope < 0 else (middle, high)

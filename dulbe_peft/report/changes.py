@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.checkpoint import newest_task
-from dulbe_peft.classifiers.bridge import TENSORS_FILE, BridgeEnsembleHead
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.diagnostics import (
     DepthAccuracy,
     ReliabilityProfile,
@@ -71,7 +71,7 @@ def read_changes(run: Run) -> Changes:
 def _bridge(run: Run) -> BridgeEnsembleHead | None:
     """The bridge ensemble after the last finished task; None where the run has none, or its task folders are gone."""
     newest = newest_task(run.folder, lambda _: None)
-    if newest is None or not (newest[0] / TENSORS_FILE).is_file():
+    if newest is None or not (newest[0] / BridgeEnsembleHead.file_names()[1]).is_file():
         return None
     return BridgeEnsembleHead.from_pretrained(newest[0])
 
