@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dulbe_peft.backbone import has_text, image_size, longest_text, unit_image_embeds, unit_text_embeds
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, Strategy
 
 FLOAT32 = 4  # bytes
 
@@ -144,6 +145,13 @@ def statistics_bytes(widths: Iterable[int], support_rank: int) -> dict[str, int]
         "exact": sum(FLOAT32 * width * width for width in widths),
         "sketch": sum(FLOAT32 * min(width, 2 * support_rank) * width for width in widths),
     }
+
+
+def memory_bytes(memory: Memory | None) -> int:
+    """Bytes of what a strategy keeps between tasks."""
+    if isinstance(memory, OccupationStatistics):
+        return memory.nbytes
+    return sum(tensor.nbytes for tensor in (memory or {}).values())
 
 
 def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:

@@ -171,13 +171,8 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -187,15 +182,21 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
         FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file, or a tensor holds NaN or infinity.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
     return tensors, metadata
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dulbe_peft.checks import is_number
+
 FOLDS = 5
 # Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
 DOUBT = 1 / 3
@@ -94,7 +96,7 @@ def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes:
     >>> round(rejection_threshold([task], 0.1, 10), 3)
     0.1
     """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+    if not is_number(share) or not 0 < share < 1:
         raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
     told = [task for task in tasks if task.confidences]
     if not told:

@@ -27,14 +27,13 @@ from dulbe_peft.comparison.table import (
     columns,
     counted,
     read_table,
-    signed,
     write_table_csv,
 )
 from dulbe_peft.files import replacing
 from dulbe_peft.report.figures import inline_svg
 from dulbe_peft.report.page import render_page
 from dulbe_peft.report.tables import flat, write_latex
-from dulbe_peft.streams.metrics import percent
+from dulbe_peft.streams.metrics import percent, signed
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:

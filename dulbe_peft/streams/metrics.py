@@ -254,3 +254,8 @@ def percent(value: float | None, digits: int = 1) -> str:
     """
     # Adding 0.0 takes the sign from a zero.
     return "-" if value is None else f"{round(100 * value, digits) + 0.0:.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """A difference of two fractions in percentage points, with its sign."""
+    return ("+" if round(100 * value, digits) > 0 else "") + percent(value, digits)
