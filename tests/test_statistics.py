@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import dulbe_peft.collecting
 import dulbe_peft.statistics
-from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.collecting import collect_statistics
+from dulbe_peft.statistics import OccupationStatistics
 
 
 def randn(*shape, seed=0):
@@ -166,13 +168,13 @@ def test_collected_matrices_are_exactly_symmetric_after_every_pass():
 
 
 def test_what_was_collected_is_kept_and_not_copied(monkeypatch):
-    collected, totals = [], dulbe_peft.statistics._Collector.totals
+    collected, totals = [], dulbe_peft.collecting._Collector.totals
 
     def record(self):
         collected.append(totals(self))
         return collected[-1]
 
-    monkeypatch.setattr(dulbe_peft.statistics._Collector, "totals", record)
+    monkeypatch.setattr(dulbe_peft.collecting._Collector, "totals", record)
     stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
     assert all(stats[names[0]] is matrix for names, matrix in collected[0].items())
 
@@ -245,8 +247,8 @@ def test_sharing_is_by_identity_and_not_by_a_recycled_address():
 
 
 def test_a_shared_input_is_multiplied_once_a_batch(monkeypatch):
-    calls, accumulate = [], dulbe_peft.statistics._accumulate
-    monkeypatch.setattr(dulbe_peft.statistics, "_accumulate", lambda *args: calls.append(1) or accumulate(*args))
+    calls, accumulate = [], dulbe_peft.collecting.accumulate
+    monkeypatch.setattr(dulbe_peft.collecting, "accumulate", lambda *args: calls.append(1) or accumulate(*args))
     collect_statistics(Tower(), batches(3), run, into=OccupationStatistics())
     assert len(calls) == 3 * 6
 
