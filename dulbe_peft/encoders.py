@@ -130,9 +130,14 @@ ENCODERS: dict[str, DualEncoder] = {
 CLIP_VISION_TYPES = ("clip_vision_model", "clip_vision_model_with_projection")
 
 
+def type_of(model: object) -> Any:
+    """The `model_type` in a model's configuration; None where it has none."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def find_record(model: object) -> DualEncoder | None:
     """The record of a model's type, also for CLIP's vision towers that stand alone; None for other types."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = type_of(model)
     return ENCODERS.get("clip" if model_type in CLIP_VISION_TYPES else str(model_type))
 
 

@@ -12,16 +12,8 @@ import torch
 
 from dulbe_peft.checkpoint import newest_task
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.diagnostics import (
-    DepthAccuracy,
-    ReliabilityProfile,
-    TaskDrift,
-    coordinate_plane,
-    depth_accuracy,
-    drift_by_task,
-    old_test_features,
-    reliability_profile,
-)
+from dulbe_peft.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
+from dulbe_peft.feature_drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
 from dulbe_peft.files import replacing, write_json
 from dulbe_peft.recording import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.report.change_figures import arrow_figure, capture_figure, depth_figure
