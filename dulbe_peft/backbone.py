@@ -166,9 +166,6 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     """The processor in the folder or repository `name`, of the class that the model's record names.
 
     Where a folder carries no image processor, the family's own is made at the model's image size.
-
-    Raises:
-        OSError: a file of the processor cannot be read.
     """
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
@@ -203,11 +200,7 @@ def _match_training(tokenizer: Any) -> None:
 
 
 def encoder_of(model: Any) -> DualEncoder:
-    """The record of the model's type.
-
-    Raises:
-        ValueError: the type is not served; the message names it and lists the served ones.
-    """
+    """The record of the model's type; a type that is not served is a `ValueError`."""
     model_type = type_of(model)
     if model_type not in ENCODERS:
         raise ValueError(f"{type(model).__name__} is of type {model_type!r}; the served types are {served()}")
@@ -313,11 +306,7 @@ def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns.
-
-    Raises:
-        ValueError: the model has no text tower.
-    """
+    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
     _check_text(model)
     record = encoder_of(model)
     # A class has one text, so it has one embedding at every step: the text tower drops nothing.

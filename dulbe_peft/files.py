@@ -29,21 +29,13 @@ def temporary_folder(path: Path) -> Path:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all, with the mode the umask gives.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
-    """
+    """Write a safetensors file whole or not at all, with the mode the umask gives."""
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
-    """
+    """Write `content` as JSON with sorted keys, whole or not at all."""
     with replacing(path) as temporary:
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -72,9 +64,6 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     """Write a table, whole or not at all, in UTF-8.
 
     A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
     """
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         write_rows(file, header, rows)

@@ -174,11 +174,7 @@ class DualModeLinear(DualModeLayer):
             return up.float() @ self.dulbe_P[adapter].float().T
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """History and current modes together, (d_out, d_in) in float32.
-
-        Raises:
-            ValueError: this layer has no such adapter.
-        """
+        """History and current modes together, (d_out, d_in) in float32."""
         if adapter not in self.dulbe_shared_B:
             raise self._missing(adapter)
         history_up, history_down = self.dulbe_history_B[adapter].float(), self.dulbe_history_P[adapter].float()

@@ -46,10 +46,9 @@ def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
 
 
 def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
-    """Raise where a target cannot be adapted, or none is in the vision tower; "all-linear" becomes a list of names.
+    """Raise a `ValueError` where a target cannot be adapted, or the vision tower has none.
 
-    Raises:
-        ValueError: a target is no linear layer, or is narrower than a rank, or there is no visual one.
+    "all-linear" becomes a list of names, where it is known which layers belong to the blocks.
     """
     if config.target_modules == "all-linear" and find_record(model) is not None:
         config.target_modules = _block_endings(model)

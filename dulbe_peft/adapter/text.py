@@ -52,11 +52,7 @@ class TextLoraLinear(DualModeLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """(text_alpha / text_rank) B A, (d_out, d_in) in float32.
-
-        Raises:
-            ValueError: this layer has no such adapter.
-        """
+        """(text_alpha / text_rank) B A, (d_out, d_in) in float32."""
         if adapter not in self.dulbe_text_A:
             raise self._missing(adapter)
         down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()

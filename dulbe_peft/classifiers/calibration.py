@@ -131,11 +131,7 @@ def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]
 
 
 def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
-    """What `write_temperatures` gave; None, as older files hold, is no task.
-
-    Raises:
-        ValueError: it is no list of tasks, or a field is missing, surplus or out of range.
-    """
+    """What `write_temperatures` gave; None, as older files hold, is no task."""
     if saved is None:
         return ()
     needed = {"log_temperature", "images", "classes"}  # version 0.1 had no confidences

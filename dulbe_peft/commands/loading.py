@@ -35,9 +35,6 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
     Args:
         arguments: have what `add_learner` added.
         defaults: settings of the machine that count where the arguments do not name them; without a learner any.
-
-    Raises:
-        ValueError: neither a learner nor a model is named.
     """
     if arguments.learner is None and arguments.model is None:
         raise ValueError("name a saved learner, or a pristine model with --model")

@@ -232,11 +232,7 @@ def write_table(table: Table, output: Path) -> None:
 
 
 def write_table_csv(entries: Sequence[Entry], path: Path) -> None:
-    """Write all figures in full, as fractions.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write all figures in full, as fractions."""
     header = ["stream", "method", "classifier", "drift", "seeds"]
     header += [f"{name}{part}" for name in MEASURES for part in ("", "_std", "_difference", "_low", "_high")]
     header += ["gain", "gain_low", "gain_high", "calibration_error", "seconds", "trainable_parameters", "kept_bytes"]

@@ -26,9 +26,6 @@ class Dulbe(OccupationStrategy):
     Attributes:
         routing: "shared" lets the structure loss reach the shared mode alone; "both" is the paper's ablation, in which
             it reaches the residual modes, too.
-
-    Raises:
-        ValueError: `routing` is something else.
     """
 
     routing: Literal["shared", "both"] = "shared"

@@ -89,9 +89,6 @@ class Loda(OccupationStrategy):
 
     Attributes:
         ridge: rho in units of the mean eigenvalue of S_old, above 0.
-
-    Raises:
-        ValueError: `ridge` is out of its range.
     """
 
     ridge: float = 1e-3

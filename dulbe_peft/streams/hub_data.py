@@ -55,20 +55,12 @@ class HubImages(StoredImages):
         return f"{self.name}[{index}]"
 
     def item_source(self, index: int) -> io.BytesIO | str:
-        """What Pillow opens: the bytes of an image, or the path of a file on this machine.
-
-        Raises:
-            ValueError: the row has neither.
-        """
+        """What Pillow opens: the bytes of an image, or the path of a file on this machine."""
         return row_source(self.dataset[index]["image"], f"image {index} ({self.item_name(index)})")
 
 
 def import_datasets() -> Any:
-    """The package `datasets`.
-
-    Raises:
-        ImportError: it is not installed; the message says how to get it.
-    """
+    """The package `datasets`."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:

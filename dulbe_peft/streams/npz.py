@@ -87,11 +87,7 @@ class NpzImages(StoredImages):
 
 
 def npz_splits(path: Path) -> list[str]:
-    """The splits of an `.npz` file that have an image.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """The splits of an `.npz` file that have an image."""
     present = _named(path, lambda: _read_arrays(path, ("split",)))["split"]
     return [name for name, number in NPZ_SPLITS.items() if (present == number).any()]
 
