@@ -116,6 +116,7 @@ ORDER = [
     "openclip",
     "cost",
     "base_models",
+    "learner_file",
     "saving",
     "progress",
     "resuming",
