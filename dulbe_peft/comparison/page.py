@@ -47,9 +47,7 @@ def write_comparison_page(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not.
-
-    The page is a single file: its pictures and its style are in it, it runs no JavaScript and asks no server.
+    """Write a page about a comparison, finished or not: a single file, as `write_report` makes it.
 
     Args:
         folder: where `compare` has written.

@@ -166,9 +166,9 @@ def class_incremental_tasks(
     """
     names = _common_class_names(train, test) if class_names is None else check_class_names(class_names)
     increment = _check_count("increment", increment, len(names))
-    first = (
-        increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
-    )
+    first = increment
+    if initial_increment is not None:
+        first = _check_count("initial_increment", initial_increment, len(names))
     order = resolve_order(class_order, seed, names)
     begun = [np.array([_label(name, names) for name in task], dtype=np.int64) for task in first_tasks]
     if begun:
