@@ -19,10 +19,11 @@ from dulbe_peft.streams.orders import resolve_order
 from dulbe_peft.streams.samples import checked_labels, dataset_class_names, item_name, read_sample, source_item
 
 
+@dataclass(eq=False, repr=False)
 class ClassSubset:
     """The images of some classes of a dataset, with labels that index `class_names`.
 
-    Args:
+    Attributes:
         dataset: the dataset the images come from.
         indices: positions in `dataset`, shape (n,), int64.
         labels: label of each of them in this subset, shape (n,), int64.
@@ -30,19 +31,11 @@ class ClassSubset:
         source_labels: the label each sample must carry in `dataset`, shape (n,), int64.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        indices: np.ndarray,
-        labels: np.ndarray,
-        class_names: tuple[str, ...],
-        source_labels: np.ndarray,
-    ) -> None:
-        self.dataset = dataset
-        self.indices = indices
-        self.labels = labels
-        self.class_names = class_names
-        self.source_labels = source_labels
+    dataset: Any
+    indices: np.ndarray
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    source_labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.indices)
