@@ -181,9 +181,6 @@ class ReliabilityProfile:
 def reliability_profile(head: BridgeEnsembleHead) -> ReliabilityProfile:
     """The reliability of every depth over the classes of a bridge ensemble.
 
-    Raises:
-        ValueError: the head has no class.
-
     Reference:
         Figure "Effect of the reliability temperature" (a), the expected depths of the classes and their weights.
 

@@ -81,6 +81,7 @@ def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> D
     )
 
 
+_LIKE_BERT: dict[str, Any] = {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
 ENCODERS: dict[str, DualEncoder] = {
     "clip": DualEncoder(
         title="CLIP", model="CLIPModel", processor="CLIPProcessor", image_processor="CLIPImageProcessorPil"
@@ -105,19 +106,15 @@ ENCODERS: dict[str, DualEncoder] = {
         model="ChineseCLIPModel",
         processor="ChineseCLIPProcessor",
         image_processor="ChineseCLIPImageProcessorPil",
-        text_targets=BERT_TEXT_TARGETS,
-        attention_mask=True,
-        text_dropout=True,
+        **_LIKE_BERT,
     ),
     "altclip": DualEncoder(
         title="AltCLIP",
         model="AltCLIPModel",
         processor="AltCLIPProcessor",
         image_processor="CLIPImageProcessorPil",
-        text_targets=BERT_TEXT_TARGETS,
-        attention_mask=True,
         offset_positions=True,
-        text_dropout=True,
+        **_LIKE_BERT,
     ),
     "dinov2": _image_only("DINOv2", "Dinov2Model", "BitImageProcessorPil", any_image_size=True),
     "dinov2_with_registers": _image_only(

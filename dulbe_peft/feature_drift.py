@@ -1,4 +1,7 @@
-"""How far a task moved the features and prototypes of what was learned before it: the paper's figures as numbers."""
+"""How far a task moved the features and prototypes of what was learned before it: the paper's figures as numbers.
+
+Tensors whose shapes do not fit each other are a `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,6 @@ def cosines(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     Returns:
         (n,), float64, in [-1, 1].
 
-    Raises:
-        ValueError: the shapes differ.
-
     >>> cosines(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 4.0]])).tolist()
     [0.6]
     """
@@ -45,9 +45,6 @@ def coordinate_drift(before: torch.Tensor, after: torch.Tensor, texts: torch.Ten
 
     Returns:
         (n,), float64, at least 0. The paper's figure gives the mean.
-
-    Raises:
-        ValueError: the shapes do not fit.
 
     Reference:
         Figure "Visualization of old-task semantic-coordinate drift", |Delta s|, with the texts of task 1.
@@ -73,9 +70,6 @@ def coordinate_plane(
         The places before and after, (n, 2) each, float64. The axes are the first two principal components of all
         2 n places together, so an arrow is never longer than the drift itself.
 
-    Raises:
-        ValueError: the shapes do not fit, or there are fewer than two texts.
-
     Reference:
         Figure "Visualization of old-task semantic-coordinate drift". The paper does not name its projection.
     """
@@ -99,9 +93,6 @@ def rank_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     Returns:
         (C,), float64, one correlation a row, in [-1, 1]: 1 keeps the order, -1 reverses it. Ties share their mean
         rank. A row that is constant before or after has NaN. The mean over the rows is our S_R.
-
-    Raises:
-        ValueError: the shapes differ, or the rows have fewer than two entries.
 
     Reference:
         Figure "Motivating observations" (b), S_R. The paper does not give its formula; this is ours.

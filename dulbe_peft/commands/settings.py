@@ -238,9 +238,6 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     Args:
         loaded: names and values.
         owner: what messages call the thing that has the settings.
-
-    Raises:
-        ValueError: a name is unknown.
     """
     hints = _hints()
     for name in loaded:
@@ -252,12 +249,7 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraConfig, LearnerArguments]:
-    """The settings of a run as the three objects that check them.
-
-    Raises:
-        ValueError: a value is out of its range.
-        TypeError: a value is of another type.
-    """
+    """The settings of a run as the three objects that check them."""
     return pick(StreamArguments, settings), pick(DualModeLoraConfig, settings), pick(LearnerArguments, settings)
 
 

@@ -72,9 +72,6 @@ def paired_difference(values: np.ndarray, reference: np.ndarray, draws: int = DR
         reference: (seeds, n), of the same seeds and images.
         draws: bootstrap samples.
 
-    Raises:
-        ValueError: the shapes differ.
-
     Reference:
         Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3; seeds and images are crossed as
         in Owen, "The Pigeonhole Bootstrap", 2007.

@@ -98,11 +98,7 @@ def _exported(module: PixelsToProbabilities, pixels: torch.Tensor, name: str) ->
 
 @torch.no_grad()
 def _largest_difference(path: Path, module: PixelsToProbabilities, size: int) -> float:
-    """The largest difference of a probability between onnxruntime and PyTorch.
-
-    Raises:
-        ValueError: it is above the tolerance.
-    """
+    """The largest difference of a probability between onnxruntime and PyTorch; too large a one is a `ValueError`."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
