@@ -22,11 +22,12 @@ from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
 from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.collecting import collect_statistics
 from dulbe_peft.deployment.export import export_learner, export_onnx, export_transformers
 from dulbe_peft.functional import bidirectional_kl, cross_modal_loss, slerp
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.state import LearnerState
-from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import STRATEGIES, Strategy, register_strategy
 from dulbe_peft.streams.inventory import inspect_images
 from dulbe_peft.streams.readers import ImageFolder, NpzImages, load_data

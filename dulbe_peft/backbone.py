@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from importlib import resources
@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
 
-from dulbe_peft.encoders import ENCODERS, DualEncoder, served
+from dulbe_peft.encoders import ENCODERS, DualEncoder, served, type_of
+from dulbe_peft.undoing import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -165,9 +166,6 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     """The processor in the folder or repository `name`, of the class that the model's record names.
 
     Where a folder carries no image processor, the family's own is made at the model's image size.
-
-    Raises:
-        OSError: a file of the processor cannot be read.
     """
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
@@ -202,24 +200,16 @@ def _match_training(tokenizer: Any) -> None:
 
 
 def encoder_of(model: Any) -> DualEncoder:
-    """The record of the model's type.
-
-    Raises:
-        ValueError: the type is not served; the message names it and lists the served ones.
-    """
-    model_type = _type_of(model)
+    """The record of the model's type; a type that is not served is a `ValueError`."""
+    model_type = type_of(model)
     if model_type not in ENCODERS:
         raise ValueError(f"{type(model).__name__} is of type {model_type!r}; the served types are {served()}")
     return ENCODERS[model_type]
 
 
-def _type_of(model: Any) -> Any:
-    return getattr(getattr(model, "config", None), "model_type", None)
-
-
 def check_encoder(model: nn.Module) -> None:
     """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower or without."""
-    found = ENCODERS.get(_type_of(model))
+    found = ENCODERS.get(type_of(model))
     if not hasattr(model, "get_image_features") and not (found and found.image_only):
         raise ValueError(
             f"{type(model).__name__} has no get_image_features: a whole encoder is needed, of the types {served()}"
@@ -316,29 +306,13 @@ def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns.
-
-    Raises:
-        ValueError: the model has no text tower.
-    """
+    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
     _check_text(model)
-    with _without_text_dropout(model):
-        return _unit(model.get_text_features(**tokens))
-
-
-@contextmanager
-def _without_text_dropout(model: Any) -> Iterator[None]:
-    """Switch dropout off in the text tower: a class has one text, so it has one embedding at every step."""
     record = encoder_of(model)
-    tower = model.get_submodule(record.text_tower or "")
-    if not record.text_dropout or not tower.training:
-        yield
-        return
-    tower.eval()
-    try:
-        yield
-    finally:
-        tower.train()
+    # A class has one text, so it has one embedding at every step: the text tower drops nothing.
+    still = evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext()
+    with still:
+        return _unit(model.get_text_features(**tokens))
 
 
 def _unit(output: Any) -> torch.Tensor:

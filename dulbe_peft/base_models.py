@@ -88,11 +88,7 @@ def find(folder: Path, saved: dict[str, Any], name: str | None, revision: str | 
 
 
 def check(base: Any, saved: dict[str, Any], folder: Path) -> None:
-    """Raise unless a base model is the one that the learner in a folder was made with.
-
-    Raises:
-        CheckpointError: the type, the dtype or the weights are others; the message has both.
-    """
+    """Raise a `CheckpointError` unless a base model is the one that the learner in a folder was made with."""
     if saved.get("digest") is None:  # written by version 0.1
         return
     present = {"type": base.config.model_type, "dtype": _dtype(base)}

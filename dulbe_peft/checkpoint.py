@@ -329,6 +329,19 @@ def _parsed_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+@contextmanager
+def strictly(folder: Path) -> Iterator[None]:
+    """What a file's content can make go wrong, as a `CheckpointError` that names the folder."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers and PEFT raise almost anything over a strange file
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
 def task_folders(output: Path) -> list[Path]:
     """The folders `task-001`, `task-002`, ... of a run, the newest first."""
     folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]

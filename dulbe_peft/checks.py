@@ -12,6 +12,11 @@ def is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is an int or a float of Python, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
     """`value` as a Python int.
 
@@ -31,13 +36,8 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
 def check_number(
     name: str, value: Any, *, least: float | None = None, most: float | None = None, positive: bool = False
 ) -> None:
-    """Raise unless `value` is a finite int or float, from `least` to `most`, and above 0 where `positive`.
-
-    Raises:
-        TypeError: `value` is no number.
-        ValueError: `value` is NaN, infinite or out of its range.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Raise unless `value` is an int or a finite float, from `least` to `most`, and above 0 where `positive`."""
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     too_small = (positive and value <= 0) or (least is not None and value < least)
     if too_small or not abs(value) <= sys.float_info.max:

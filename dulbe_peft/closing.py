@@ -49,8 +49,9 @@ def taught(
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old = len(next(iter(made.values())).class_names)
-    moves = drift == "linear" and old > 0 and closing.before is not None
-    map_ = linear_map(closing.before, closing.features) if moves and closing.before is not None else None
+    map_ = None
+    if drift == "linear" and old and closing.before is not None:
+        map_ = linear_map(closing.before, closing.features)
     for classifier in made.values():
         text = None
         if classifier.needs_text and texts is not None:

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dulbe_peft.backbone import has_text, image_size, longest_text, unit_image_embeds, unit_text_embeds
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.collecting import listening
+from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, Strategy
 
 FLOAT32 = 4  # bytes
 
@@ -107,19 +108,10 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
         ValueError: an image does not pass through a layer.
     """
     read: dict[str, torch.Tensor] = {}
-
-    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        read[name] = args[0] if args else next(iter(kwargs.values()))
-
     base, layers = model.get_base_model(), model.dual_mode_layers()
     size = image_size(base)
-    hooks = [layer.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        with torch.no_grad():
-            unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with listening(layers, read.__setitem__), torch.no_grad():
+        unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
     unreached = [name for name in layers if name not in read]
     if unreached:
         raise ValueError(f"an image never reaches layer {unreached[0]!r} ({len(unreached)} such layers)")
@@ -144,6 +136,13 @@ def statistics_bytes(widths: Iterable[int], support_rank: int) -> dict[str, int]
         "exact": sum(FLOAT32 * width * width for width in widths),
         "sketch": sum(FLOAT32 * min(width, 2 * support_rank) * width for width in widths),
     }
+
+
+def memory_bytes(memory: Memory | None) -> int:
+    """Bytes of what a strategy keeps between tasks."""
+    if isinstance(memory, OccupationStatistics):
+        return memory.nbytes
+    return sum(tensor.nbytes for tensor in (memory or {}).values())
 
 
 def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:

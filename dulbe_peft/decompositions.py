@@ -1,4 +1,7 @@
-"""Leading eigenvectors of symmetric matrices in float64, and the checks of the matrices that come in."""
+"""Leading eigenvectors of symmetric matrices in float64, and the checks of the matrices that come in.
+
+A matrix that is not finite, or that cannot be decomposed, is a `ValueError` with its name.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,6 @@ def top_eigenvectors(
 
     Returns:
         Values (k,) in descending order, and orthonormal vectors (d, k), k <= count.
-
-    Raises:
-        ValueError: the matrix is not finite or cannot be decomposed.
     """
     values, vectors = eigh(matrix, name, count)
     kept = (values > absolute) & (values > relative * values[:1])
@@ -38,9 +38,6 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
     """The `count` largest eigenvalues in descending order, all of them by default, and their eigenvectors.
 
     On the CPU LAPACK computes only the pairs that are asked for. An accelerator decomposes the whole matrix.
-
-    Raises:
-        ValueError: the matrix is not finite or cannot be decomposed.
     """
     if not torch.isfinite(matrix).all():
         raise ValueError(f"{name} holds NaN or infinity")
@@ -82,9 +79,6 @@ def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float
 
     Returns:
         F, (rows, d), float64, and e.
-
-    Raises:
-        ValueError: the matrix is not finite or cannot be decomposed.
     """
     values, vectors = eigh(matrix, name, rows + 1)
     values = values.clamp(min=0)

@@ -26,14 +26,13 @@ def digit_tasks(increment: int = 2) -> list[Task]:
     return class_incremental_tasks(load_digit_images("train"), load_digit_images("test"), increment=increment)
 
 
-def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> dict[str, Any]:
+def run_demo(output_dir: str | Path, seed: int = 0) -> dict[str, Any]:
     """Run the demo's stream, with training and without, and print one table of all classifiers.
 
     Args:
         output_dir: where everything goes; a stream that was begun there is resumed. The run without training has the
             folder `frozen` in it.
         seed: seed of the learner.
-        progress: show progress bars.
 
     Returns:
         The results of `ClassIncrementalLearner.run` with training.
@@ -41,7 +40,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, progress: bool = True) -> di
     import torch
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread
-    output, args = Path(output_dir), LearnerArguments(**SETTINGS, seed=seed, device="cpu", progress=progress)
+    output, args = Path(output_dir), LearnerArguments(**SETTINGS, seed=seed, device="cpu")
     torch.manual_seed(seed)
     clip, processor = load_clip(demo_model_folder())
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=SUPPORT_RANK))

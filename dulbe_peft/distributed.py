@@ -158,11 +158,7 @@ def _cpu_group() -> distributed.ProcessGroup:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise where a parameter is not whole in this process: the method reads whole weights and whole gradients.
-
-    Raises:
-        ValueError: a parameter is a DTensor or one of FSDP's or DeepSpeed ZeRO-3's, or has no values here.
-    """
+    """Raise a `ValueError` where a parameter is not whole here: the method reads whole weights and gradients."""
     absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if absent is not None:
         raise ValueError(

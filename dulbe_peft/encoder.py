@@ -121,25 +121,19 @@ class Encoder:
         return gather_rows(self.image_embeds(pixels), total)
 
     @torch.no_grad()
-    def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
-        """Unit features of all images, (n, d)."""
+    def dataset_embeds(self, images: PixelDataset | ReadableImages, title: str = "encode") -> torch.Tensor:
+        """Unit features of all images, (n, d); of `ReadableImages`, zeros for one that cannot be read."""
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         with raise_in_all():
-            for pixels, _, index in self.batches(images, title):
-                features[index] = self.image_embeds(pixels)
+            for pixels, labels, index in self.batches(images, title):
+                features[index] = self.image_embeds(pixels) * (labels != UNREADABLE)[:, None]
         sum_over_processes([features])
         return features
 
-    @torch.no_grad()
     def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
         """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
         readable = ReadableImages(images)
-        features = torch.zeros(len(images), self.embed_dim, device=self.device)
-        with raise_in_all():
-            for pixels, flags, index in self.batches(readable, title):
-                embeds = self.image_embeds(pixels)
-                features[index] = embeds * (flags != UNREADABLE)[:, None]
-        sum_over_processes([features])
+        features = self.dataset_embeds(readable, title)
         missing = (features == 0).all(dim=1).nonzero()[:, 0].tolist()
         return features, {index: readable.reason(index) for index in missing}
 

@@ -81,6 +81,7 @@ def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> D
     )
 
 
+_LIKE_BERT: dict[str, Any] = {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
 ENCODERS: dict[str, DualEncoder] = {
     "clip": DualEncoder(
         title="CLIP", model="CLIPModel", processor="CLIPProcessor", image_processor="CLIPImageProcessorPil"
@@ -105,19 +106,15 @@ ENCODERS: dict[str, DualEncoder] = {
         model="ChineseCLIPModel",
         processor="ChineseCLIPProcessor",
         image_processor="ChineseCLIPImageProcessorPil",
-        text_targets=BERT_TEXT_TARGETS,
-        attention_mask=True,
-        text_dropout=True,
+        **_LIKE_BERT,
     ),
     "altclip": DualEncoder(
         title="AltCLIP",
         model="AltCLIPModel",
         processor="AltCLIPProcessor",
         image_processor="CLIPImageProcessorPil",
-        text_targets=BERT_TEXT_TARGETS,
-        attention_mask=True,
         offset_positions=True,
-        text_dropout=True,
+        **_LIKE_BERT,
     ),
     "dinov2": _image_only("DINOv2", "Dinov2Model", "BitImageProcessorPil", any_image_size=True),
     "dinov2_with_registers": _image_only(
@@ -130,9 +127,14 @@ ENCODERS: dict[str, DualEncoder] = {
 CLIP_VISION_TYPES = ("clip_vision_model", "clip_vision_model_with_projection")
 
 
+def type_of(model: object) -> Any:
+    """The `model_type` in a model's configuration; None where it has none."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def find_record(model: object) -> DualEncoder | None:
     """The record of a model's type, also for CLIP's vision towers that stand alone; None for other types."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = type_of(model)
     return ENCODERS.get("clip" if model_type in CLIP_VISION_TYPES else str(model_type))
 
 

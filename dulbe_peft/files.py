@@ -29,21 +29,13 @@ def temporary_folder(path: Path) -> Path:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all, with the mode the umask gives.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
-    """
+    """Write a safetensors file whole or not at all, with the mode the umask gives."""
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
-    """
+    """Write `content` as JSON with sorted keys, whole or not at all."""
     with replacing(path) as temporary:
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -72,9 +64,6 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     """Write a table, whole or not at all, in UTF-8.
 
     A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is as it was.
     """
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         write_rows(file, header, rows)
@@ -171,13 +160,8 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -187,15 +171,21 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
         FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file, or a tensor holds NaN or infinity.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
     return tensors, metadata
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error

@@ -65,11 +65,7 @@ def historical_support(
 
 
 def allocate_layer(
-    gradient: torch.Tensor,
-    support: torch.Tensor | None,
-    shared_rank: int,
-    residual_rank: int,
-    name: str = "G",
+    gradient: torch.Tensor, support: torch.Tensor | None, shared_rank: int, residual_rank: int, name: str = "G"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Frozen bases of one layer's shared and residual modes.
 

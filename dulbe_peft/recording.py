@@ -39,11 +39,7 @@ class TaskFeatures:
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def write(self, path: Path) -> None:
-        """Write a safetensors file, whole or not at all.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a safetensors file, whole or not at all."""
         tensors = {"features": self.closing.features, "labels": self.closing.labels}
         if self.closing.before is not None:
             tensors["before"] = self.closing.before

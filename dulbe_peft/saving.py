@@ -6,7 +6,6 @@ configuration and the base model make, before memory is taken for one; safetenso
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,21 +21,20 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
-from dulbe_peft import base_models, checkpoint, hub
+from dulbe_peft import base_models, checkpoint, hub, learner_file
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
+from dulbe_peft.adapter.saved import check_file
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.backbone import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.card import model_card
 from dulbe_peft.checkpoint import LEARNER_FILE, MANIFEST, MODEL_CARD, PROGRESS_FILE, RESULTS_FILE, CheckpointError
-from dulbe_peft.checks import is_int
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
 from dulbe_peft.distributed import on_main_process, world
 from dulbe_peft.files import read_json, read_tensors, tensor_shapes, write_json, write_tensors
 from dulbe_peft.state import LearnerState
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import Memory, make_strategy
-from dulbe_peft.streams.names import check_class_names
 
 ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME
@@ -54,22 +52,6 @@ TRANSFORMERS_CONFIG = {
     "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
 }
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
-_STATE_FIELDS: dict[str, Any] = {
-    "arguments": dict,
-    "attn_implementation": (str, type(None)),
-    "step": int,
-    "tasks": list,
-}
-# What earlier versions left out; 0.1 had one method and one classifier.
-_STATE_DEFAULTS: dict[str, Any] = {
-    "base_model": None,
-    "classifiers": ["bridge"],
-    "memory": True,
-    "source": None,
-    "strategy": {"name": "dulbe"},
-    "updates": [],
-}
-_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
 
 # ---------------------------------------------------------------------- writing
@@ -89,7 +71,8 @@ def save(state: LearnerState, folder: Path) -> None:
     checkpoint.check_outside_learners(folder.resolve().parent, "save")
     if (folder / PROGRESS_FILE).is_file():
         raise FileExistsError(f"{folder} is a task of a run: save to a folder outside of it")
-    on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), _manifest_fields(state)))
+    fields = {"tasks": [list(task) for task in state.tasks]}
+    on_main_process(partial(checkpoint.commit_alone, folder, partial(write, state), fields))
 
 
 def write(
@@ -112,19 +95,7 @@ def write(
     if statistics:
         _write_memory(state, folder)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    content = {
-        "arguments": state.args.portable(),
-        "attn_implementation": state.base.config._attn_implementation,
-        "base_model": base_models.describe(state.base, *state.base_name, local),
-        "classifiers": list(state.classifiers),
-        "memory": bool(state.memory) or state.incomplete,
-        "source": state.source,
-        "step": state.step,
-        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
-        "tasks": [list(task) for task in state.tasks],
-        "updates": state.updates,
-    }
-    write_json(folder / LEARNER_FILE, content)
+    write_json(folder / LEARNER_FILE, learner_file.content(state, local))
     write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
 
 
@@ -160,13 +131,9 @@ def push(
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "learner"
-        checkpoint.commit_folder(folder, fill, _manifest_fields(state))
+        checkpoint.commit_folder(folder, fill, {"tasks": tasks})
         replaces = (STATISTICS_FILE, MEMORY_FILE, RESULTS_FILE)
         return hub.upload(folder, repo_id, replaces=replaces, token=token, **commit)
-
-
-def _manifest_fields(state: LearnerState) -> dict[str, Any]:
-    return {"tasks": [list(task) for task in state.tasks]}
 
 
 # ---------------------------------------------------------------------- reading
@@ -213,7 +180,7 @@ def _newest_task(folder: Path) -> Path:
 
 def _listed(folder: Path) -> set[str]:
     """File names in the manifest; opens none of them."""
-    with _strictly(folder):
+    with checkpoint.strictly(folder):
         files = set(read_json(folder / MANIFEST)["files"])
     strange = sorted(name for name in files if Path(name).suffix not in READABLE or ".." in Path(name).parts)
     if strange or LEARNER_FILE not in files:
@@ -225,19 +192,6 @@ def _listed(folder: Path) -> set[str]:
     return files
 
 
-@contextmanager
-def _strictly(folder: Path) -> Iterator[None]:
-    """What a file's content can make go wrong, as a `CheckpointError` that names the folder."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # tokenizers and PEFT raise almost anything over a strange file
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            raise
-        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
 def restore(state: LearnerState, folder: Path) -> LearnerState:
     """The state that a folder holds, for a learner of the same settings; its adapter is loaded into the model.
 
@@ -245,22 +199,22 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
         CheckpointError: the folder is damaged, of another format, or does not fit the learner.
     """
     checkpoint.read_manifest(folder)
-    saved = _read_state(folder)
+    saved = learner_file.read(folder)
     adapter = None
     if state.adapter is not None:
-        with _strictly(folder):
+        with checkpoint.strictly(folder):
             adapter, _ = read_tensors(folder / ADAPTER_FILE)
         _check_fits(adapter, get_peft_model_state_dict(state.model, save_embedding_layers=False), folder)
     restored = _around(state, folder, saved)
     if adapter is not None:
-        with _strictly(folder):
+        with checkpoint.strictly(folder):
             set_adapter_state(state.model, adapter)
     return restored
 
 
 def _around(state: LearnerState, folder: Path, saved: dict[str, Any]) -> LearnerState:
     """The state with the classifiers, memory, tasks and step count of a folder that was checked."""
-    with _strictly(folder):
+    with checkpoint.strictly(folder):
         classifiers = {
             name: _classifier_type(name).from_pretrained(folder).to(state.device) for name in saved["classifiers"]
         }
@@ -347,10 +301,10 @@ def opened(
         known = ", ".join(MACHINE_SETTINGS)
         raise ValueError(f"{other[0]!r} belongs to the learner, not to the machine; settings of the machine: {known}")
     checkpoint.read_manifest(folder)
-    saved = _read_state(folder)
-    with _strictly(folder):
+    saved = learner_file.read(folder)
+    with checkpoint.strictly(folder):
         strategy = make_strategy(saved["strategy"])
-        settings = replace(args or portable(saved["arguments"]), **machine or {})
+        settings = replace(args or learner_file.portable(saved["arguments"]), **machine or {})
         config = _read_config(folder) if ADAPTER_CONFIG_FILE in _listed(folder) else None
         if config is None and strategy.adapts:
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
@@ -361,15 +315,15 @@ def opened(
         base_model = base_models.find(folder, named, name, revision, saved["attn_implementation"])
     _check_base_model(base_model)
     base_models.check(base_model, named, folder)
-    with _strictly(folder):
+    with checkpoint.strictly(folder):
         if config is not None:
-            _check_adapter(folder / ADAPTER_FILE, config, base_model)
+            check_file(folder / ADAPTER_FILE, config, base_model)
         _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     with _undone_on_error(base_model):
         model: nn.Module = base_model
         if config is not None:
-            with _strictly(folder):
+            with checkpoint.strictly(folder):
                 model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
         yield _around(LearnerState(model, processor, settings, strategy, {}), folder, saved)
 
@@ -417,26 +371,6 @@ def _check_base_model(base_model: Any) -> None:
     check_encoder(base_model)
 
 
-def _check_adapter(path: Path, config: DualModeLoraConfig, base_model: nn.Module) -> None:
-    """Compare the file's header with the adapter that the configuration makes on the base model, without memory."""
-    stand_ins: dict[int, Any] = {id(b): b.to("meta") for b in base_model.buffers()}
-    stand_ins |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in base_model.parameters()}
-    with torch.device("meta"):
-        model = PeftModel(copy.deepcopy(base_model, stand_ins), copy.deepcopy(config))
-    made = get_peft_model_state_dict(model, save_embedding_layers=False)
-    expected = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    found = tensor_shapes(path)
-    strange = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-    if strange:
-        raise ValueError(
-            f"{len(strange)} tensors are not what {ADAPTER_CONFIG_FILE} makes on this base model, the first is "
-            f"{strange[0]!r}: in the file {found.get(strange[0])}, expected {expected.get(strange[0])}"
-        )
-    for name, tensor in read_tensors(path)[0].items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"tensor {name!r} has type {tensor.dtype}, expected floating point")
-
-
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """A copy of the adapter's tensors; None without an adapter."""
     if not isinstance(model, PeftModel):
@@ -451,11 +385,6 @@ def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
     model.active_peft_config.history_rank = model.history_rank
 
 
-def portable(saved: dict[str, Any]) -> LearnerArguments:
-    """Saved settings without those of the machine."""
-    return LearnerArguments(**{name: value for name, value in saved.items() if name not in MACHINE_SETTINGS})
-
-
 def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], folder: Path) -> None:
     """The adapter in a folder must be this learner's but for the length of its history."""
     strange = sorted(saved.keys() ^ own.keys())
@@ -468,53 +397,3 @@ def _check_fits(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], fo
             f"the adapter in {folder} does not fit this learner's: {len(strange)} tensors differ in name or shape, "
             f"the first is {strange[0]!r}"
         )
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / LEARNER_FILE
-    with _strictly(folder):
-        state = _STATE_DEFAULTS | read_json(path)
-        missing = sorted(set(_STATE_FIELDS) - set(state))
-        wrong = [name for name, kind in _STATE_FIELDS.items() if name in state and not isinstance(state[name], kind)]
-        if missing or wrong:
-            raise ValueError(f"{LEARNER_FILE} misses {missing}, and {wrong} are of a wrong type")
-        seen: list[str] = []
-        for task in state["tasks"]:
-            seen += check_class_names(task, seen) if task else ()  # `forget_class` may leave a task without classes
-        portable(state["arguments"])
-        make_strategy(state["strategy"])
-        _check_state(state)
-    return state
-
-
-def _check_state(state: dict[str, Any]) -> None:
-    """Raise unless a learner file's entries are what `write` makes them."""
-
-    def texts(value: Any) -> bool:
-        return value is None or (
-            isinstance(value, dict) and all(isinstance(v, (str, type(None))) for v in (*value, *value.values()))
-        )
-
-    classifiers = state["classifiers"]
-    right = {
-        "attn_implementation": state["attn_implementation"] in _ATTENTION,
-        "base_model": texts(state["base_model"]),
-        "classifiers": isinstance(classifiers, list) and classifiers and all(isinstance(n, str) for n in classifiers),
-        "memory": isinstance(state["memory"], bool),
-        "source": texts(state["source"]),
-        "step": is_int(state["step"]) and state["step"] >= 0,
-        "tasks": all(isinstance(task, list) for task in state["tasks"]),
-        "updates": isinstance(state["updates"], list) and all(map(_is_update, state["updates"])),
-    }
-    wrong = [name for name, fits in right.items() if not fits]
-    if wrong:
-        raise ValueError(f"{LEARNER_FILE} has {wrong[0]} = {state[wrong[0]]!r:.100}, which no learner writes")
-
-
-def _is_update(entry: Any) -> bool:
-    """Whether an entry is as `LearnerState.updates` has it."""
-    if not isinstance(entry, dict) or set(entry) != {"after", "images", "forgotten"}:
-        return False
-    after, images, forgotten = entry["after"], entry["images"], entry["forgotten"]
-    counts = isinstance(images, dict) and all(map(is_int, images.values()))
-    return counts and is_int(after) and (forgotten is None or is_int(forgotten))

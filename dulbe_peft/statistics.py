@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from dulbe_peft.decompositions import asymmetry, cut, to_float64
 from dulbe_peft.distributed import on_main_process, sum_over_processes
 from dulbe_peft.files import read_tensors, write_tensors
 from dulbe_peft.functional import without_autocast
-from dulbe_peft.undoing import evaluating, undoing
 
 FORMAT = "dulbe-occupation-statistics-1"
 SKETCH_FORMAT = "dulbe-occupation-sketch-1"
-TOKENS = ("all", "cls", "patch")
 # S and 0, or F and its error.
 Term = tuple[torch.Tensor, float]
 
@@ -75,11 +69,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return f"OccupationStatistics({len(self)} layers, {len(self.groups)} matrices, {size})"
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Names of all layers, in the order they came."""
-        return tuple(self._matrices)
-
-    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The layers by shared matrix, in the order they came."""
         groups: dict[int, list[str]] = {}
@@ -112,7 +101,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
             kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
             raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
-        self._add({group: (_mirrored(_accumulate(None, tokens)), 0.0)})
+        self._add({group: (mirrored(accumulate(None, tokens)), 0.0)})
 
     def merge(self, other: OccupationStatistics) -> None:
         """Add another's sums, matrix by matrix: exact ones, or sketches of as many rows.
@@ -237,121 +226,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return stats
 
 
-@torch.no_grad()
-def collect_statistics(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward_fn: Callable[[nn.Module, Any], Any],
-    into: OccupationStatistics,
-    tokens: str = "all",
-    max_tokens_per_batch: int | None = None,
-    seed: int = 0,
-) -> OccupationStatistics:
-    """Add the input tokens of every adapted layer, over all batches, to the statistics.
-
-    The sum over the batches is exact; a sketch is cut once, when that sum is added to it. The model runs in
-    evaluation mode and without gradients; the mode of every module is restored.
-
-    Args:
-        model: has `dual_mode_layers()`, a mapping layer name -> module, as a model from `get_peft_model` does.
-        batches: any iterable; each element is handed to `forward_fn`.
-        forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to, exact or a sketch.
-        tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
-            only the CLS token.
-        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random; None takes all.
-        seed: of that draw.
-
-    Returns:
-        `into`.
-
-    Raises:
-        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached,
-            or layers share inputs otherwise than before. `into` is as it was then.
-
-    Reference:
-        "Historical Visual-Mode Occupation", S_t' = X'X.
-    """
-    if tokens not in TOKENS:
-        raise ValueError(f"tokens must be one of {TOKENS}, got {tokens!r}")
-    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-        raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
-    layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
-    if not layers:
-        raise ValueError("model has no dual-mode layer to collect statistics of")
-    collector = _Collector(tokens, max_tokens_per_batch, seed)
-    count = 0
-
-    def undo() -> None:
-        # By what they call, not by their handles: Ctrl-C may come before a handle is kept.
-        for layer in layers.values():
-            for key, hook in list(layer._forward_pre_hooks.items()):
-                if getattr(hook, "func", None) == collector.add:
-                    del layer._forward_pre_hooks[key]
-                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
-
-    with evaluating(model), undoing(undo):
-        for name, layer in layers.items():
-            layer.register_forward_pre_hook(partial(collector.add, name), with_kwargs=True)
-        for batch in batches:
-            forward_fn(model, batch)
-            count += 1
-    if not count:
-        raise ValueError("batches is empty: the statistics need at least one batch of the finished task's data")
-    unreached = [name for name in layers if name not in collector.leader_of]
-    if unreached:
-        raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
-    into._add({names: (total, 0.0) for names, total in collector.totals().items()})
-    return into
-
-
-class _Collector:
-    """Accumulates X'X once for all layers that are handed the same tensor object."""
-
-    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
-        self.tokens = tokens
-        self.max_tokens = max_tokens
-        self.generator = torch.Generator().manual_seed(seed)
-        self.leader_of: dict[str, str] = {}
-        self.sums: dict[str, torch.Tensor] = {}
-        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
-        # memory.
-        self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
-
-    def add(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook that reads what a layer is about to be given."""
-        hidden: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
-        if name not in self.leader_of:
-            same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
-            self.leader_of[name] = next(same, name)
-        leader = self.leader_of[name]
-        if leader != name:
-            if leader not in self.inputs or self.inputs[leader]() is not hidden:
-                raise ValueError(
-                    f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch"
-                )
-            return
-        self.inputs[name] = weakref.ref(hidden)
-        self.sums[name] = _accumulate(self.sums.get(name), self._select(name, hidden))
-
-    def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.ndim == 2 and self.tokens == "patch":
-            raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
-        if hidden.ndim > 2 and self.tokens != "all":
-            hidden = hidden[:, :1] if self.tokens == "cls" else hidden[:, 1:]
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if self.max_tokens is None or len(rows) <= self.max_tokens:
-            return rows
-        chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
-        return rows[chosen.to(rows.device)]
-
-    def totals(self) -> dict[tuple[str, ...], torch.Tensor]:
-        groups: dict[str, list[str]] = {}
-        for name, leader in self.leader_of.items():
-            groups.setdefault(leader, []).append(name)
-        return {tuple(names): _mirrored(self.sums[leader]) for leader, names in groups.items()}
-
-
 def _is_sketch(matrix: torch.Tensor) -> bool:
     return matrix.shape[0] < matrix.shape[1]
 
@@ -362,7 +236,7 @@ def _square(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.T @ matrix if _is_sketch(matrix) else matrix
 
 
-def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     """The total plus X'X over all leading dimensions of X, float32; only its upper triangle and diagonal blocks."""
     with torch.no_grad(), without_autocast(tokens):
         rows = tokens.detach().reshape(-1, tokens.shape[-1]).float()
@@ -372,7 +246,7 @@ def _accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tenso
     return total
 
 
-def _mirrored(total: torch.Tensor) -> torch.Tensor:
+def mirrored(total: torch.Tensor) -> torch.Tensor:
     """The matrix with its upper triangle copied into the lower one, in place."""
     for block in _blocks(len(total)):
         square = total[block, block]

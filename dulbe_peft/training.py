@@ -20,12 +20,13 @@ from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.collecting import collect_statistics
 from dulbe_peft.distributed import on_main_process, raise_in_all, shard, sum_over_processes
 from dulbe_peft.encoder import Batch, Encoder
 from dulbe_peft.functional import cross_modal_loss
 from dulbe_peft.images import PixelDataset
 from dulbe_peft.state import LearnerState
-from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
 
 Log = Callable[[dict[str, float], int], None]

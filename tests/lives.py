@@ -16,7 +16,8 @@ from peft import PeftModel, get_peft_model
 from tiny_encoders import IMAGE_SIZE, make_model, make_processor
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task
-from dulbe_peft.adapter.layer import _RESTING, DualModeLayer, DualModeLinear
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.layer import _RESTING, DualModeLinear
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "a {}."}

@@ -9,8 +9,9 @@ from peft import get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments
 from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.collecting import collect_statistics
 from dulbe_peft.functional import cross_modal_loss
-from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import NewTask, Step
 
 SCALE = 10.0

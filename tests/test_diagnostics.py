@@ -21,16 +21,8 @@ from dulbe_peft.backbone import unit_image_embeds
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.cli import main
 from dulbe_peft.closing import ClosingPass
-from dulbe_peft.diagnostics import (
-    coordinate_drift,
-    coordinate_plane,
-    cosines,
-    depth_accuracy,
-    drift_by_task,
-    layer_demands,
-    rank_similarity,
-    reliability_profile,
-)
+from dulbe_peft.diagnostics import depth_accuracy, layer_demands, reliability_profile
+from dulbe_peft.feature_drift import coordinate_drift, coordinate_plane, cosines, drift_by_task, rank_similarity
 from dulbe_peft.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.recording import TaskFeatures, read_features
 from dulbe_peft.report import read_changes, read_run, write_figures, write_report

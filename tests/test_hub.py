@@ -355,10 +355,10 @@ FORGERIES = {
         lambda f: _tensors(f, STATISTICS, _set("fc2", lambda t: torch.zeros(3, 3))),
         "statistics of .* have shape",
     ),
-    "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), "class_names must be"),
+    "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), "tasks = "),
     "settings that do not exist": (lambda f: _json(f, "learner.json", arguments={"colour": 1}), "colour"),
     "updates that are none": (lambda f: _json(f, "learner.json", updates=[{"after": "x"}]), "updates = "),
-    "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "wrong type"),
+    "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "step = 'x'"),
     "no configuration": (lambda f: {"adapter_config.json": b"[" * 10**5}, "cannot be loaded"),
 }
 

@@ -18,7 +18,7 @@ from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
 import dulbe_peft
 from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases, probe_gradients
-from dulbe_peft.adapter.layer import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer
 
 CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
 PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection, Trainer, TrainingArguments
 
 from dulbe_peft import DualModeLoraConfig
-from dulbe_peft.adapter.layer import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer
 
 RANKS = {"support_rank": 4, "shared_rank": 1, "residual_rank": 2}
 FILE = "adapter_model.safetensors"

@@ -89,7 +89,8 @@ def test_half_and_half_is_as_all_at_once_where_nothing_is_trained(base, digits):
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
 def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
     from dulbe_peft.backbone import unit_image_embeds
-    from dulbe_peft.statistics import OccupationStatistics, collect_statistics
+    from dulbe_peft.collecting import collect_statistics
+    from dulbe_peft.statistics import OccupationStatistics
 
     first, more, *_ = digits
     learner = taught(base, first, strategy=strategy)

@@ -22,14 +22,17 @@ from dulbe_peft.hub import has_file
 MAX_HISTORY_RANK = 2**20  # 100,000 tasks; no model grows more, and a file that claims more is refused
 
 
-def _check_names(name: str, value: Any, or_expression: bool) -> None:
+def _checked_names(name: str, value: Any, or_expression: bool) -> Any:
+    """Names as a sorted list; None or an expression as it is."""
     if value is None:
-        return
+        return None
     if isinstance(value, str) and or_expression:
         check_expression(name, value)
-    elif not isinstance(value, (list, set, tuple)) or not all(isinstance(entry, str) for entry in value):
+        return value
+    if not isinstance(value, (list, set, tuple)) or not all(isinstance(entry, str) for entry in value):
         kinds = "a list of strings or a regular expression" if or_expression else "a list of strings"
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
+    return sorted(value)
 
 
 def _check_indices(value: Any) -> int | list[int] | None:
@@ -133,10 +136,10 @@ class DualModeLoraConfig(PeftConfig):
         if self.shared_rank + self.residual_rank == 0:
             raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
         check_number("text_alpha", self.text_alpha)
-        for name in ("target_modules", "exclude_modules"):
-            _check_names(name, getattr(self, name), or_expression=True)
+        self.target_modules = _checked_names("target_modules", self.target_modules, or_expression=True)
+        self.exclude_modules = _checked_names("exclude_modules", self.exclude_modules, or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
-            _check_names(name, getattr(self, name), or_expression=False)
+            setattr(self, name, _checked_names(name, getattr(self, name), or_expression=False))
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or ()
         for pattern in patterns:  # PEFT puts each into an expression of its own
             if not isinstance(pattern, str) or not re.fullmatch(r"[\w.]+", pattern):
@@ -144,10 +147,6 @@ class DualModeLoraConfig(PeftConfig):
         for name in self.modules_to_save or ():
             if not re.fullmatch(r"[\w.]+", name):
                 raise ValueError(f"modules_to_save names {name!r}: a module's name has letters, digits, _ and dots")
-        for name in ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save"):
-            value = getattr(self, name)
-            if isinstance(value, (list, set, tuple)):
-                setattr(self, name, sorted(value))
         self.layers_to_transform = _check_indices(self.layers_to_transform)
         if isinstance(self.target_modules, list) and not self.target_modules:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")

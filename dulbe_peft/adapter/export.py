@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from dulbe_peft.adapter.layer import DualModeLinear, TextLoraLinear
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.registration import PREFIX
+from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.checkpoint import commit_export
 from dulbe_peft.checks import check_int
 from dulbe_peft.files import write_json, write_tensors

@@ -16,7 +16,7 @@ _REPEATS = (kinds.MAX_REPEAT, kinds.MIN_REPEAT)
 
 
 def check_expression(name: str, expression: str) -> None:
-    """Raise unless an expression is one that Python matches against a layer's name in no time.
+    """Raise a `ValueError` unless an expression is one that Python matches against a layer's name in no time.
 
     `re` tries every way to split a text among repeats. A repeat within a repeat, such as `(a+)+`, has exponentially
     many ways, and so has an alternative within a repeat, such as `(a|aa)*`. Many repeats in a row have many, too.
@@ -24,9 +24,6 @@ def check_expression(name: str, expression: str) -> None:
     Args:
         name: the setting, for messages.
         expression: what it holds.
-
-    Raises:
-        ValueError: it is no expression, or takes too long in the worst case.
 
     >>> check_expression("target_modules", r".*layers\\.(3|5)\\..*(k|v)_proj")
     """

@@ -1,4 +1,4 @@
-"""The adapted linear layers.
+"""The adapted linear layers of the vision tower.
 
     x (.., d_in) ──┬── W = W_0 + B_hist P_hist'  (frozen, folded once, d_out x d_in) ──┬── + ── y (.., d_out)
                    └── P = [P_S P_R] (frozen, d_in x r) ── B = [B_S B_R] (trained) ────┘
@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
-from torch.nn import functional as F
 
+from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, updated_linear
 from dulbe_peft.functional import without_autocast
@@ -67,119 +65,6 @@ def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
                 counted.append(layer)
         _RESTING.set((*_RESTING.get(), block))
         yield
-
-
-def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """A state dict carries the pristine base weight, also while an adapter is merged."""
-    if layer._pristine_weight is not None:
-        state_dict[prefix + "base_layer.weight"] = layer._pristine_weight
-
-
-class DualModeLayer(BaseTunerLayer, nn.Module):
-    """What the vision tower's and the text tower's layers share: merging, unmerging and the choice of branch."""
-
-    if TYPE_CHECKING:  # PEFT's base class carries no types
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self._disable_adapters = False
-        self.merged_adapters: list[str] = []
-        self._pristine_weight: torch.Tensor | None = None
-        linear = self.get_base_layer()
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"a dual-mode layer wraps torch.nn.Linear, got {type(linear).__name__}")
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.register_state_dict_post_hook(_restore_pristine)
-
-    @property
-    def _linear(self) -> nn.Linear:
-        return cast(nn.Linear, self.get_base_layer())
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """The whole update of `adapter`, (d_out, d_in) in float32."""
-        raise NotImplementedError
-
-    def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
-        """Use W_0 + scale * dW, with dW as `get_delta_weight` has it, while a block runs; inner blocks win."""
-        raise NotImplementedError
-
-    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _adapters_here(self, names: Iterable[str]) -> list[str]:
-        container = getattr(self, self.adapter_layer_names[0])
-        return [name for name in names if name in container]
-
-    def _missing(self, adapter: str) -> ValueError:
-        available = sorted(getattr(self, self.adapter_layer_names[0]))
-        return ValueError(f"Adapter {adapter} not found. Adapters of this layer: {available}")
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Write the adapters' updates into the base weight, keeping the pristine weight for `unmerge`.
-
-        Args:
-            safe_merge: refuse a result that is not finite, leaving the weight as it was.
-            adapter_names: the adapters to merge; None merges the active ones.
-
-        Raises:
-            ValueError: `safe_merge` is set and an update is not finite.
-        """
-        for name in self._adapters_here(check_adapters_to_merge(self, adapter_names)):
-            weight = self._linear.weight
-            with torch.no_grad():
-                delta = self.get_delta_weight(name).to(weight.device)
-                merged = (weight.data.float() + delta).to(weight.dtype)
-                if safe_merge and not torch.isfinite(merged).all():
-                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-                if self._pristine_weight is None:
-                    self._pristine_weight = weight.data
-                # Noted first: where Ctrl-C comes in between, `unmerge` knows that there is something to put back.
-                self.merged_adapters.append(name)
-                weight.data = merged
-
-    def unmerge(self) -> None:
-        """Put the pristine base weight back, bit for bit."""
-        if not self.merged:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-            return
-        weight = self._linear.weight
-        assert self._pristine_weight is not None
-        weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
-        self._pristine_weight = None
-        self.merged_adapters.clear()
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.disable_adapters:
-            if self.merged:
-                self.unmerge()
-            return self.base_layer(x, *args, **kwargs)
-        if self.merged:
-            return self.base_layer(x, *args, **kwargs)
-        return self._adapted_forward(x)
-
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """True: the update is additive."""
-        return True
-
-    def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
-        if self._pristine_weight is not None:
-            self._pristine_weight = fn(self._pristine_weight)
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """New base weights, or new values of a merged adapter, are for the unmerged layer."""
-        own = tuple(f".{name}" for name in self.merged_adapters)
-        if any(k == prefix + "base_layer.weight" or (k.startswith(prefix) and k.endswith(own)) for k in state_dict):
-            if self.merged:
-                self.unmerge()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __repr__(self) -> str:
-        return "dulbe." + super().__repr__()
 
 
 class DualModeLinear(DualModeLayer):
@@ -246,6 +131,11 @@ class DualModeLinear(DualModeLayer):
         """Rank of `adapter`'s folded history."""
         return int(self.dulbe_history_B[adapter].shape[1])
 
+    def basis_shapes(self, adapter: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(d_in, r_S) and (d_in, r_R)."""
+        ranks = self.dulbe_shared_B[adapter].shape[1], self.dulbe_residual_B[adapter].shape[1]
+        return (self.in_features, ranks[0]), (self.in_features, ranks[1])
+
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
@@ -284,11 +174,7 @@ class DualModeLinear(DualModeLayer):
             return up.float() @ self.dulbe_P[adapter].float().T
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """History and current modes together, (d_out, d_in) in float32.
-
-        Raises:
-            ValueError: this layer has no such adapter.
-        """
+        """History and current modes together, (d_out, d_in) in float32."""
         if adapter not in self.dulbe_shared_B:
             raise self._missing(adapter)
         history_up, history_down = self.dulbe_history_B[adapter].float(), self.dulbe_history_P[adapter].float()
@@ -424,70 +310,3 @@ def _fold(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Ten
     dtype = torch.promote_types(base.dtype, torch.float32)
     with without_autocast(base):
         return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype).T).to(base.dtype)
-
-
-class TextLoraLinear(DualModeLayer):
-    """A linear layer of the text tower with plain LoRA: y = W x + (text_alpha / text_rank) B A x.
-
-    Attributes:
-        dulbe_text_A: adapter name -> A, (text_rank, d_in), Xavier-uniform at the start, trained over all tasks.
-        dulbe_text_B: adapter name -> B, (d_out, text_rank), zero at the start, trained over all tasks.
-
-    Reference:
-        Appendix, "Training schedule and text adaptation".
-    """
-
-    adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
-    other_param_names = ("scaling",)
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
-        super().__init__(base_layer)
-        self.scaling: dict[str, float] = {}
-        self._scale = 1.0  # of a `scaled` block
-        self.dulbe_text_A = nn.ParameterDict({})
-        self.dulbe_text_B = nn.ParameterDict({})
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, config)
-
-    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
-        """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
-        self.scaling[adapter_name] = config.text_alpha / config.text_rank
-        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
-        up = torch.zeros(self.out_features, config.text_rank, dtype=torch.float32)
-        if not config.init_weights:
-            nn.init.kaiming_uniform_(up, a=math.sqrt(5))
-        self.dulbe_text_A[adapter_name] = nn.Parameter(down)
-        self.dulbe_text_B[adapter_name] = nn.Parameter(up)
-        self._move_adapter_to_device_of_base_layer(adapter_name)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """(text_alpha / text_rank) B A, (d_out, d_in) in float32.
-
-        Raises:
-            ValueError: this layer has no such adapter.
-        """
-        if adapter not in self.dulbe_text_A:
-            raise self._missing(adapter)
-        down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()
-        with without_autocast(up):
-            return self.scaling[adapter] * (up @ down)
-
-    @contextmanager
-    def scaled(self, adapter: str, scale: float) -> Iterator[None]:
-        before, self._scale = self._scale, scale
-        try:
-            yield
-        finally:
-            self._scale = before
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scale": 1.0}
-
-    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.base_layer(x)
-        for name in self._adapters_here(self.active_adapters):
-            down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
-            hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
-            result = result + (self._scale * self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
-        return result

@@ -36,7 +36,7 @@ def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and (bias is None or not bias.requires_grad)
         and not updates[0][0].requires_grad
         and x.dtype == weight.dtype == updates[0][0].dtype == updates[0][1].dtype
-        and not _in_autocast(x.device.type)
+        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
     )
     if fused:
@@ -81,10 +81,6 @@ class _UpdatedLinear(torch.autograd.Function):
         if live is not None:
             grad_x = grad_x.new_zeros(grad.numel() // grad.shape[-1], grad_x.shape[1]).index_copy_(0, live, grad_x)
         return grad_x.view(*grad.shape[:-1], weight.shape[1]), None, None, None, grad_up
-
-
-def _in_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _live_rows(rows: torch.Tensor) -> torch.Tensor | None:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import peft
 import torch
 from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, check_target_module_exists
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
+from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import MAX_HISTORY_RANK, DualModeLoraConfig
-from dulbe_peft.adapter.layer import DualModeLayer, DualModeLinear, TextLoraLinear, resting
-from dulbe_peft.adapter.modes import ModeBases
+from dulbe_peft.adapter.layer import DualModeLinear, resting
+from dulbe_peft.adapter.modes import ModeBases, check_modes
 from dulbe_peft.adapter.registration import DULBE, PREFIX
+from dulbe_peft.adapter.saved import KEY_RENAMES, check_saved
+from dulbe_peft.adapter.targets import check_target, check_targets, find_target, in_text_tower
+from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.checks import check_number
-from dulbe_peft.encoders import CLIP_TEXT_TARGETS, CLIP_VISION_TYPES, ENCODERS, find_record
+from dulbe_peft.encoders import CLIP_VISION_TYPES, ENCODERS
 from dulbe_peft.undoing import undoing
-
-# The projection of a text's features stands beside the tower, and images do not pass through it.
-_TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
-_NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class DualModeLoraModel(BaseTuner):
@@ -62,92 +58,16 @@ class DualModeLoraModel(BaseTuner):
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Inject as PEFT does, after a check of the name.
-
-        Raises:
-            ValueError: the name is empty, holds a separator, or is taken by PyTorch's containers.
-            TypeError: the name is not a string.
-        """
+        """Inject as PEFT does, after a check of the name."""
         _check_adapter_name(adapter_name)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
-    @staticmethod
-    def _in_text_tower(key: str) -> bool:
-        return not _TEXT_PARTS.isdisjoint(key.split("."))
-
-    def _in_pooling_head(self, key: str) -> bool:
-        record = find_record(self.model)
-        return record is not None and record.pooling_head in key.split(".")
-
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
-        """Visual targets as in PEFT, but lists of names leave the pooling head alone; text LoRA has its own list."""
-        found = check_target_module_exists(peft_config, key)
-        if isinstance(found, _ExcludedModule):
-            return found
-        if self._in_text_tower(key):
-            return peft_config.text_rank > 0 and self._is_text_target(peft_config, key)
-        if not isinstance(peft_config.target_modules, str) and self._in_pooling_head(key):
-            return False
-        return found
-
-    def _is_text_target(self, peft_config: Any, key: str) -> bool:
-        if peft_config.text_target_modules:
-            return any(f".{key}".endswith(f".{name}") for name in peft_config.text_target_modules)
-        record = find_record(self.model)
-        endings = record.text_targets if record else CLIP_TEXT_TARGETS
-        return re.fullmatch(rf"(.*\.)?({endings})", key) is not None
-
-    def _block_endings(self, model: nn.Module) -> list[str]:
-        """Name endings of all linear layers in the vision tower's blocks, which are the numbered modules."""
-        return sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if isinstance(module, (nn.Linear, DualModeLayer))
-                and ".base_layer" not in name
-                and any(part.isdigit() for part in name.split("."))
-                and not self._in_text_tower(name)
-            }
-        )
+        return find_target(peft_config, self.model, key)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
-        if peft_config.target_modules == "all-linear" and find_record(model) is not None:
-            peft_config.target_modules = self._block_endings(model)
-        every = peft_config.target_modules == "all-linear"
-        names = [name for name, _ in model.named_modules() if name]
-        visual = False
-        for name, module in model.named_modules():
-            if not name or ".base_layer" in name or (every and not isinstance(module, nn.Linear)):
-                continue
-            targeted = self._check_target_module_exists(peft_config, name)
-            if isinstance(targeted, _ExcludedModule) or not (targeted or every):
-                continue
-            self._check_target(peft_config, name, module)
-            visual = visual or not self._in_text_tower(name)
-        if not visual and not every and not peft_config.exclude_modules and not peft_config.modules_to_save:
-            raise _NoTarget(_no_target_message(peft_config, names))
-
-    def _check_target(self, peft_config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
-        linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
-        if not isinstance(linear, nn.Linear):
-            hint = ""
-            if isinstance(linear, nn.MultiheadAttention):
-                hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
-            kind = type(linear).__name__
-            raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
-        rank = peft_config.shared_rank + peft_config.residual_rank
-        if self._in_text_tower(name):
-            if peft_config.text_rank > linear.in_features:
-                raise ValueError(
-                    f"text_rank = {peft_config.text_rank} exceeds in_features = {linear.in_features} of layer "
-                    f"{name!r}: lower it"
-                )
-        elif rank > linear.in_features:
-            raise ValueError(
-                f"shared_rank + residual_rank = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
-                "lower the ranks or leave the layer out"
-            )
+        check_targets(peft_config, model)
 
     def _create_and_replace(
         self,
@@ -162,8 +82,8 @@ class DualModeLoraModel(BaseTuner):
         if isinstance(target, (DualModeLinear, TextLoraLinear)):
             target.update_layer(adapter_name, peft_config)
             return
-        self._check_target(peft_config, current_key, target)
-        kind = TextLoraLinear if self._in_text_tower(current_key) else DualModeLinear
+        check_target(peft_config, current_key, target)
+        kind = TextLoraLinear if in_text_tower(current_key) else DualModeLinear
         layer = kind(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained before it is made active
@@ -255,7 +175,7 @@ class DualModeLoraModel(BaseTuner):
         adapter = self._active()
         layers = self.dual_mode_layers()
         self._check_unmerged()
-        _check_modes(modes, layers, adapter, orthonormal)
+        check_modes(modes, {name: layer.basis_shapes(adapter) for name, layer in layers.items()}, orthonormal)
         before = [(layer, layer.task_tensors(adapter)) for layer in layers.values()]
         try:
             self.fold_task()
@@ -440,17 +360,17 @@ class DualModeLoraModel(BaseTuner):
                 has the wrong shape or type or is not finite.
         """
         known = model.state_dict()
-        saved = [key for key in state_dict if f".{PREFIX}" in key and not cls._in_text_tower(key)]
+        saved = [key for key in state_dict if f".{PREFIX}" in key and not in_text_tower(key)]
         best: dict[str, torch.Tensor] = {}
         found = -1
-        for rename in _KEY_RENAMES:
+        for rename in KEY_RENAMES:
             candidate = super()._remap_adapter_state_dict_for_load(
                 model=model,
                 config=config,
                 adapter_name=adapter_name,
                 state_dict={rename(key): value for key, value in state_dict.items()},
             )
-            matched = sum(key in known and not cls._in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
+            matched = sum(key in known and not in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
             if matched > found:
                 best, found = candidate, matched
         if saved and found == 0:
@@ -458,23 +378,9 @@ class DualModeLoraModel(BaseTuner):
                 f"none of the adapter's {len(saved)} keys fits a layer of {type(model).__name__}; the first is "
                 f"{saved[0]!r}: the adapter was saved from another architecture, or targets other layers"
             )
-        _check_saved(best, known, adapter_name)
+        check_saved(best, known, adapter_name)
         # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
         return {key: tensor.clone() for key, tensor in best.items()}
-
-
-def _without_vision_model(key: str) -> str:
-    return key.replace("vision_model.", "", 1)
-
-
-def _with_vision_model(key: str) -> str:
-    head, dot, tail = key.partition("base_model.model.")
-    if DualModeLoraModel._in_text_tower(tail) or tail.startswith("vision_model."):
-        return key
-    return f"{head}{dot}vision_model.{tail}" if dot else f"vision_model.{key}"
-
-
-_KEY_RENAMES: tuple[Callable[[str], str], ...] = (str, _without_vision_model, _with_vision_model)
 
 
 def _check_adapter_name(name: Any) -> None:
@@ -485,89 +391,6 @@ def _check_adapter_name(name: Any) -> None:
             f"adapter name {name!r} cannot be used: it becomes a part of parameter names and of folder names, so it "
             "must not be empty, hold '.', '/' or '\\', or be the name of a method of nn.ParameterDict"
         )
-
-
-def _check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
-    """Raise unless a file's tensors are the adapter's: the same keys and shapes, but for the history's length, finite.
-
-    A file without text LoRA fits a model with one, and the other way round.
-    """
-    own = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
-    theirs = {key for key in saved if f".{PREFIX}" in key}
-    for text in (False, True):
-        ours = {key for key in own if DualModeLoraModel._in_text_tower(key) is text}
-        got = {key for key in theirs if DualModeLoraModel._in_text_tower(key) is text}
-        if ours != got and not (text and not (ours and got)):
-            missing, unknown = sorted(ours - got), sorted(got - ours)
-            raise ValueError(
-                f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]} "
-                f"({len(missing)} and {len(unknown)} in all)"
-            )
-    ranks = set()
-    for key in sorted(own & theirs):
-        tensor, compared = saved[key], slice(1) if ".dulbe_history_" in key else slice(None)
-        if tensor.ndim != known[key].ndim or tensor.shape[compared] != known[key].shape[compared]:
-            shapes = f"{tuple(tensor.shape)}, the model's {tuple(known[key].shape)}"
-            raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
-        if ".dulbe_history_" in key:
-            ranks.add(tensor.shape[1])
-    if len(ranks) > 1:
-        raise ValueError(f"the saved adapter's history has different ranks {sorted(ranks)} in different layers")
-    for key, tensor in saved.items():
-        if key in theirs and tensor.dtype not in _FLOATS:
-            raise ValueError(f"the saved adapter's {key!r} has type {tensor.dtype}, expected floating point")
-        if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
-            raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")
-
-
-def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
-    message = (
-        f"Target modules {config.target_modules} not found in the base model. "
-        "Please check the target modules and try again."
-    )
-    if config.layers_to_transform is not None:
-        message += f" Note: You specified 'layers_to_transform': {config.layers_to_transform}."
-    if config.layers_pattern is not None:
-        message += f" You also specified 'layers_pattern': {config.layers_pattern}."
-    if any(check_target_module_exists(config, name) for name in names):
-        message += (
-            " They name parts of the text tower, and target_modules is for the vision tower; text_target_modules is "
-            "for the text tower."
-        )
-    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
-    endings = sorted({name.rpartition(".")[2] for name in names})
-    close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})
-    return message + (f" Closest names: {close}." if close else "")
-
-
-def _check_modes(
-    modes: Mapping[str, ModeBases], layers: dict[str, DualModeLinear], adapter: str, orthonormal: bool
-) -> None:
-    if not isinstance(modes, Mapping) or not all(isinstance(value, ModeBases) for value in modes.values()):
-        raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
-    missing, unknown = sorted(set(layers) - set(modes)), sorted(set(modes) - set(layers))
-    if missing or unknown:
-        raise ValueError(
-            f"modes must hold every adapted layer and no other: missing {missing[:3]}, unknown {unknown[:3]} "
-            f"({len(missing)} and {len(unknown)} in all)"
-        )
-    for name, layer in layers.items():
-        ranks = (layer.dulbe_shared_B[adapter].shape[1], layer.dulbe_residual_B[adapter].shape[1])
-        got = (modes[name].shared.shape, modes[name].residual.shape)
-        if got != ((layer.in_features, ranks[0]), (layer.in_features, ranks[1])):
-            raise ValueError(
-                f"bases of layer {name!r} have shapes {tuple(modes[name].shared.shape)} and "
-                f"{tuple(modes[name].residual.shape)}, expected ({layer.in_features}, {ranks[0]}) and "
-                f"({layer.in_features}, {ranks[1]})"
-            )
-        bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
-        if not orthonormal:
-            if not torch.isfinite(bases).all():
-                raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
-            continue
-        error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
-        if not error < 1e-3:
-            raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")
 
 
 def register() -> None:

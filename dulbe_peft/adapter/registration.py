@@ -15,12 +15,9 @@ PEFT_TYPE_NAME = "DULBE"
 PREFIX = "dulbe_"
 
 
-def register_peft_type(name: str = PEFT_TYPE_NAME) -> PeftType:
-    """Add `name` to PEFT's enumeration of methods, once; later calls return the same member.
-
-    Raises:
-        RuntimeError: the enumeration no longer behaves as an `enum.Enum` of strings.
-    """
+def register_peft_type() -> PeftType:
+    """Add the method to PEFT's enumeration of methods, once; later calls return the same member."""
+    name = PEFT_TYPE_NAME
     if name in PeftType.__members__:
         return PeftType[name]
     kind: Any = PeftType

@@ -117,6 +117,8 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
+_OF_ONE_METHOD = (VisualAgentClassifier, RapfClassifier, BofaClassifier)
+METHOD_CLASSIFIERS = tuple(_cls.name for _cls in _OF_ONE_METHOD)
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -125,9 +127,6 @@ for _cls in (
     RidgeClassifier,
     RanpacClassifier,
     BayesClassifier,
+    *_OF_ONE_METHOD,
 ):
     register_classifier(_cls)
-for _method_cls in (VisualAgentClassifier, RapfClassifier, BofaClassifier):
-    register_classifier(_method_cls)
-# Classifiers that are a part of one method each.
-METHOD_CLASSIFIERS = (VisualAgentClassifier.name, RapfClassifier.name, BofaClassifier.name)

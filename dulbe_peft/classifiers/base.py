@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
+from dulbe_peft.classifiers.checks import check_labels, positive
 from dulbe_peft.classifiers.files import SavedState
 from dulbe_peft.classifiers.formula import AFFINE, affine
 from dulbe_peft.functional import without_autocast
@@ -158,7 +159,7 @@ class Classifier(SavedState):
         texts = None
         if text_embeds is not None or self.needs_text:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
-        indices = _check_labels(labels, len(images), names).to(images.device)
+        indices = check_labels(labels, len(images), names).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
@@ -182,7 +183,7 @@ class Classifier(SavedState):
             ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
         """
         images = self._unit(image_embeds, "image_embeds")
-        indices = _check_labels(labels, len(images), self._class_names).to(images.device)
+        indices = check_labels(labels, len(images), self._class_names).to(images.device)
         self.check_update([self._class_names[index] for index in indices.unique().tolist()])
         if len(images):
             with without_autocast(images):
@@ -381,70 +382,3 @@ class Classifier(SavedState):
         # Scaled first: the squares of large or tiny entries leave float32's range.
         scaled = (features / largest).to(self.device, torch.float32)
         return F.normalize(scaled, dim=1)
-
-
-def positive(name: str, value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive and finite.
-    """
-    check_number(name, value, positive=True)
-    return float(value)
-
-
-def class_sums(images: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-    """Sum of each class's features, (classes, d), in the type of `images`.
-
-    Raises:
-        ValueError: a class's unit features cancel out, so that it has no mean direction; the message names it.
-    """
-    sums = torch.stack([images[labels == index].sum(dim=0) for index in range(len(names))])
-    check_directions(sums, names)
-    return sums
-
-
-def check_directions(sums: torch.Tensor, names: Sequence[str]) -> None:
-    """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
-    cancelled = sums.norm(dim=1) < 1e-4
-    if cancelled.any():
-        name = names[int(cancelled.nonzero()[0])]
-        raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
-
-
-def _check_labels(labels: Any, count: int, names: Sequence[str]) -> torch.Tensor:
-    try:
-        indices = torch.as_tensor(labels)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"labels must be integers, got {labels!r:.100}") from error
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, got {indices.dtype}")
-    if indices.shape != (count,):
-        raise ValueError(f"labels must be ({count},), one per image, got shape {tuple(indices.shape)}")
-    indices = indices.long()
-    bad = (indices < 0) | (indices >= len(names))
-    if bad.any():
-        raise ValueError(f"label {indices[bad][0].item()} is out of range for {len(names)} classes")
-    return indices
-
-
-def check_counts(counts: torch.Tensor) -> None:
-    """Raise a ValueError unless every class has at least one image."""
-    if (counts < 1).any():
-        raise ValueError(f"counts must be at least 1, got {int(counts.min())}")
-
-
-def check_unit_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise a ValueError unless every row has norm 1, within the rounding of half precision."""
-    if ((rows.float().norm(dim=1) - 1).abs() > 1e-2).any():
-        raise ValueError(f"{name} must hold unit vectors")
-
-
-def check_symmetric(name: str, matrix: torch.Tensor) -> None:
-    """Raise a ValueError unless a sum of outer products can be this matrix, as far as its entries tell."""
-    scale = float(matrix.diagonal().abs().max())
-    if (matrix.diagonal() < -1e-6 * scale).any():
-        raise ValueError(f"{name} has a negative diagonal")
-    if float((matrix - matrix.T).abs().max()) > 1e-4 * scale:
-        raise ValueError(f"{name} is not symmetric")

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int, check_number
-from dulbe_peft.classifiers.base import check_unit_rows, positive
+from dulbe_peft.classifiers.checks import check_unit_rows, positive
 from dulbe_peft.classifiers.ranpac import random_layer
 from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
 

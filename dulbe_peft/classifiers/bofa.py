@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dulbe_peft.checks import check_int
-from dulbe_peft.classifiers.base import check_unit_rows
+from dulbe_peft.classifiers.checks import check_unit_rows
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 
 

@@ -15,14 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int
-from dulbe_peft.classifiers.base import (
-    Classifier,
-    check_directions,
-    check_symmetric,
-    check_unit_rows,
-    class_sums,
-    positive,
-)
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_directions, check_symmetric, check_unit_rows, class_sums, positive
 from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
 from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights
 
@@ -324,9 +318,6 @@ class BridgeEnsembleHead(Classifier):
         shape = shapes.get("depths", ())
         metric = {"metric": "whitened"} if "scatter" in shapes else {}
         return config | metric | ({"depths": [0.0] * min(shape[0], MAX_DEPTHS + 1)} if len(shape) == 1 else {})
-
-
-CONFIG_FILE, TENSORS_FILE = BridgeEnsembleHead.file_names()
 
 
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:

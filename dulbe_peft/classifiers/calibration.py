@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from dulbe_peft.checks import is_number
+
 FOLDS = 5
-DOUBT = (
-    1 / 3
-)  # images that count as wrong; fewer made the probabilities of ten or fewer images too sure, more too unsure
+# Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
+DOUBT = 1 / 3
+BISECTIONS = 60
 QUANTILES = 21
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
@@ -94,7 +96,7 @@ def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes:
     >>> round(rejection_threshold([task], 0.1, 10), 3)
     0.1
     """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+    if not is_number(share) or not 0 < share < 1:
         raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
     told = [task for task in tasks if task.confidences]
     if not told:
@@ -129,11 +131,7 @@ def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]
 
 
 def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
-    """What `write_temperatures` gave; None, as older files hold, is no task.
-
-    Raises:
-        ValueError: it is no list of tasks, or a field is missing, surplus or out of range.
-    """
+    """What `write_temperatures` gave; None, as older files hold, is no task."""
     if saved is None:
         return ()
     needed = {"log_temperature", "images", "classes"}  # version 0.1 had no confidences
@@ -192,7 +190,7 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return held
 
 
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60) -> float:
+def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """log T with the least negative log-likelihood of held-back images, between the limits.
 
     The loss is convex in 1/T, so its derivative is bisected, in float64. `DOUBT` of n + 2 images counts as of its
@@ -201,7 +199,6 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     Args:
         logits: (n, C), of held-back images, n at least 1, C at least 2.
         labels: (n,), integers, columns of `logits`.
-        steps: number of bisections.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, "Probabilistic Outputs for
@@ -215,7 +212,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, steps: int = 60)
     doubt = DOUBT / (len(logits) + 2)
     logits = logits - (1 - doubt) * own - doubt * rival
     low, high = -LIMIT, LIMIT
-    for _ in range(steps):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         slope = ((logits * math.exp(-middle)).softmax(dim=1) * logits).sum()
         low, high = (low, middle) if slope < 0 else (middle, high)

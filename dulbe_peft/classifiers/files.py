@@ -75,11 +75,7 @@ class SavedState(GrowingState):
         return config
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config_file, tensors_file = self.file_names()

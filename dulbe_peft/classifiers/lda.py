@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 
-from dulbe_peft.classifiers.base import Classifier, check_counts, check_symmetric, class_sums
+from dulbe_peft.checks import is_number
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_counts, check_symmetric, class_sums
 from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
 
 
@@ -47,8 +49,7 @@ class LdaClassifier(Classifier):
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, shrinkage: float | Literal["oas"] = "oas") -> None:
         super().__init__(embed_dim, logit_scale)
-        number = isinstance(shrinkage, (int, float)) and not isinstance(shrinkage, bool)
-        if shrinkage != "oas" and not (number and 0 < shrinkage <= 1):
+        if shrinkage != "oas" and not (is_number(shrinkage) and 0 < shrinkage <= 1):
             raise ValueError(f"shrinkage must be 'oas' or a number above 0 and at most 1, got {shrinkage!r}")
         self.shrinkage = shrinkage
         self.register_rows("counts", dtype=torch.int64)

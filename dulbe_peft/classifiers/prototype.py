@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier, check_counts, class_sums
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_counts, class_sums
 
 
 class PrototypeClassifier(Classifier):

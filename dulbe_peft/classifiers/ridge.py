@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier, check_counts, check_symmetric, positive
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_counts, check_symmetric, positive
 
 RIDGES = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
 RIDGE_UNCHOSEN = 1.0

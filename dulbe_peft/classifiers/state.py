@@ -54,11 +54,7 @@ class GrowingState(nn.Module):
         return {}
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
-        """Raise unless buffers of these shapes fit this module with this number of classes.
-
-        Raises:
-            ValueError: a shape does not fit; the message has both.
-        """
+        """Raise a `ValueError` unless buffers of these shapes fit this module with this number of classes."""
         for name, buffer in self.tensors().items():
             expected = (classes, *buffer.shape[1:]) if name in self._rows else tuple(buffer.shape)
             if name in shapes and tuple(shapes[name]) != expected:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dulbe_peft.classifiers.base import Classifier, check_unit_rows
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_unit_rows
 
 
 class TextClassifier(Classifier):

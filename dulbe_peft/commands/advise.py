@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, types_of
+from dulbe_peft.commands.settings import add_settings, settings_of
 
 EXAMPLE = """example:
   dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos --output advice
@@ -45,13 +43,7 @@ def add(commands: Any) -> None:
         "--seed", type=int, default=0, help="of what is held back, and of the class order (%(default)s)"
     )
     parser.add_argument("--config", help="YAML file with settings of run, by their names")
-    for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
-        group = parser.add_argument_group(title)
-        for field in fields_of(cls):
-            if field.name not in _HIDDEN:
-                action = add_flag(group, field, types_of(cls)[field.name])
-                if field.name not in _SHOWN:
-                    parser.rare(action)
+    add_settings(parser, _SHOWN, _HIDDEN)
     parser.set_defaults(call=advise, resumes=True)
 
 

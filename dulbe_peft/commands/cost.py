@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.commands.loading import adapted
 from dulbe_peft.commands.outputs import check_output, output_file
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, pick, settings_of, types_of
+from dulbe_peft.commands.settings import StreamArguments, add_flags, fields_of, pick, settings_of
 
 EXAMPLE = """example:
   dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
@@ -27,13 +28,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print"
     )
-    hints = types_of(StreamArguments)
-    for field in fields_of(StreamArguments):
-        if field.name in ("model", "revision", "strategy", "classifiers"):
-            add_flag(parser, field, hints[field.name])
-    group = parser.add_argument_group("adapter")
-    for field in fields_of(DualModeLoraConfig):
-        parser.rare(add_flag(group, field, types_of(DualModeLoraConfig)[field.name]))
+    add_flags(parser, StreamArguments, ("model", "revision", "strategy", "classifiers"))
+    names = [field.name for field in fields_of(DualModeLoraConfig)]
+    for flag in add_flags(parser.add_argument_group("adapter"), DualModeLoraConfig, names):
+        parser.rare(flag)
     parser.set_defaults(call=show_cost)
 
 
@@ -63,12 +61,7 @@ def show_cost(arguments: argparse.Namespace) -> int:
     specs = every if stream.classifiers is None else split_specs(stream.classifiers)
     with torch.device("meta"):
         classifiers = make_classifiers(specs, embed_dim(model))
-    if strategy.adapts:
-        from peft import get_peft_model
-
-        if config.target_modules is None and strategy.target_modules is not None:
-            config.target_modules = sorted(strategy.target_modules)
-        model = get_peft_model(model, config)
+    model = adapted(model, config, strategy)
     found = cost(model, strategy, classifiers, classes, arguments.tasks)
     if arguments.json is not None:
         with output_file(arguments.json) as file:

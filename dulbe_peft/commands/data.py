@@ -1,4 +1,4 @@
-"""Images that a command learns from: opened, looked at and reported before anything is loaded or trained."""
+"""Images that a command is given: the flags that name them, and what they ask of the run."""
 
 from __future__ import annotations
 
@@ -7,38 +7,20 @@ from pathlib import Path
 from typing import Any
 
 
-def open_data(
-    path: str,
-    train_split: str,
-    test_split: str,
-    test_fraction: float | None,
-    skip_unreadable: bool,
-    report: bool = True,
-) -> tuple[Any, Any]:
-    """Training and test images, after a report of what there is; see `streams.splits.open_stream_data`.
+def add_labelled(parser: Any) -> None:
+    """The arguments that name labelled images to look at, and not to learn from."""
+    parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
+    parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
+    parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
 
-    Args:
-        path: a folder, an `.npz` file, or hf:NAME.
-        train_split: name of the split to learn from.
-        test_split: name of the split to test on.
-        test_fraction: share of the images to hold back for tests where there is no such split.
-        skip_unreadable: leave out images that cannot be read.
-        report: say what was found.
 
-    Returns:
-        The images to learn from, and those to test on or None.
-    """
-    from dulbe_peft.streams.splits import open_stream_data
+def load_labelled(arguments: Any) -> Any:
+    """The images that the arguments of `add_labelled` name."""
+    from dulbe_peft.streams.protocols import rename_classes
+    from dulbe_peft.streams.readers import load_data
 
-    train, test, found = open_stream_data(path, train_split, test_split, test_fraction, skip_unreadable)
-    if not report:
-        return train, test
-    say(found.format() if found.left_out or found.unreadable else found.summary())
-    if found.unreadable:
-        say("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
-    if test is None:
-        say(f"{path} has no test images; --test-fraction 0.2 holds a fifth of the images back")
-    return train, test
+    data = load_data(arguments.data, split=arguments.split or None)
+    return rename_classes(data, arguments.class_names) if arguments.class_names else data
 
 
 def check_run_folder(data: str, output: str) -> None:

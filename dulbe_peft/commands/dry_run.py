@@ -62,6 +62,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
         tasks: the stream.
     """
     from dulbe_peft.backbone import image_size
+    from dulbe_peft.cost import memory_bytes
     from dulbe_peft.streams.inventory import counted
 
     most = max(len(task.train) for task in tasks)
@@ -78,9 +79,7 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
     seconds = _estimate(learner, parts[-1], args, tasks)
     classes = sum(len(task.class_names) for task in tasks)
     lines = [f"pixel cache: {pixels / 2**20:.1f} MiB" if cached else "pixel cache: none, images are read each time"]
-    memory = learner.memory or {}
-    kept = getattr(memory, "nbytes", None)
-    kept = sum(tensor.nbytes for tensor in memory.values()) if kept is None else kept
+    kept = memory_bytes(learner.memory)
     lines.append(
         f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {counted(len(parts), 'task')}"
     )

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from dulbe_peft.commands.data import add_labelled, load_labelled
 from dulbe_peft.commands.loading import add_learner, load_learner
 
 EXAMPLE = """example:
@@ -26,9 +27,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser's commands."""
     parser = commands.add_parser("evaluate", help="test a saved learner on images", epilog=EXAMPLE)
     add_learner(parser)
-    parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
-    parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
-    parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+    add_labelled(parser)
     parser.add_argument(
         "--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms'
     )
@@ -43,8 +42,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
     from dulbe_peft.evaluation import BASELINES
     from dulbe_peft.streams.inventory import counted
-    from dulbe_peft.streams.protocols import rename_classes
-    from dulbe_peft.streams.readers import load_data
     from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
     from dulbe_peft.streams.tasks import select_classes
 
@@ -53,9 +50,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.zero_shot and arguments.reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     learner = load_learner(arguments)
-    data: Any = load_data(arguments.data, split=arguments.split or None)
-    if arguments.class_names:
-        data = rename_classes(data, arguments.class_names)
+    data = load_labelled(arguments)
     carried = dataset_class_names(data) or ()
     known = [name for name in carried if name in set(learner.class_names)]
     unknown = [name for name in carried if name not in set(known)]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.commands.data import add_labelled, load_labelled
 from dulbe_peft.commands.loading import add_learner, load_learner
 from dulbe_peft.commands.outputs import check_output
 from dulbe_peft.commands.parser import Parser
@@ -25,10 +26,8 @@ def add(commands: Any) -> None:
     """Add the command to the parser's commands."""
     parser: Parser = commands.add_parser("features", help="write the features of images to a file", epilog=EXAMPLE)
     add_learner(parser, optional=True)
-    parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
+    add_labelled(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="the .npz file to write")
-    parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
-    parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
     parser.add_argument("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
     parser.add_argument("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (%(default)s)")
     parser.set_defaults(call=features)
@@ -45,12 +44,8 @@ def features(arguments: argparse.Namespace) -> int:
 
     from dulbe_peft.files import replacing
     from dulbe_peft.streams.inventory import counted
-    from dulbe_peft.streams.protocols import rename_classes
-    from dulbe_peft.streams.readers import load_data
 
-    data: Any = load_data(arguments.data, split=arguments.split or None)
-    if arguments.class_names:
-        data = rename_classes(data, arguments.class_names)
+    data = load_labelled(arguments)
     template = {} if arguments.prompt_template is None else {"prompt_template": arguments.prompt_template}
     arrays = feature_arrays(load_learner(arguments, **template), data, arguments.scale)
     with replacing(Path(arguments.output).resolve()) as temporary, temporary.open("wb") as file:

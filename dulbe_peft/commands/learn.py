@@ -9,7 +9,7 @@ from typing import Any
 from dulbe_peft.commands.data import check_run_folder, say
 from dulbe_peft.commands.loading import add_learner, load_learner
 from dulbe_peft.commands.parser import Parser
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, types_of
+from dulbe_peft.commands.settings import StreamArguments, add_flags
 from dulbe_peft.commands.sources import open_source, reopen_tests, source_of
 
 EXAMPLE = """example:
@@ -32,11 +32,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", required=True, help="folder of the new run; never that of LEARNER")
     parser.add_argument("--increment", type=int, help="new classes per task; without it all are one task")
     parser.add_argument("--no-update", action="store_true", help="leave out images of classes that are known")
-    hints = types_of(StreamArguments)
-    for field in fields_of(StreamArguments):
-        if field.name in ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names"):
-            add_flag(parser, field, hints[field.name])
-            parser.set_defaults(**{field.name: field.default})
+    names = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+    add_flags(parser, StreamArguments, names)
+    parser.set_defaults(**{name: getattr(StreamArguments, name) for name in names})
     parser.set_defaults(call=learn, resumes=True)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.parser import Parser
-from dulbe_peft.commands.settings import add_flag, fields_of, types_of
+from dulbe_peft.commands.settings import add_flags
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 
@@ -24,11 +25,8 @@ def add_learner(parser: Parser, optional: bool = False) -> None:
     parser.add_argument("learner", nargs="?" if optional else None, help=what)
     parser.add_argument("--model", metavar="MODEL", help=f"the base model, where it is not where it was{alone}")
     group = parser.add_argument_group("machine")
-    hints = types_of(LearnerArguments)
-    for field in fields_of(LearnerArguments):
-        if field.name in _MACHINE:
-            action = add_flag(group, field, hints[field.name])
-            action.help = str(action.help).replace(" (default: 0)", "")  # a command may choose
+    for flag in add_flags(group, LearnerArguments, _MACHINE):
+        flag.help = str(flag.help).replace(" (default: 0)", "")  # a command may choose
 
 
 def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
@@ -37,9 +35,6 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
     Args:
         arguments: have what `add_learner` added.
         defaults: settings of the machine that count where the arguments do not name them; without a learner any.
-
-    Raises:
-        ValueError: neither a learner nor a model is named.
     """
     if arguments.learner is None and arguments.model is None:
         raise ValueError("name a saved learner, or a pristine model with --model")
@@ -52,3 +47,21 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
         return ClassIncrementalLearner(model, processor, args=LearnerArguments(**given), strategy="frozen")
     base = None if arguments.model is None else load_dual_encoder(arguments.model)[0]
     return ClassIncrementalLearner.from_pretrained(arguments.learner, base_model=base, machine=given)
+
+
+def adapted(model: Any, config: DualModeLoraConfig, strategy: Any, revision: str | None = None) -> Any:
+    """The model with the adapter that a strategy trains; the model itself where it trains nothing.
+
+    Args:
+        model: the pristine model.
+        config: of the adapter; it gets the strategy's target modules where it names none.
+        strategy: what trains the model.
+        revision: of the model on the Hub, to be noted in the configuration.
+    """
+    if not strategy.adapts:
+        return model
+    from peft import get_peft_model
+
+    if config.target_modules is None and strategy.target_modules is not None:
+        config.target_modules = sorted(strategy.target_modules)
+    return get_peft_model(model, config, revision=revision)

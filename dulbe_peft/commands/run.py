@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checks import check_int
 from dulbe_peft.commands.data import check_run_folder, fit_increment
 from dulbe_peft.commands.dry_run import describe_model, describe_stream, describe_tasks
-from dulbe_peft.commands.settings import StreamArguments, add_flag, fields_of, settings_of, types_of, validated
+from dulbe_peft.commands.loading import adapted
+from dulbe_peft.commands.settings import StreamArguments, add_settings, settings_of, validated
 from dulbe_peft.commands.sources import open_source, source_of
 
 EXAMPLE = """example:
@@ -49,12 +49,7 @@ def add(commands: Any) -> None:
         "run", help="learn a class-incremental stream and write results.json", usage=usage, epilog=EXAMPLE
     )
     parser.add_argument("--config", help="YAML file with any of the settings, by their names")
-    for cls, title in ((StreamArguments, "stream"), (DualModeLoraConfig, "adapter"), (LearnerArguments, "learner")):
-        group = parser.add_argument_group(title)
-        for field in fields_of(cls):
-            action = add_flag(group, field, types_of(cls)[field.name])
-            if field.name not in ESSENTIAL:
-                parser.rare(action)
+    add_settings(parser, ESSENTIAL)
     parser.set_defaults(call=run, resumes=True)
 
 
@@ -101,15 +96,9 @@ def set_up(settings: dict[str, Any]) -> Setup:
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     tasks: Any = stream_tasks(stream) if stream.data else None
-    model: Any
-    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+    base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
-    if strategy.adapts:
-        from peft import get_peft_model
-
-        if config.target_modules is None and strategy.target_modules is not None:
-            config.target_modules = sorted(strategy.target_modules)
-        model = get_peft_model(model, config, revision=stream.revision)
+    model = adapted(base, config, strategy, stream.revision)
 
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)

@@ -6,9 +6,10 @@ Flags win over the file, the file over the defaults.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import re
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,105 +17,104 @@ from typing import Any, get_args, get_origin, get_type_hints
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checks import check_number
+from dulbe_peft.commands.parser import Parser
 from dulbe_peft.specs import closest
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StreamArguments:
     """Where a stream comes from and where it goes."""
 
-    model: str = dataclasses.field(
+    model: str = field(
         default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
     )
-    data: str = dataclasses.field(
+    data: str = field(
         default="",
         metadata={
             "help": "Images: a folder with train/class/*.jpg or class/*.jpg, an .npz file, or hf:NAME for datasets. "
             "Required."
         },
     )
-    output: str = dataclasses.field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
-    strategy: str = dataclasses.field(
+    output: str = field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
+    strategy: str = field(
         default="dulbe",
         metadata={"help": "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing."},
     )
-    classifiers: str | None = dataclasses.field(
+    classifiers: str | None = field(
         default=None,
         metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
     )
-    increment: int | None = dataclasses.field(
+    increment: int | None = field(
         default=None,
         metadata={"help": "Classes per task. None: 10, or about half of the classes where there are fewer than 20."},
     )
-    initial_increment: int | None = dataclasses.field(
+    initial_increment: int | None = field(
         default=None, metadata={"help": "Classes of the first task, where it differs."}
     )
-    train_split: str = dataclasses.field(default="train", metadata={"help": "Name of the split to learn from."})
-    test_split: str = dataclasses.field(
-        default="test", metadata={"help": "Name of the split to test on, where there is one."}
-    )
-    test_fraction: float | None = dataclasses.field(
+    train_split: str = field(default="train", metadata={"help": "Name of the split to learn from."})
+    test_split: str = field(default="test", metadata={"help": "Name of the split to test on, where there is one."})
+    test_fraction: float | None = field(
         default=None, metadata={"help": "Without a test split: how much of each class to hold back for tests."}
     )
-    validation_fraction: float | None = dataclasses.field(
+    validation_fraction: float | None = field(
         default=None,
         metadata={
             "help": "Test on this share of each class's training images, which are then not learned, and leave the "
             "test images alone: for choosing settings."
         },
     )
-    images_per_class: int | None = dataclasses.field(
+    images_per_class: int | None = field(
         default=None, metadata={"help": "Learn from at most so many images of each class, drawn at random."}
     )
-    draw_seed: int = dataclasses.field(
+    draw_seed: int = field(
         default=0, metadata={"help": "Seed of the images that are drawn, or held back for --validation-fraction."}
     )
-    skip_unreadable: bool = dataclasses.field(
+    skip_unreadable: bool = field(
         default=False,
         metadata={"help": "Leave images out that cannot be read, instead of stopping. Decodes all images first."},
     )
-    class_names: str | None = dataclasses.field(
+    class_names: str | None = field(
         default=None,
         metadata={
             "help": "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name "
             "for each class in the order of the data. None: the names that the data carries."
         },
     )
-    max_tasks: int | None = dataclasses.field(default=None, metadata={"help": "Learn the first so many tasks alone."})
-    class_order: str | None = dataclasses.field(
+    max_tasks: int | None = field(default=None, metadata={"help": "Learn the first so many tasks alone."})
+    class_order: str | None = field(
         default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
     )
-    order_seed: int | None = dataclasses.field(
+    order_seed: int | None = field(
         default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
     )
-    expected_classes: int | None = dataclasses.field(
+    expected_classes: int | None = field(
         default=None, metadata={"help": "Stop before anything else where the data has another number of classes."}
     )
-    expected_train: int | None = dataclasses.field(
+    expected_train: int | None = field(
         default=None, metadata={"help": "Stop where there are not so many images to learn from."}
     )
-    expected_test: int | None = dataclasses.field(
+    expected_test: int | None = field(
         default=None, metadata={"help": "Stop where there are not so many images to test on."}
     )
-    expected_zero_shot: float | None = dataclasses.field(
+    expected_zero_shot: float | None = field(
         default=None,
         metadata={
             "help": "Stop before training where the pristine model has another accuracy, in percent, over all classes."
         },
     )
-    zero_shot_tolerance: float = dataclasses.field(
+    zero_shot_tolerance: float = field(
         default=1.0, metadata={"help": "How far from expected_zero_shot it may be, in points of percent."}
     )
-    revision: str | None = dataclasses.field(default=None, metadata={"help": "Revision of a model on the Hub."})
-    attn_implementation: str | None = dataclasses.field(
+    revision: str | None = field(default=None, metadata={"help": "Revision of a model on the Hub."})
+    attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."}
     )
-    test_ahead: bool = dataclasses.field(
+    test_ahead: bool = field(
         default=False,
         metadata={"help": "After each task, test by class names also on the tasks that are still to come."},
     )
-    resume: bool = dataclasses.field(default=True, metadata={"help": "Go on after the newest valid task folder."})
-    dry_run: bool = dataclasses.field(
+    resume: bool = field(default=True, metadata={"help": "Go on after the newest valid task folder."})
+    dry_run: bool = field(
         default=False,
         metadata={"help": "Print tasks, adapted layers, parameters, memory and an estimate of the time, and exit."},
     )
@@ -127,35 +127,51 @@ class StreamArguments:
         check_number("zero_shot_tolerance", self.zero_shot_tolerance, least=0)
 
 
+_GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": DualModeLoraConfig, "learner": LearnerArguments}
+
+
 def fields_of(cls: Any) -> list[Any]:
     """The fields of a dataclass that are settings."""
-    return cls.own_fields() if hasattr(cls, "own_fields") else list(dataclasses.fields(cls))
+    return cls.own_fields() if hasattr(cls, "own_fields") else list(fields(cls))
 
 
-def add_flag(group: Any, field: Any, hint: Any) -> argparse.Action:
-    """Make a field of a dataclass a flag of the group; its default is left to the dataclass."""
-    flag = "--" + field.name.replace("_", "-")
-    default = "" if field.default in (None, "") else f" (default: {field.default})"
-    text = (field.metadata["help"] + default).replace("%", "%%")
+def add_settings(parser: Parser, shown: Collection[str], hidden: Collection[str] = ()) -> None:
+    """Make the settings of a run flags of a command.
+
+    Args:
+        parser: of the command.
+        shown: those that `--help` shows; `--help-all` shows the others, too.
+        hidden: those that the command does not have.
+    """
+    for title, cls in _GROUPS.items():
+        names = [setting.name for setting in fields_of(cls) if setting.name not in hidden]
+        for flag in add_flags(parser.add_argument_group(title), cls, names):
+            if flag.dest not in shown:
+                parser.rare(flag)
+
+
+def add_flags(group: Any, cls: Any, names: Collection[str]) -> list[argparse.Action]:
+    """Make the named fields of a dataclass flags of the group; their defaults are left to the dataclass."""
+    hints = types_of(cls)
+    return [_add_flag(group, setting, hints[setting.name]) for setting in fields_of(cls) if setting.name in names]
+
+
+def _add_flag(group: Any, setting: Any, hint: Any) -> argparse.Action:
+    default = "" if setting.default in (None, "") else f" (default: {setting.default})"
+    text = (setting.metadata["help"] + default).replace("%", "%%")
+    facts: dict[str, Any] = {"dest": setting.name, "help": text, "default": argparse.SUPPRESS}
     if hint is bool:
-        return group.add_argument(
-            flag, dest=field.name, help=text, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
-        )
-    if field.metadata.get("repeated"):
-        return group.add_argument(
-            flag, dest=field.name, help=text, action="append", metavar="STR", default=argparse.SUPPRESS
-        )
-    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
-    metavar = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
-    return group.add_argument(
-        flag,
-        dest=field.name,
-        help=text,
-        type=_converter(kinds),
-        choices=field.metadata.get("choices"),
-        default=argparse.SUPPRESS,
-        metavar=None if "choices" in field.metadata else metavar,
-    )
+        facts |= {"action": argparse.BooleanOptionalAction}
+    elif setting.metadata.get("repeated"):
+        facts |= {"action": "append", "metavar": "STR"}
+    else:
+        kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+        facts["type"] = _converter(kinds)
+        if "choices" in setting.metadata:
+            facts["choices"] = setting.metadata["choices"]
+        else:
+            facts["metavar"] = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
+    return group.add_argument("--" + setting.name.replace("_", "-"), **facts)
 
 
 def _converter(kinds: tuple[Any, ...]) -> Any:
@@ -222,9 +238,6 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     Args:
         loaded: names and values.
         owner: what messages call the thing that has the settings.
-
-    Raises:
-        ValueError: a name is unknown.
     """
     hints = _hints()
     for name in loaded:
@@ -236,12 +249,7 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, DualModeLoraConfig, LearnerArguments]:
-    """The settings of a run as the three objects that check them.
-
-    Raises:
-        ValueError: a value is out of its range.
-        TypeError: a value is of another type.
-    """
+    """The settings of a run as the three objects that check them."""
     return pick(StreamArguments, settings), pick(DualModeLoraConfig, settings), pick(LearnerArguments, settings)
 
 
@@ -254,8 +262,7 @@ def types_of(cls: type) -> dict[str, Any]:
 @cache
 def _hints() -> dict[str, Any]:
     """Name -> type of every setting of a run."""
-    classes = (StreamArguments, DualModeLoraConfig, LearnerArguments)
-    return {field.name: types_of(cls)[field.name] for cls in classes for field in fields_of(cls)}
+    return {setting.name: types_of(cls)[setting.name] for cls in _GROUPS.values() for setting in fields_of(cls)}
 
 
 def _templates(settings: dict[str, Any]) -> dict[str, Any]:
@@ -286,4 +293,4 @@ def _from_yaml(value: Any, hint: Any) -> Any:
 
 def pick(cls: Any, settings: dict[str, Any]) -> Any:
     """An object of the dataclass, with those settings that are its own."""
-    return cls(**{field.name: settings[field.name] for field in fields_of(cls) if field.name in settings})
+    return cls(**{entry.name: settings[entry.name] for entry in fields_of(cls) if entry.name in settings})

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.data import open_data, say
+from dulbe_peft.commands.data import say
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.progress import Past
 
+DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
-FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", *_DRAWS)
+FIELDS = (*DATA_FIELDS, *_DRAWS)
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -37,16 +38,21 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
         report: say what was found.
     """
     from dulbe_peft.streams.protocols import rename_classes
-    from dulbe_peft.streams.splits import draw_per_class, hold_out
+    from dulbe_peft.streams.splits import draw_per_class, hold_out, open_stream_data
 
-    train, test = open_data(
-        source["data"],
+    how = (
         source["train_split"],
         source["test_split"],
         source.get("test_fraction"),
         source.get("skip_unreadable", False),
-        report,
     )
+    train, test, found = open_stream_data(source["data"], *how)
+    if report:
+        say(found.format() if found.left_out or found.unreadable else found.summary())
+        if found.unreadable:
+            say("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
+        if test is None:
+            say(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
     if names:
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)

@@ -210,9 +210,5 @@ def format_advice(advice: Advice) -> str:
         )
     if advice.held_back < FEW_HELD_BACK:
         lines.append(f"Only {advice.held_back} images could be held back, so all of this is rough.")
-    lines.append("Use: " + " ".join(_flag(name, value) for name, value in advice.settings.items()))
+    lines.append("Use: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.settings.items()))
     return "\n".join(lines)
-
-
-def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {value}"

@@ -27,9 +27,9 @@ from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.commands.run import set_up
 from dulbe_peft.commands.settings import validated
-from dulbe_peft.commands.sources import open_source, source_of
+from dulbe_peft.commands.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
-from dulbe_peft.cost import trainable_parameters
+from dulbe_peft.cost import memory_bytes, trainable_parameters
 from dulbe_peft.files import damage, read_json, read_tensors, write_json, write_tensors
 from dulbe_peft.recording import Answers, learn_from_features, read_features
 from dulbe_peft.retention import zero_shot_retention
@@ -39,7 +39,6 @@ from dulbe_peft.streams.tasks import Task
 
 CELL_FILE = "cell.json"
 ANSWERS_FOLDER = "answers"
-DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 LOG_FILE = "log.txt"
 # The run itself needs some classifier; those that the table shows learn from the features.
 _OWN_CLASSIFIERS = "prototype"
@@ -165,15 +164,12 @@ def _fingerprints(settings: str) -> list[str | None]:
 def _cost(learner: Any, folder: Path) -> dict[str, Any]:
     """Seconds of all tasks, parameters that a task trains, and bytes that the method keeps between tasks."""
     timings = read_json(folder / TIMINGS_FILE)["tasks"]
-    memory = learner.memory
-    tensors = memory.values() if isinstance(memory, dict) else ()
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     trained = trainable_parameters(learner.model, learner.strategy)["total"] if learner.strategy.adapts else 0
     return {
         # A run that was killed between a task's commit and its timing does not know that one.
         "seconds": sum(task["seconds"] for task in timings if task is not None),
         "trainable_parameters": trained,
-        "kept_bytes": int(getattr(memory, "nbytes", kept)),
+        "kept_bytes": memory_bytes(learner.memory),
     }
 
 

@@ -27,14 +27,13 @@ from dulbe_peft.comparison.table import (
     columns,
     counted,
     read_table,
-    signed,
     write_table_csv,
 )
 from dulbe_peft.files import replacing
 from dulbe_peft.report.figures import inline_svg
 from dulbe_peft.report.page import render_page
 from dulbe_peft.report.tables import flat, write_latex
-from dulbe_peft.streams.metrics import percent
+from dulbe_peft.streams.metrics import percent, signed
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:
@@ -48,9 +47,7 @@ def write_comparison_page(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not.
-
-    The page is a single file: its pictures and its style are in it, it runs no JavaScript and asks no server.
+    """Write a page about a comparison, finished or not: a single file, as `write_report` makes it.
 
     Args:
         folder: where `compare` has written.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
-from dulbe_peft.checks import check_number
+from dulbe_peft.checks import check_number, is_int
 from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
 from dulbe_peft.commands.settings import read_yaml, setting_values, validated
 from dulbe_peft.specs import closest, parse_spec
@@ -215,7 +215,7 @@ def _plan(content: dict[str, Any]) -> Plan:
     if not isinstance(content.get("seeds", []), list):
         raise ValueError(f"seeds must be a list such as [0, 1, 2], got {content['seeds']!r:.100}")
     seeds = _listed(content, "seeds", [0])
-    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
+    if not all(is_int(seed) and seed >= 0 for seed in seeds):
         raise ValueError(f"seeds must be integers of at least 0, got {seeds}")
     choices = {name: _choices(name, entry["choose"]) for name, entry in methods.items() if "choose" in entry}
     retentions = {name: _path(entry["retention"]) for name, entry in streams.items() if "retention" in entry}

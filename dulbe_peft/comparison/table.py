@@ -14,7 +14,7 @@ from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answ
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 from dulbe_peft.files import read_json, write_csv, write_json
-from dulbe_peft.streams.metrics import calibration_error, percent
+from dulbe_peft.streams.metrics import calibration_error, percent, signed
 
 TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
 MEASURES = {"last": "A_last", "average": "A_bar"}
@@ -232,11 +232,7 @@ def write_table(table: Table, output: Path) -> None:
 
 
 def write_table_csv(entries: Sequence[Entry], path: Path) -> None:
-    """Write all figures in full, as fractions.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write all figures in full, as fractions."""
     header = ["stream", "method", "classifier", "drift", "seeds"]
     header += [f"{name}{part}" for name in MEASURES for part in ("", "_std", "_difference", "_low", "_high")]
     header += ["gain", "gain_low", "gain_high", "calibration_error", "seconds", "trainable_parameters", "kept_bytes"]
@@ -330,8 +326,3 @@ def cells(entry: Entry) -> list[str]:
     drift = "" if entry.row.drift == "none" else entry.row.drift
     names = [entry.row.method, entry.row.classifier, drift]
     return [*names, figure("average"), figure("last"), away, gain, percent(entry.calibration_error), *cost, kept]
-
-
-def signed(value: float) -> str:
-    """A difference of two fractions in percentage points, with its sign."""
-    return ("+" if round(100 * value, 1) > 0 else "") + percent(value)

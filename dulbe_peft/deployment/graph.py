@@ -68,17 +68,14 @@ def _check_installed() -> None:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Hold back what the exporter says about packages and versions of its own; its errors come through."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 @torch.no_grad()
@@ -101,11 +98,7 @@ def _exported(module: PixelsToProbabilities, pixels: torch.Tensor, name: str) ->
 
 @torch.no_grad()
 def _largest_difference(path: Path, module: PixelsToProbabilities, size: int) -> float:
-    """The largest difference of a probability between onnxruntime and PyTorch.
-
-    Raises:
-        ValueError: it is above the tolerance.
-    """
+    """The largest difference of a probability between onnxruntime and PyTorch; too large a one is a `ValueError`."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

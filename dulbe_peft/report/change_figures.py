@@ -64,20 +64,9 @@ def depth_figure(profile: ReliabilityProfile, accuracy: DepthAccuracy | None = N
 def arrow_figure(before: torch.Tensor, after: torch.Tensor) -> Any:
     """matplotlib's figure of images that move in a plane; both are (n, 2), as `coordinate_plane` gives them."""
     figure, axes = new_figure(4.8)
-    way = (after - before).tolist()
-    start = before.tolist()
-    axes.scatter([x for x, _ in start], [y for _, y in start], s=6, color=SERIES[0])
-    axes.quiver(
-        [x for x, _ in start],
-        [y for _, y in start],
-        [x for x, _ in way],
-        [y for _, y in way],
-        angles="xy",
-        scale_units="xy",
-        scale=1,
-        color=SERIES[5],
-        width=0.003,
-    )
+    start, way = before.T.tolist(), (after - before).T.tolist()
+    axes.scatter(*start, s=6, color=SERIES[0])
+    axes.quiver(*start, *way, angles="xy", scale_units="xy", scale=1, color=SERIES[5], width=0.003)
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_xlabel("first direction of the coordinates")
     axes.set_ylabel("second direction")

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 from dulbe_peft.checkpoint import newest_task
-from dulbe_peft.classifiers.bridge import TENSORS_FILE, BridgeEnsembleHead
-from dulbe_peft.diagnostics import (
-    DepthAccuracy,
-    ReliabilityProfile,
-    TaskDrift,
-    coordinate_plane,
-    depth_accuracy,
-    drift_by_task,
-    old_test_features,
-    reliability_profile,
-)
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
+from dulbe_peft.feature_drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
 from dulbe_peft.files import replacing, write_json
 from dulbe_peft.recording import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.report.change_figures import arrow_figure, capture_figure, depth_figure
@@ -71,7 +63,7 @@ def read_changes(run: Run) -> Changes:
 def _bridge(run: Run) -> BridgeEnsembleHead | None:
     """The bridge ensemble after the last finished task; None where the run has none, or its task folders are gone."""
     newest = newest_task(run.folder, lambda _: None)
-    if newest is None or not (newest[0] / TENSORS_FILE).is_file():
+    if newest is None or not (newest[0] / BridgeEnsembleHead.file_names()[1]).is_file():
         return None
     return BridgeEnsembleHead.from_pretrained(newest[0])
 

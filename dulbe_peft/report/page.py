@@ -138,8 +138,7 @@ def percent(fraction: float | None, digits: int = 2) -> str:
 
 def points(fraction: float | None) -> str:
     """A difference of two fractions in percentage points, with its sign; empty where there is none."""
-    sign = "+" if fraction is not None and round(100 * fraction, 2) > 0 else ""
-    return sign + percent(fraction)
+    return "" if fraction is None else metrics.signed(fraction, 2)
 
 
 def _phase_order(name: str) -> tuple[int, str]:

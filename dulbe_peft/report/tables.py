@@ -198,11 +198,7 @@ def _short(text: str) -> str:
 
 
 def write_comparison_csv(rows: Sequence[Comparison], path: Path) -> None:
-    """Write the table with full figures, as fractions.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the table with full figures, as fractions."""
     header = ["runs", "n", "strategy", "method"]
     header += [f"{measure}{part}" for measure in MEASURES for part in ("", "_std")]
     lines = []
@@ -216,11 +212,7 @@ def write_comparison_csv(rows: Sequence[Comparison], path: Path) -> None:
 
 
 def write_comparison_latex(rows: Sequence[Comparison], path: Path) -> None:
-    """Write the table as a LaTeX `tabular` that needs no package, in percent.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the table as a LaTeX `tabular` that needs no package, in percent."""
     titles = ["runs", "strategy", "method", *(f"{title} (%)" for title in MEASURES.values())]
     figures = [[str(row.figures[m]) if m in row.figures else "" for m in MEASURES] for row in rows]
     names = [[", ".join(row.runs), row.strategy, row.method] for row in rows]
@@ -235,9 +227,6 @@ def write_latex(path: Path, titles: Sequence[str], rows: Sequence[Sequence[str]]
         titles: of the columns.
         rows: a cell for each column.
         texts: how many columns, from the left, hold texts; all others hold figures.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     layout = "l" * texts + "r" * (len(titles) - texts)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", " & ".join(map(latex_text, titles)) + r" \\", r"\hline"]

@@ -7,6 +7,7 @@ import sys
 import typing
 from typing import Any, TypeVar
 
+from dulbe_peft.checks import is_number
 from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
@@ -100,7 +101,7 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
 def _is_of(value: Any, hint: Any) -> bool:
     """Whether a saved value has the type of a setting; settings of other types check themselves."""
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        return is_number(value) and abs(value) <= sys.float_info.max
     return hint not in (int, bool, str) or type(value) is hint
 
 

@@ -22,7 +22,7 @@ Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-I
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,8 +31,8 @@ import torch
 from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.decompositions import eigh, fix_signs, to_float64
 from dulbe_peft.statistics import OccupationStatistics
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy
-from dulbe_peft.strategies.occupation import check_occupation, occupation
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.occupation import OccupationStrategy
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
@@ -52,12 +52,10 @@ def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> to
 
 
 @dataclass(frozen=True)
-class Bofa(Strategy):
+class Bofa(OccupationStrategy):
     """The mean of updates that start from the same weight, each in the directions used least before it."""
 
     name = "bofa"
-    remembers_inputs = True
-    remembers_more = True
     classifiers = ("bofa", "bridge", "lda")
     target_modules = ("visual_projection",)
 
@@ -86,13 +84,3 @@ class Bofa(Strategy):
         for layer in task.adapter.dual_mode_layers().values():
             layer.dulbe_history_B[adapter] = (1 - part) * layer.dulbe_history_B[adapter]
             layer.set_up_projections(adapter, part * layer.current_up(adapter))
-
-    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        return occupation(task, inputs)
-
-    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S + X'X of the further images."""
-        return occupation(task, inputs)
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        check_occupation(memory, widths)

@@ -56,9 +56,6 @@ class ClLora(Strategy):
         distillation: weight of the distillation at the early exit; 0 leaves it out.
         temperature: T of the distillation.
         similarity: weight of the penalty on similar block weights.
-
-    Raises:
-        ValueError: a setting is out of its range.
     """
 
     shared_blocks: float = 0.5

@@ -5,7 +5,6 @@ Reference: the DuLBE paper, "Gradient-Demand Dual-Mode Subspace Allocation" and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,28 +15,23 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.allocation import allocate_modes
 from dulbe_peft.functional import bidirectional_kl
 from dulbe_peft.statistics import OccupationStatistics
-from dulbe_peft.strategies.base import GRADIENTS, TEACHER, Memory, NewTask, Step, Strategy
-from dulbe_peft.strategies.occupation import check_occupation, occupation
+from dulbe_peft.strategies.base import GRADIENTS, TEACHER, NewTask, Step
+from dulbe_peft.strategies.occupation import OccupationStrategy
 
 
 @dataclass(frozen=True)
-class Dulbe(Strategy):
+class Dulbe(OccupationStrategy):
     """The paper's method. Its weights and temperatures are fields of `LearnerArguments`.
 
     Attributes:
         routing: "shared" lets the structure loss reach the shared mode alone; "both" is the paper's ablation, in which
             it reaches the residual modes, too.
-
-    Raises:
-        ValueError: `routing` is something else.
     """
 
     routing: Literal["shared", "both"] = "shared"
 
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
-    remembers_inputs = True
-    remembers_more = True
 
     def __post_init__(self) -> None:
         if self.routing not in ("shared", "both"):
@@ -67,13 +61,3 @@ class Dulbe(Strategy):
             task.args.instance_temperature,
             reduction=task.args.kl_reduction,
         )
-
-    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        return occupation(task, inputs)
-
-    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S + X'X of the further images."""
-        return occupation(task, inputs)
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        check_occupation(memory, widths)

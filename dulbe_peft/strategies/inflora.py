@@ -30,7 +30,7 @@ Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Con
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.decompositions import to_float64
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Strategy
-from dulbe_peft.strategies.subspaces import check_packed, dual_gpm, nothing, pack, top_directions, unpack
+from dulbe_peft.strategies.subspaces import Subspace, check_packed, dual_gpm, nothing, pack, top_directions, unpack
 
 
 @dataclass(frozen=True)
@@ -77,29 +77,26 @@ class InfLora(Strategy):
         return self.energy + (self.final_energy - self.energy) * min(1.0, index / self.tasks)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        kept, bases = unpack(task.memory), {}
-        for names in task.inputs.groups:
-            moment, label = _energy(task.inputs, names[0])
-            old = kept.get(names[0]) or nothing(len(moment))
-            directions = top_directions(old, moment, sum(task.ranks), label)
+        bases: dict[str, torch.Tensor] = {}
+        for names, old, energy, label in _uses(task, task.inputs):
+            directions = top_directions(old, energy, sum(task.ranks), label)
             bases.update(dict.fromkeys(names, directions / math.sqrt(3)))
         return task.modes(bases)
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        kept = unpack(task.memory)
-        after = {}
-        for names in inputs.groups:
-            moment, label = _energy(inputs, names[0])
-            old = kept.get(names[0]) or nothing(len(moment))
-            after[names] = dual_gpm(old, moment, self.threshold(task.index), label)
-        return pack(after)
+        share = self.threshold(task.index)
+        return pack({names: dual_gpm(old, energy, share, label) for names, old, energy, label in _uses(task, inputs)})
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         check_packed(memory, widths)
 
 
-def _energy(inputs: OccupationStatistics, name: str) -> tuple[torch.Tensor, str]:
-    """K = C C of a layer's inputs, (d_in, d_in), float64, and what messages call it."""
-    label = f"input statistics of layer {name!r}"
-    moment = to_float64(inputs[name], label)
-    return moment @ moment, label
+def _uses(
+    task: NewTask, inputs: OccupationStatistics
+) -> Iterator[tuple[tuple[str, ...], Subspace, torch.Tensor, str]]:
+    """Layers that share their input, what is occupied there, K = C C in float64, and what messages call K."""
+    kept = unpack(task.memory)
+    for names in inputs.groups:
+        label = f"input statistics of layer {names[0]!r}"
+        moment = to_float64(inputs[names[0]], label)
+        yield names, kept.get(names[0]) or nothing(len(moment)), moment @ moment, label

@@ -30,7 +30,6 @@ Learning", arXiv 2603.00191.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +39,8 @@ from dulbe_peft.checks import check_number
 from dulbe_peft.decompositions import fix_signs, to_float64, top_eigenvectors
 from dulbe_peft.functional import orthonormal_complement
 from dulbe_peft.statistics import OccupationStatistics
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Strategy
-from dulbe_peft.strategies.occupation import check_occupation, occupation, occupied
+from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
+from dulbe_peft.strategies.occupation import OccupationStrategy, occupation, occupied
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
@@ -85,14 +84,11 @@ def recalibration(basis: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> 
 
 
 @dataclass(frozen=True)
-class Loda(Strategy):
+class Loda(OccupationStrategy):
     """LoDA without its gradient-aligned optimisation.
 
     Attributes:
         ridge: rho in units of the mean eigenvalue of S_old, above 0.
-
-    Raises:
-        ValueError: `ridge` is out of its range.
     """
 
     ridge: float = 1e-3
@@ -100,7 +96,7 @@ class Loda(Strategy):
     name = "loda"
     needs = frozenset({INPUTS})
     orthonormal = False
-    remembers_more = True
+    remembers_inputs = False  # the model before the task has read them already
 
     def __post_init__(self) -> None:
         check_number("ridge", self.ridge, positive=True)
@@ -134,11 +130,5 @@ class Loda(Strategy):
                 layers[name].set_up_projections(adapter, torch.cat([up[:, :rank] @ scale, up[:, rank:]], dim=1))
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        """S + X'X of the task's images by the model before the task."""
         return occupation(task, task.inputs)
-
-    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S + X'X of the further images, by the model as it is; a task's own part of S is by the model before it."""
-        return occupation(task, inputs)
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        check_occupation(memory, widths)

@@ -11,6 +11,7 @@ Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +20,16 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.strategies.base import NewTask, Strategy
 
 
+def uniform_bases(task: NewTask, bound: Callable[[int], float]) -> dict[str, torch.Tensor]:
+    """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(d_in)` of 0."""
+    generator, rank = task.generator(), sum(task.ranks)
+    widths = {name: layer.in_features for name, layer in task.adapter.dual_mode_layers().items()}
+    return {n: bound(width) * (2 * torch.rand(width, rank, generator=generator) - 1) for n, width in widths.items()}
+
+
 def kaiming_bases(task: NewTask) -> dict[str, torch.Tensor]:
-    """Layer name -> A', (d_in, r_S + r_R), uniform within 1 / sqrt(d_in) of 0, as PEFT starts LoRA's A."""
-    generator = task.generator()
-    bases = {}
-    for name, layer in task.adapter.dual_mode_layers().items():
-        bound = 1 / math.sqrt(layer.in_features)
-        uniform = torch.rand(layer.in_features, sum(task.ranks), generator=generator)
-        bases[name] = bound * (2 * uniform - 1)
-    return bases
+    """Layer name -> A', uniform within 1 / sqrt(d_in) of 0, as PEFT starts LoRA's A."""
+    return uniform_bases(task, lambda width: 1 / math.sqrt(width))
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,6 @@ class LoraSub(MergedLora):
         energy: the share of X'X that the kept directions hold, in (0, 1].
         normalize: divide the projector by sqrt(k).
         project_start: project A's start as well as its steps.
-
-    Raises:
-        ValueError: `energy` is out of its range.
     """
 
     energy: float = 0.99

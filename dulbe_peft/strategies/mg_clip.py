@@ -38,6 +38,7 @@ from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.checks import check_number
 from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+from dulbe_peft.strategies.lora import uniform_bases
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,8 @@ class MgClip(Strategy):
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
         if task.index:
             return None
-        generator, rank, bases = task.generator(), sum(task.ranks), {}
-        for name, layer in task.adapter.dual_mode_layers().items():
-            bound = math.sqrt(6 / (layer.in_features + rank))
-            uniform = torch.rand(layer.in_features, rank, generator=generator)
-            bases[name] = self.scale(task) * bound * (2 * uniform - 1)
-        return task.modes(bases)
+        scale, rank = self.scale(task), sum(task.ranks)
+        return task.modes(uniform_bases(task, lambda width: scale * math.sqrt(6 / (width + rank))))
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from dulbe_peft.decompositions import to_float64
 from dulbe_peft.statistics import OccupationStatistics
-from dulbe_peft.strategies.base import Memory, NewTask
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 
 
 def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
@@ -25,21 +26,34 @@ def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatist
     return inputs
 
 
-def check_occupation(memory: Memory | None, widths: Mapping[str, int]) -> None:
-    """Raise a `ValueError` unless the statistics are of layers of these widths."""
-    if not memory:
-        return
-    if not isinstance(memory, OccupationStatistics):
-        raise ValueError(f"the file holds {sorted(memory)[:3]}, expected occupation statistics")
-    rows = memory.sketch_rows
-    for name, matrix in memory.items():
-        width = widths.get(name)
-        expected = None if width is None else (min(width, rows or width), width)
-        if tuple(matrix.shape) != expected:
-            found = "no such layer" if expected is None else expected
-            raise ValueError(f"statistics of {name!r} have shape {tuple(matrix.shape)}, the model: {found}")
-    if len(memory) != len(widths):
-        raise ValueError(f"statistics are of {len(memory)} layers, the model has {len(widths)}")
+@dataclass(frozen=True)
+class OccupationStrategy(Strategy):
+    """A strategy that remembers S: the inputs of every task's images, read by the model that has learned the task."""
+
+    remembers_inputs = True
+    remembers_more = True
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        return occupation(task, inputs)
+
+    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
+        """S + X'X of the further images."""
+        return occupation(task, inputs)
+
+    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
+        if not memory:
+            return
+        if not isinstance(memory, OccupationStatistics):
+            raise ValueError(f"the file holds {sorted(memory)[:3]}, expected occupation statistics")
+        rows = memory.sketch_rows
+        for name, matrix in memory.items():
+            width = widths.get(name)
+            expected = None if width is None else (min(width, rows or width), width)
+            if tuple(matrix.shape) != expected:
+                found = "no such layer" if expected is None else expected
+                raise ValueError(f"statistics of {name!r} have shape {tuple(matrix.shape)}, the model: {found}")
+        if len(memory) != len(widths):
+            raise ValueError(f"statistics are of {len(memory)} layers, the model has {len(widths)}")
 
 
 def occupied(memory: Memory | None, name: str) -> torch.Tensor | None:

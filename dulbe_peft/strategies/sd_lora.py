@@ -62,9 +62,6 @@ class SdLora(MergedLora):
 
     Attributes:
         magnitude: the value at which a new pair's magnitude starts, above 0.
-
-    Raises:
-        ValueError: `magnitude` is out of its range.
     """
 
     magnitude: float = 0.8

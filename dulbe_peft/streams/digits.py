@@ -29,11 +29,7 @@ class DigitImages:
 
 
 def load_digit_images(split: str | None) -> DigitImages:
-    """Three quarters of the digits, the split "train", or the rest, "test".
-
-    Raises:
-        FileNotFoundError: there is no such split.
-    """
+    """Three quarters of the digits, the split "train", or the rest, "test"."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dulbe_peft.streams.decoding import IMAGE_SUFFIXES, decode_image
+from dulbe_peft.streams.decoding import IMAGE_SUFFIXES
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import check_index
+from dulbe_peft.streams.samples import StoredImages
 
 # Names that people give to the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
@@ -80,7 +79,7 @@ def holds_only_folders(path: Path) -> bool:
     return not images and bool(subfolders(path))
 
 
-class ImageFolder:
+class ImageFolder(StoredImages):
     """Images in `root/split/class name/**`, or `root/class name/**` without a split.
 
     A class folder may hold folders of any depth. Files are .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first
@@ -138,14 +137,6 @@ class ImageFolder:
         self.class_names = check_class_names(kept)
         self._files = [(label, file) for label, name in enumerate(self.class_names) for file in found[name].images]
         self.labels = np.array([label for label, _ in self._files], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = check_index(index, len(self))
-        path = self.item_name(index)
-        return {"image": decode_image(path, index, path), "label": self._files[index][0]}
 
     def item_name(self, index: int) -> str:
         """Path of an image."""

@@ -8,14 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.streams.decoding import decode_image
 from dulbe_peft.streams.rows import row_source, undecoded
-from dulbe_peft.streams.samples import check_index, dataset_class_names, dataset_labels
+from dulbe_peft.streams.samples import StoredImages, carried_class_names, dataset_labels
 
 SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
 
 
-class HubImages:
+class HubImages(StoredImages):
     """A Hugging Face `datasets.Dataset` with an image column and a `ClassLabel` column.
 
     The images are decoded here and not by `datasets`, which would try every format that Pillow knows.
@@ -49,35 +48,19 @@ class HubImages:
         self.name = name
         self.dataset = stored
         self.labels = dataset_labels(columns)
-        self.class_names = dataset_class_names(columns)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = check_index(index, len(self))
-        image = decode_image(self.item_source(index), index, self.item_name(index))
-        return {"image": image, "label": int(self.labels[index])}
+        self.class_names = carried_class_names(columns)
 
     def item_name(self, index: int) -> str:
         """The dataset and the row."""
         return f"{self.name}[{index}]"
 
     def item_source(self, index: int) -> io.BytesIO | str:
-        """What Pillow opens: the bytes of an image, or the path of a file on this machine.
-
-        Raises:
-            ValueError: the row has neither.
-        """
+        """What Pillow opens: the bytes of an image, or the path of a file on this machine."""
         return row_source(self.dataset[index]["image"], f"image {index} ({self.item_name(index)})")
 
 
 def import_datasets() -> Any:
-    """The package `datasets`.
-
-    Raises:
-        ImportError: it is not installed; the message says how to get it.
-    """
+    """The package `datasets`."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:

@@ -18,6 +18,7 @@ from dulbe_peft.streams.samples import carried_class_names, dataset_class_names,
 from dulbe_peft.streams.tasks import ClassSubset
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
+_SHOWN = 20  # unreadable images that a message names
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _reasons(left_out: Sequence[tuple[str, str]]) -> list[str]:
     return [f"  {len(rows):>6}  {why}, such as {rows[0]}" for why, rows in ordered]
 
 
-def unreadable_lines(unreadable: Sequence[tuple[str, str]], most: int = 20) -> list[str]:
+def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
     """The first unreadable images, one a line with its reason, and how many more there are."""
-    lines = [f"  {name}: {reason}" for name, reason in unreadable[:most]]
-    return lines if len(unreadable) <= most else [*lines, f"  ... and {len(unreadable) - most} more"]
+    lines = [f"  {name}: {reason}" for name, reason in unreadable[:_SHOWN]]
+    return lines if len(unreadable) <= _SHOWN else [*lines, f"  ... and {len(unreadable) - _SHOWN} more"]
 
 
 def inspect_images(

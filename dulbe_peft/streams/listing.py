@@ -19,11 +19,7 @@ def listing(dataset: Any) -> Listing:
 
 
 def check_listing(value: Any) -> Listing:
-    """`value`, after a check that `listing` can have made it.
-
-    Raises:
-        ValueError: it is neither null nor a list of texts.
-    """
+    """`value`, after a check that `listing` can have made it."""
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
         raise ValueError(f"a listing of images must be a list of texts or null, got {value!r:.100}")
     return value

@@ -4,7 +4,7 @@ R[t, i]   accuracy on task i's classes after task t, among all classes seen by t
 A[t]      accuracy on the test images of all classes seen after task t, task identity unknown
 
 What was not measured is NaN in an array and None in JSON: a learner that had learned before a run began has tasks
-that the run never tested. The measures leave it out.
+that the run never tested. The measures leave it out. Numbers that are no accuracies are a `ValueError`.
 """
 
 from __future__ import annotations
@@ -94,20 +94,12 @@ def _check_overall(overall: Any) -> np.ndarray:
 
 
 def average_accuracy(overall: Sequence[float | None]) -> float:
-    """Mean of A over the stream's measured steps.
-
-    Raises:
-        ValueError: `overall` is empty or holds something else than fractions.
-    """
+    """Mean of A over the stream's measured steps."""
     return float(np.nanmean(_check_overall(overall)))
 
 
 def last_accuracy(overall: Sequence[float | None]) -> float:
-    """A after the last task; NaN where it was not measured.
-
-    Raises:
-        ValueError: `overall` is empty or holds something else than fractions.
-    """
+    """A after the last task; NaN where it was not measured."""
     return float(_check_overall(overall)[-1])
 
 
@@ -115,9 +107,6 @@ def forgetting(matrix: Any) -> float:
     """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task.
 
     Tasks for which one of the two was not measured are left out; NaN where none is left.
-
-    Raises:
-        ValueError: `matrix` is no accuracy matrix.
     """
     array = check_accuracy_matrix(matrix)
     if len(array) == 1:
@@ -128,13 +117,7 @@ def forgetting(matrix: Any) -> float:
 
 
 def backward_transfer(matrix: Any) -> float:
-    """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task.
-
-    Tasks for which one of the two was not measured are left out; NaN where none is left.
-
-    Raises:
-        ValueError: `matrix` is no accuracy matrix.
-    """
+    """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task, and else as `forgetting`."""
     array = check_accuracy_matrix(matrix)
     if len(array) == 1:
         return 0.0
@@ -254,3 +237,8 @@ def percent(value: float | None, digits: int = 1) -> str:
     """
     # Adding 0.0 takes the sign from a zero.
     return "-" if value is None else f"{round(100 * value, digits) + 0.0:.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """A difference of two fractions in percentage points, with its sign."""
+    return ("+" if round(100 * value, digits) > 0 else "") + percent(value, digits)

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dulbe_peft.streams.decoding import decode_image
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import check_index
+from dulbe_peft.streams.samples import StoredImages
 
 NPZ_KEYS = ("blob", "offsets", "labels", "split", "names")
 NPZ_SPLITS = {"train": 0, "test": 1}
@@ -28,7 +27,7 @@ _MOST_EXPANSION, _ROOM = 100, 2**24
 T = TypeVar("T")
 
 
-class NpzImages:
+class NpzImages(StoredImages):
     """One split of an `.npz` file with the arrays `blob`, `offsets`, `labels`, `split` and `names`.
 
     Image i is the file `blob[offsets[i]:offsets[i + 1]]` (JPEG or another format that Pillow knows), `labels[i]`
@@ -70,14 +69,6 @@ class NpzImages:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_blob": None}  # a worker process opens the file itself
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = check_index(index, len(self))
-        image = decode_image(self.item_source(index), index, self.item_name(index))
-        return {"image": image, "label": int(self.labels[index])}
-
     def item_name(self, index: int) -> str:
         """The file and the image's position in it."""
         return f"{self.path}[{self._items[index]}]"
@@ -96,11 +87,7 @@ class NpzImages:
 
 
 def npz_splits(path: Path) -> list[str]:
-    """The splits of an `.npz` file that have an image.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """The splits of an `.npz` file that have an image."""
     present = _named(path, lambda: _read_arrays(path, ("split",)))["split"]
     return [name for name, number in NPZ_SPLITS.items() if (present == number).any()]
 

@@ -49,7 +49,7 @@ def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:
 def check_counts(
     train: Any, test: Any, classes: int | None = None, images: int | None = None, test_images: int | None = None
 ) -> None:
-    """Raise where a stream's data has other numbers than its protocol.
+    """Raise a `ValueError` where a stream's data has other numbers than its protocol.
 
     Args:
         train: images to learn from, with class names.
@@ -57,9 +57,6 @@ def check_counts(
         classes: how many classes there must be; None: any number.
         images: how many images there must be to learn from.
         test_images: how many to test on.
-
-    Raises:
-        ValueError: a number differs; the message has both, for all that differ.
     """
     found = {
         "classes": (len(carried_class_names(train)), classes),
@@ -76,15 +73,12 @@ def check_counts(
 
 
 def check_zero_shot(found: float | None, expected: float, tolerance: float) -> None:
-    """Raise where the pristine model's accuracy is not the published one: model, prompts or images differ.
+    """Raise a `ValueError` where the pristine model's accuracy is not the published one: something differs.
 
     Args:
         found: top-1 accuracy over all classes, in [0, 1]; None where nothing could be tested.
         expected: the published accuracy, in percent.
         tolerance: how far `found` may be from it, in points of percent.
-
-    Raises:
-        ValueError: it is farther away, or nothing could be tested.
     """
     if found is None:
         raise ValueError(

@@ -32,11 +32,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def row_source(row: Any, name: str) -> io.BytesIO | str:
-    """What Pillow opens of a stored image: its bytes, or the path of a file on this machine.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """What Pillow opens of a stored image: its bytes, or the path of a file on this machine."""
     stored = row if isinstance(row, Mapping) else {}
     if stored.get("bytes") is not None:
         return io.BytesIO(stored["bytes"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.streams.decoding import decode_image
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.rows import read_row
 
@@ -47,15 +48,32 @@ def read_sample(dataset: Any, index: int) -> tuple[Any, int]:
     return image, int(value)
 
 
-def check_index(index: int, length: int) -> int:
-    """`index` counted from 0, where it may be negative as in a list.
+class StoredImages:
+    """A data set of images in files; a reader says by `item_source` what Pillow opens, and by `item_name` where it is.
 
-    Raises:
-        IndexError: it is out of range.
+    Attributes:
+        labels: (n,), int64.
+        class_names: what they index.
     """
-    if not -length <= index < length:
-        raise IndexError(f"index {index} is out of range for {length} images")
-    return int(index) % length
+
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+
+    def item_name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def item_source(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} images")
+        index = int(index) % len(self)
+        image = decode_image(self.item_source(index), index, self.item_name(index))
+        return {"image": image, "label": int(self.labels[index])}
 
 
 def source_item(dataset: Any, index: int) -> tuple[Any, int]:

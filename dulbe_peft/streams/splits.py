@@ -153,7 +153,7 @@ def open_stream_data(
     if found.unreadable and not skip_unreadable:
         raise ValueError(_unreadable_message(path, found))
     train = _readable(train, found.positions.get(train_split))
-    test = None if test is None else _readable(test, found.positions.get(test_split))
+    test = _readable(test, found.positions.get(test_split))
     if test_fraction is not None:
         train, test = hold_out(train, test_fraction)
     used = ((train_split, train), *([] if test is None else [(test_split, test)]))

@@ -19,10 +19,11 @@ from dulbe_peft.streams.orders import resolve_order
 from dulbe_peft.streams.samples import checked_labels, dataset_class_names, item_name, read_sample, source_item
 
 
+@dataclass(eq=False, repr=False)
 class ClassSubset:
     """The images of some classes of a dataset, with labels that index `class_names`.
 
-    Args:
+    Attributes:
         dataset: the dataset the images come from.
         indices: positions in `dataset`, shape (n,), int64.
         labels: label of each of them in this subset, shape (n,), int64.
@@ -30,19 +31,11 @@ class ClassSubset:
         source_labels: the label each sample must carry in `dataset`, shape (n,), int64.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        indices: np.ndarray,
-        labels: np.ndarray,
-        class_names: tuple[str, ...],
-        source_labels: np.ndarray,
-    ) -> None:
-        self.dataset = dataset
-        self.indices = indices
-        self.labels = labels
-        self.class_names = class_names
-        self.source_labels = source_labels
+    dataset: Any
+    indices: np.ndarray
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    source_labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -166,9 +159,9 @@ def class_incremental_tasks(
     """
     names = _common_class_names(train, test) if class_names is None else check_class_names(class_names)
     increment = _check_count("increment", increment, len(names))
-    first = (
-        increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
-    )
+    first = increment
+    if initial_increment is not None:
+        first = _check_count("initial_increment", initial_increment, len(names))
     order = resolve_order(class_order, seed, names)
     begun = [np.array([_label(name, names) for name in task], dtype=np.int64) for task in first_tasks]
     if begun:

@@ -1,0 +1,124 @@
+"""Which layers an adapter takes: in the vision tower those that the configuration names, in the text tower its own."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+import peft
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from torch import nn
+
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.encoders import CLIP_TEXT_TARGETS, ENCODERS, find_record
+
+# The projection of a text's features stands beside the tower, and images do not pass through it.
+_TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
+_NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
+
+
+def in_text_tower(key: str) -> bool:
+    """Whether a module of this dotted name is a part of the text tower, or its projection."""
+    return not _TEXT_PARTS.isdisjoint(key.split("."))
+
+
+def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
+    """What PEFT asks of a tuner: whether a module is a target, and PEFT's own mark where it is excluded.
+
+    Visual targets are as in PEFT, but lists of names leave the pooling head alone. Text LoRA has a list of its own.
+    """
+    found = check_target_module_exists(config, key)
+    if isinstance(found, _ExcludedModule):
+        return found
+    record = find_record(model)
+    if in_text_tower(key):
+        if config.text_target_modules:
+            targeted = any(f".{key}".endswith(f".{name}") for name in config.text_target_modules)
+        else:
+            endings = record.text_targets if record else CLIP_TEXT_TARGETS
+            targeted = re.fullmatch(rf"(.*\.)?({endings})", key) is not None
+        return config.text_rank > 0 and targeted
+    if not isinstance(config.target_modules, str) and record is not None and record.pooling_head in key.split("."):
+        return False
+    return found
+
+
+def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
+    """Raise a `ValueError` where a target cannot be adapted, or the vision tower has none.
+
+    "all-linear" becomes a list of names, where it is known which layers belong to the blocks.
+    """
+    if config.target_modules == "all-linear" and find_record(model) is not None:
+        config.target_modules = _block_endings(model)
+    every = config.target_modules == "all-linear"
+    names = [name for name, _ in model.named_modules() if name]
+    visual = False
+    for name, module in model.named_modules():
+        if not name or ".base_layer" in name or (every and not isinstance(module, nn.Linear)):
+            continue
+        targeted = find_target(config, model, name)
+        if isinstance(targeted, _ExcludedModule) or not (targeted or every):
+            continue
+        check_target(config, name, module)
+        visual = visual or not in_text_tower(name)
+    if not visual and not every and not config.exclude_modules and not config.modules_to_save:
+        raise _NoTarget(_no_target_message(config, names))
+
+
+def check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
+    """Raise a ValueError where a module cannot be adapted."""
+    linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
+    if not isinstance(linear, nn.Linear):
+        hint = ""
+        if isinstance(linear, nn.MultiheadAttention):
+            hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
+        kind = type(linear).__name__
+        raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
+    rank = config.shared_rank + config.residual_rank
+    if in_text_tower(name):
+        if config.text_rank > linear.in_features:
+            raise ValueError(
+                f"text_rank = {config.text_rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
+                "lower it"
+            )
+    elif rank > linear.in_features:
+        raise ValueError(
+            f"shared_rank + residual_rank = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
+            "lower the ranks or leave the layer out"
+        )
+
+
+def _block_endings(model: nn.Module) -> list[str]:
+    """Name endings of all linear layers in the vision tower's blocks, which are the numbered modules."""
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, DualModeLayer))
+            and ".base_layer" not in name
+            and any(part.isdigit() for part in name.split("."))
+            and not in_text_tower(name)
+        }
+    )
+
+
+def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
+    message = (
+        f"Target modules {config.target_modules} not found in the base model. "
+        "Please check the target modules and try again."
+    )
+    if config.layers_to_transform is not None:
+        message += f" Note: You specified 'layers_to_transform': {config.layers_to_transform}."
+    if config.layers_pattern is not None:
+        message += f" You also specified 'layers_pattern': {config.layers_pattern}."
+    if any(check_target_module_exists(config, name) for name in names):
+        message += (
+            " They name parts of the text tower, and target_modules is for the vision tower; text_target_modules is "
+            "for the text tower."
+        )
+    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
+    endings = sorted({name.rpartition(".")[2] for name in names})
+    close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})
+    return message + (f" Closest names: {close}." if close else "")

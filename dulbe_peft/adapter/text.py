@@ -1,0 +1,79 @@
+"""Plain LoRA in the text tower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.functional import without_autocast
+
+
+class TextLoraLinear(DualModeLayer):
+    """A linear layer of the text tower with plain LoRA: y = W x + (text_alpha / text_rank) B A x.
+
+    Attributes:
+        dulbe_text_A: adapter name -> A, (text_rank, d_in), Xavier-uniform at the start, trained over all tasks.
+        dulbe_text_B: adapter name -> B, (d_out, text_rank), zero at the start, trained over all tasks.
+
+    Reference:
+        Appendix, "Training schedule and text adaptation".
+    """
+
+    adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
+    other_param_names = ("scaling",)
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
+        super().__init__(base_layer)
+        self.scaling: dict[str, float] = {}
+        self._scale = 1.0  # of a `scaled` block
+        self.dulbe_text_A = nn.ParameterDict({})
+        self.dulbe_text_B = nn.ParameterDict({})
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
+        """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
+        self.scaling[adapter_name] = config.text_alpha / config.text_rank
+        down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
+        up = torch.zeros(self.out_features, config.text_rank, dtype=torch.float32)
+        if not config.init_weights:
+            nn.init.kaiming_uniform_(up, a=math.sqrt(5))
+        self.dulbe_text_A[adapter_name] = nn.Parameter(down)
+        self.dulbe_text_B[adapter_name] = nn.Parameter(up)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """(text_alpha / text_rank) B A, (d_out, d_in) in float32."""
+        if adapter not in self.dulbe_text_A:
+            raise self._missing(adapter)
+        down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()
+        with without_autocast(up):
+            return self.scaling[adapter] * (up @ down)
+
+    @contextmanager
+    def scaled(self, adapter: str, scale: float) -> Iterator[None]:
+        before, self._scale = self._scale, scale
+        try:
+            yield
+        finally:
+            self._scale = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scale": 1.0}
+
+    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base_layer(x)
+        for name in self._adapters_here(self.active_adapters):
+            down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
+            hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
+            result = result + (self._scale * self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
+        return result
