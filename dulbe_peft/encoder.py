@@ -100,7 +100,7 @@ class Encoder:
         loader: Any = DataLoader(
             images,
             batch_sampler=batches,
-            num_workers=self.args.num_workers,
+            num_workers=min(self.args.num_workers, len(batches)),  # more would start, and wait
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_main_process,
         )

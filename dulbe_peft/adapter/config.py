@@ -137,6 +137,7 @@ class DualModeLoraConfig(PeftConfig):
             _check_names(name, getattr(self, name), or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
             _check_names(name, getattr(self, name), or_expression=False)
+        _check_names("layers_pattern", self.layers_pattern, or_expression=True)
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or ()
         for pattern in patterns:  # PEFT puts each into an expression of its own
             if not isinstance(pattern, str) or not re.fullmatch(r"[\w.]+", pattern):
