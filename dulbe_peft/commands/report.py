@@ -56,7 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
         )
     page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
     figures = [] if arguments.figures is None else write_figures(folders[0], arguments.figures)
-    for path in (page, arguments.csv, arguments.latex, *figures):
+    for path in (arguments.output or page, arguments.csv, arguments.latex, *figures):
         if path is not None:
             print(f"written: {path}")
     return 0
