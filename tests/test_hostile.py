@@ -20,6 +20,7 @@ from dulbe_peft.files import read_lines
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
 from dulbe_peft.streams.folders import Found
+from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.tasks import Task
 
@@ -196,3 +197,8 @@ def test_no_more_processes_than_batches(monkeypatch):
 def test_layers_pattern_of_another_type_is_named():
     with pytest.raises(TypeError, match="layers_pattern"):
         DualModeLoraConfig(layers_pattern=3, layers_to_transform=[0])
+
+
+def test_an_empty_path_is_not_the_current_folder():
+    with pytest.raises(ValueError, match="the path of an image is ''"):
+        Gallery(["", "photo.jpg"])
