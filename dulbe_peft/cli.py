@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import signal
@@ -45,6 +46,8 @@ EXAMPLE = """`dulbe-peft COMMAND --help` shows a command's flags and an example.
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130, 141 or 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     transformers_logging.disable_progress_bar()  # a bar for each model that is loaded says nothing to a person
     # PEFT reads an attribute that transformers renamed. Nothing that the user does can change that.
     warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)

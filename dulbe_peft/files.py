@@ -41,6 +41,20 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
+def read_lines(path: str | Path) -> list[str]:
+    """The lines of somebody's text file in UTF-8 that are not blank, without the mark that some editors put first.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not in UTF-8.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds.
 
@@ -132,6 +146,9 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
+    except UnicodeEncodeError as error:  # of a file's name that is not UTF-8
+        near = error.object[max(0, error.start - 100) : error.end + 20]
+        raise ValueError(f"{path} cannot be written: {near!r} is not UTF-8; rename what is called so") from error
     except OSError as error:
         if isinstance(error, FileExistsError) and error.errno is None:
             raise  # our own, which names the file

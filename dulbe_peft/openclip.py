@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
+from dulbe_peft.checkpoint import commit_export
 from dulbe_peft.checks import check_int
 from dulbe_peft.files import read_tensors
 from dulbe_peft.images import with_image_resize
@@ -125,7 +126,7 @@ def save_open_clip(
 
     Args:
         checkpoint: as in `convert_open_clip`.
-        folder: where to write.
+        folder: where to write; only what an earlier call wrote is replaced.
         tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
         resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
         facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
@@ -134,6 +135,7 @@ def save_open_clip(
         The model.
 
     Raises:
+        FileExistsError: the folder holds something else; nothing is changed.
         ValueError: the checkpoint does not fit, or the tokenizer does not fit its vocabulary.
     """
     model: Any = convert_open_clip(checkpoint, **facts)
@@ -145,8 +147,12 @@ def save_open_clip(
             f"model has {vocabulary} and {end}: it is the tokenizer of another model"
         )
     processor = with_image_resize(CLIPProcessor(CLIPImageProcessorPil(), reader), model, resize)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        processor.save_pretrained(temporary)
+
+    commit_export(folder, "open_clip", write)
     return model
 
 

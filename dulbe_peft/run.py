@@ -359,6 +359,9 @@ def _begin(learner: StreamLearner, own: list[Task], output: Path, resume: bool) 
         why = "none of them is valid" if resume else "resume is off"
         first = old[-1].name
         raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
+    taken = [name for name in (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS) if (output / name).exists()]
+    if taken:
+        raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
     seen = list(learner.state.class_names)
     for task in own:
         seen += check_class_names(task.class_names, seen)

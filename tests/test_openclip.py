@@ -180,6 +180,14 @@ def test_cropping_is_the_default(tokenizer, tmp_path):
     assert torch.allclose(pixel_values(processor, image), pixel_values(processor, middle), atol=0.05)
 
 
+def test_a_folder_of_others_is_left_alone(tokenizer, tmp_path):
+    folder, vocabulary = tokenizer
+    (tmp_path / "model.safetensors").write_text("the checkpoint itself")
+    with pytest.raises(FileExistsError, match="nothing is replaced"):
+        save_open_clip(random_state(vocabulary), tmp_path, folder)
+    assert (tmp_path / "model.safetensors").read_text() == "the checkpoint itself"
+
+
 def changed(**changes):
     state = random_state(50)
     for name, value in changes.items():

@@ -140,6 +140,7 @@ class DualModeLoraConfig(PeftConfig):
         self.exclude_modules = _checked_names("exclude_modules", self.exclude_modules, or_expression=True)
         for name in ("text_target_modules", "modules_to_save"):
             setattr(self, name, _checked_names(name, getattr(self, name), or_expression=False))
+        _checked_names("layers_pattern", self.layers_pattern, or_expression=True)
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or ()
         for pattern in patterns:  # PEFT puts each into an expression of its own
             if not isinstance(pattern, str) or not re.fullmatch(r"[\w.]+", pattern):

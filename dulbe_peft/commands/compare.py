@@ -34,8 +34,6 @@ def compare(arguments: argparse.Namespace) -> int:
     from dulbe_peft.comparison.plan import read_plan
     from dulbe_peft.comparison.table import format_table
 
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}")
     plan, output = read_plan(arguments.file), Path(arguments.output)
     if arguments.dry_run:
         trials = [trial for stream in plan.streams for method in plan.choices for trial in plan.trials(stream, method)]

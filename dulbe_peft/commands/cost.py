@@ -8,7 +8,7 @@ from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.commands.loading import adapted
-from dulbe_peft.commands.outputs import check_output, output_file
+from dulbe_peft.commands.outputs import check_outputs, output_file
 from dulbe_peft.commands.settings import StreamArguments, add_flags, fields_of, pick, settings_of
 
 EXAMPLE = """example:
@@ -42,7 +42,7 @@ def show_cost(arguments: argparse.Namespace) -> int:
     config: DualModeLoraConfig = pick(DualModeLoraConfig, settings)
     if not stream.model:
         raise ValueError("--model is required")
-    check_output("--json", arguments.json, ".json")
+    check_outputs(("--json", arguments.json, ".json"), inputs=[arguments.config])
     import torch
 
     from dulbe_peft.backbone import embed_dim, empty_encoder, has_text

@@ -9,7 +9,7 @@ from typing import Any
 
 from dulbe_peft.commands.data import add_labelled, load_labelled
 from dulbe_peft.commands.loading import add_learner, load_learner
-from dulbe_peft.commands.outputs import check_output
+from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.parser import Parser
 
 EXAMPLE = """examples:
@@ -37,7 +37,7 @@ def features(arguments: argparse.Namespace) -> int:
     """Write the file."""
     if arguments.output == "-":
         raise ValueError("--output is '-', expected the path of an .npz file")
-    check_output("--output", arguments.output, ".npz")
+    check_outputs(("--output", arguments.output, ".npz"), inputs=[arguments.data])
     if arguments.learner is not None and arguments.prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     import numpy as np

@@ -140,6 +140,5 @@ def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
     left_out = 0 if test is None or held_out is None else len(test) - len(held_out)
     if left_out:
         say(f"test images of known classes are not used: {left_out}; evaluate tests on them")
-    return class_incremental_tasks(
-        select_classes(train, new), held_out or None, increment=min(increment or len(new), len(new))
-    )
+    size = len(new) if increment is None else min(increment, len(new))
+    return class_incremental_tasks(select_classes(train, new), held_out or None, increment=size)

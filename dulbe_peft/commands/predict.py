@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from dulbe_peft.commands.loading import add_learner, load_learner
-from dulbe_peft.commands.outputs import check_output, output_file
+from dulbe_peft.commands.outputs import check_outputs, output_file
 from dulbe_peft.commands.parser import Parser
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -51,11 +51,10 @@ def predict(arguments: argparse.Namespace) -> int:
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.streams.inventory import counted
 
-    check_output("--csv", arguments.csv, ".csv")
-    check_output("--json", arguments.json, ".json")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
+    check_outputs(("--csv", arguments.csv, ".csv"), ("--json", arguments.json, ".json"))
     images = list(_images(arguments.paths))
+    if not images:
+        raise ValueError("standard input is empty: neither an image nor a path is there")
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     many = len(images) > 64 or any(os.path.isdir(path) for path in arguments.paths)
     learner = load_learner(arguments, num_workers=workers if many else 0)

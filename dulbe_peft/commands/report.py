@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from dulbe_peft.commands.outputs import check_output
+from dulbe_peft.commands.outputs import check_outputs
 
 EXAMPLE = """example:
   dulbe-peft report out
@@ -37,10 +38,11 @@ def report(arguments: argparse.Namespace) -> int:
     from dulbe_peft.comparison.page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 
-    check_output("--output", arguments.output, ".html")
-    check_output("--csv", arguments.csv, ".csv")
-    check_output("--latex", arguments.latex, ".tex")
-    folders, files = arguments.runs, (arguments.output, arguments.csv, arguments.latex)
+    named = (arguments.output, arguments.csv, arguments.latex)
+    check_outputs(*zip(("--output", "--csv", "--latex"), named, (".html", ".csv", ".tex"), strict=True))
+    # Where a link is named, what it leads to is written.
+    files = tuple(None if path is None else Path(path).resolve() for path in named)
+    folders = list({Path(folder).resolve(): folder for folder in arguments.runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
     if comparisons and len(folders) > 1:
         runs = [folder for folder in folders if folder not in comparisons]
@@ -54,7 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
         )
     page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
     figures = [] if arguments.figures is None else write_figures(folders[0], arguments.figures)
-    for path in (page, arguments.csv, arguments.latex, *figures):
+    for path in (arguments.output or page, arguments.csv, arguments.latex, *figures):
         if path is not None:
             print(f"written: {path}")
     return 0

@@ -145,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
+    from dulbe_peft.files import read_lines
     from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.samples import carried_class_names
     from dulbe_peft.streams.tasks import class_incremental_tasks
@@ -156,8 +157,7 @@ def stream_tasks(stream: StreamArguments) -> Any:
     if order is not None and order != "icarl":
         if not Path(order).is_file():
             raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
-        lines = [line.strip() for line in Path(order).read_text(encoding="utf-8").splitlines()]
-        order = [line for line in lines if line]
+        order = [line.strip() for line in read_lines(order)]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
     finished = _finished_tasks(stream)

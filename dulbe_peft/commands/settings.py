@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -18,7 +19,10 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checks import check_number
 from dulbe_peft.commands.parser import Parser
+from dulbe_peft.files import read_lines
 from dulbe_peft.specs import closest
+
+_MOST_ENTRIES = 100_000  # of a YAML file, its aliases written out
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{kind} file {str(path)!r} does not exist")
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _unique_keys()) or {}
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _strict_loader()) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{kind} file {str(path)!r} is not YAML: {error}") from error
     if not isinstance(loaded, dict):
@@ -217,19 +221,36 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     return loaded
 
 
-def _unique_keys() -> Any:
-    """YAML's safe loader that refuses a name which stands twice; YAML's own takes the last one in silence."""
+def _strict_loader() -> Any:
+    """YAML's safe loader that refuses a name which stands twice, of which YAML's own takes the last one in silence,
+    and a file whose aliases stand for so much that nobody could have meant it."""
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def get_single_node(self) -> Any:
+            node = super().get_single_node()
+            if node is not None and _entries(node, {}) > _MOST_ENTRIES:
+                raise yaml.YAMLError(f"with its aliases in full it has more than {_MOST_ENTRIES} entries")
+            return node
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            names = [str(key.value) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
             if twice:
                 raise yaml.YAMLError(f"{twice[0]!r} stands twice, line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 
     return Loader
+
+
+def _entries(node: Any, counted: dict[int, int]) -> int:
+    """How many entries a node of YAML has, each alias counted as what it stands for."""
+    if id(node) not in counted:
+        counted[id(node)] = 1  # where it holds itself
+        parts = [] if isinstance(node.value, str) else node.value
+        inner = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+        counted[id(node)] = 1 + sum(_entries(part, counted) for part in inner)
+    return counted[id(node)]
 
 
 def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -273,7 +294,7 @@ def _templates(settings: dict[str, Any]) -> dict[str, Any]:
     texts: list[Any] = []
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and "{}" not in text and Path(text).is_file():
-            texts += [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
+            texts += read_lines(text)
         else:
             texts.append(text)
     return {"prompt_template": texts[0] if len(texts) == 1 else texts}

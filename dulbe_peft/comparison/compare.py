@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.checkpoint import check_outside_learners
+from dulbe_peft.checks import check_int
 from dulbe_peft.commands.data import check_run_folder
 from dulbe_peft.comparison.cells import is_done, read_answers
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
@@ -51,9 +53,12 @@ def compare(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    if jobs is not None:
+        check_int("jobs", jobs, 1)
     output = Path(output).absolute()
-    for settings in plan.streams.values():
-        check_run_folder(settings["data"], str(output))
+    check_outside_learners(output, "write a comparison")
+    for data in (*(settings["data"] for settings in plan.streams.values()), *plan.retentions.values()):
+        check_run_folder(data, str(output))
     how = (output, jobs or default_jobs(), backend, address)
     chosen = _choose(plan, *how, say)
     cells = plan.cells(chosen)

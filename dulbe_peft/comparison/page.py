@@ -104,7 +104,7 @@ def _view(table: Table, name: str) -> dict[str, Any]:
         "columns": [(column, COLUMNS[column]) for column in columns(entries)],
         "texts": TEXT_COLUMNS,
         "chosen": chosen,
-        "settings": [(key, _listed(flat(values))) for key, values in (scope.streams | scope.methods).items()],
+        "settings": [(key, _listed(flat(values))) for key, values in (*scope.streams.items(), *scope.methods.items())],
     }
 
 

@@ -35,7 +35,7 @@ CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
 # What a stream is: other images in a method's runs could not be compared with those of the others.
 _STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "skip_unreadable", "max_tasks"}
 _STREAM_ONLY |= {"class_order", "order_seed", "draw_seed", "images_per_class"}
-_OWN = {"retention", "retention_scales", "choose"}  # keys of a stream or a method that are no settings of a run
+_OWN_OF_METHOD, _OWN_OF_STREAM = {"choose"}, {"retention", "retention_scales"}  # keys that are no settings of a run
 _FIXED = {
     "output": "the command line names one folder for all",
     "seed": "`seeds` names them",
@@ -273,7 +273,8 @@ def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
 
 
 def _settings(owner: str, entry: dict[str, Any], method: bool) -> dict[str, Any]:
-    given = {name: value for name, value in entry.items() if name not in _OWN}
+    own = _OWN_OF_METHOD if method else _OWN_OF_STREAM
+    given = {name: value for name, value in entry.items() if name not in own}
     _check_free(owner, given, method)
     settings = setting_values(given, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}
@@ -293,7 +294,11 @@ def _choices(method: str, entry: Any) -> dict[str, list[Any]]:
         raise ValueError(f"method {method!r}: choose must name settings with a list of values, got {entry!r:.100}")
     owner = f"choose of method {method!r}"
     _check_free(owner, entry, True)
-    return {name: [setting_values({name: value}, owner)[name] for value in entry[name]] for name in entry}
+    grid = {name: [setting_values({name: value}, owner)[name] for value in entry[name]] for name in entry}
+    for name, values in grid.items():
+        if len(set(map(str, values))) < len(values):
+            raise ValueError(f"{owner}: {name} must list different values, got {values!r:.100}")
+    return grid
 
 
 def _path(text: Any) -> str:
@@ -308,7 +313,7 @@ def _reference(plan: Plan, entry: Any) -> Row | None:
     if entry is None:
         return None
     hints = get_type_hints(Row)
-    if not isinstance(entry, dict) or not set(entry) <= set(hints):
+    if not isinstance(entry, dict) or not {"method", "classifier"} <= set(entry) <= set(hints):
         raise ValueError(f"reference must name {', '.join(hints)}, got {entry!r:.100}")
     row = Row(**{name: str(value) for name, value in entry.items()})
     known: Sequence[Row] = [row for method in plan.methods for row in plan.rows(method)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dulbe_peft import checkpoint
 from dulbe_peft.checkpoint import newest_task
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
@@ -107,6 +108,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is no such run.
+        FileExistsError: `folder` lies in a saved learner, or holds a picture of such a name without the numbers.
         ValueError: the folder holds no finished task, or a file in it is not as a run writes it.
         OSError: a file cannot be written.
 
@@ -121,6 +123,11 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     if changes.profile is not None:
         figures["depths"] = depth_figure(changes.profile, changes.accuracy)
     figures |= _arrows(changes.tasks)
+    checkpoint.check_outside_learners(target, "write figures")
+    files = [target / "diagnostics.json", *(target / f"{name}.png" for name in figures)]
+    taken = [path for path in files if path.exists()]
+    if taken and not files[0].exists():
+        raise FileExistsError(f"{taken[0]} is not of an earlier report: choose another folder, nothing is replaced")
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
         "captures": [
@@ -130,13 +137,11 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
         "depths": _plain(changes.accuracy),
         "drift": [asdict(row) for row in changes.drift],
     }
-    written = [target / "diagnostics.json"]
-    write_json(written[0], numbers)
-    for name, figure in figures.items():
-        written.append(target / f"{name}.png")
-        with replacing(written[-1]) as temporary:
+    write_json(files[0], numbers)
+    for path, figure in zip(files[1:], figures.values(), strict=True):
+        with replacing(path) as temporary:
             figure.savefig(temporary, dpi=150, format="png")
-    return written
+    return files
 
 
 def _arrows(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:

@@ -161,7 +161,10 @@ def _examples(folder: Path) -> dict[str, list[dict[str, Any]]]:
         kind: [
             {**entry, "jpeg": (folder / entry["file"]).read_bytes()}
             for entry in entries
-            if re.fullmatch(r"[\w-]+\.jpg", entry["file"]) and (folder / entry["file"]).is_file()
+            # A link could lead to any picture of whoever makes the page.
+            if re.fullmatch(r"[\w-]+\.jpg", entry["file"])
+            and (folder / entry["file"]).is_file()
+            and not (folder / entry["file"]).is_symlink()
         ]
         for kind, entries in index.items()
     }

@@ -13,6 +13,7 @@ from dulbe_peft.streams.samples import StoredImages
 
 # Names that people give to the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
+_MOST_DEEP = 100  # folders within each other; photographs are never so deep, and Python's stack ends
 
 
 class Found:
@@ -36,6 +37,9 @@ class Found:
         self.images.sort()
 
     def _walk(self, folder: str, prefix: str) -> None:
+        if prefix.count("/") > _MOST_DEEP:
+            self.left_out.append((folder, f"more than {_MOST_DEEP} folders deep"))
+            return
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in self._entered:
             self.left_out.append((folder, "a link to a folder that is read already"))
@@ -48,17 +52,28 @@ class Found:
                 self.left_out.append((entry.path, "hidden"))
                 continue
             self.seen += 1
-            if entry.is_dir():
+            if _is_folder(entry):
                 before = self.seen
                 self._walk(entry.path, f"{prefix}{entry.name}/")
                 if self.seen == before:
                     self.left_out.append((entry.path, "an empty folder"))
             elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
                 self.left_out.append((entry.path, _suffix(entry.name)))
-            elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
-                self.images.append(prefix + entry.name)  # a link to nothing too: reading it says so
+            elif (entry.is_symlink() and not os.path.exists(entry.path)) or entry.is_file():
+                self.images.append(prefix + entry.name)  # a link to nothing or to itself, too: reading it says so
             else:
                 self.left_out.append((entry.path, "neither a file nor a folder"))
+
+    def leave_out_odd_names(self) -> None:
+        """Leave out images whose names are not UTF-8: no table of a run could name them."""
+        odd = {name for name in self.images if name.encode("utf-8", "ignore").decode() != name}
+        self.images = [name for name in self.images if name not in odd]
+        self.left_out += [(name, "the name is not UTF-8") for name in sorted(odd)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one; `DirEntry.is_dir` raises over a link that leads to itself."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _suffix(name: str) -> str:
@@ -69,7 +84,7 @@ def _suffix(name: str) -> str:
 def subfolders(path: Path) -> list[str]:
     """Names of the folders in `path` that are not hidden, sorted by code point on every system."""
     with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if _is_folder(entry) and not entry.name.startswith("."))
 
 
 def holds_only_folders(path: Path) -> bool:
@@ -124,6 +139,7 @@ class ImageFolder(StoredImages):
         self.left_out = _beside(folder)
         found = {name: Found(folder / name) for name in names}
         for name, inside in found.items():
+            inside.leave_out_odd_names()
             self.left_out += inside.left_out
             if inside.images:
                 continue
@@ -170,5 +186,5 @@ def _beside(folder: Path) -> list[tuple[str, str]]:
     return [
         (entry.path, "hidden" if entry.name.startswith(".") else "not in a class folder")
         for entry in rows
-        if entry.name.startswith(".") or not entry.is_dir()
+        if entry.name.startswith(".") or not _is_folder(entry)
     ]

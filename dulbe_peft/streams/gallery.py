@@ -74,6 +74,8 @@ class Gallery:
 
 def _expanded(entry: Any) -> list[tuple[Any, int | None]]:
     """One source as (path or image, None) or (data set, position) for each of its images."""
+    if isinstance(entry, str) and not entry:  # pathlib takes it for the current folder
+        raise ValueError("the path of an image is '', expected a file or a folder")
     if isinstance(entry, (str, os.PathLike)):
         path, names = Path(entry), []
         if os.path.isdir(path):

@@ -18,13 +18,14 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     Raises:
         TypeError: `names` is a single string or has no order, or a name is not a string.
         ValueError: there is no name; a name is blank, holds a control character such as NUL, or cannot be written as
-            UTF-8; or it occurs twice, here or in `seen`.
+            UTF-8; or it occurs twice, here or in `seen`,
+            also as other code points that stand for the same letters.
     """
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
     if isinstance(names, Set) or not isinstance(names, Iterable):
         raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
-    taken = set(seen)
+    taken = {unicodedata.normalize("NFC", name) for name in seen}
     checked: list[str] = []
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
@@ -39,11 +40,12 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
             name.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"class_names[{position}] is {name!r}, which cannot be written as UTF-8") from error
-        if name in positions:
-            raise ValueError(f"class_names[{position}] and [{positions[name]}] are both {name!r}; names must differ")
-        if name in taken:
+        shown = unicodedata.normalize("NFC", name)  # systems write the same letters in several ways
+        if shown in positions:
+            raise ValueError(f"class_names[{position}] and [{positions[shown]}] are both {name!r}; names must differ")
+        if shown in taken:
             raise ValueError(f"class_names[{position}] is {name!r}, a class that was seen already")
-        positions[name] = position
+        positions[shown] = position
         checked.append(name)
     if not checked:
         raise ValueError("class_names is empty; at least one class is needed")

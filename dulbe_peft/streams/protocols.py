@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.files import read_lines
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import carried_class_names, dataset_labels
 from dulbe_peft.streams.tasks import ClassSubset
@@ -30,7 +31,7 @@ def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"class names {str(path)!r} is no file")
-    lines = [line.rstrip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_lines(file)
     old = carried_class_names(dataset)
     if any("\t" in line for line in lines):
         pairs = {name.strip(): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
