@@ -280,7 +280,15 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"classifiers": ["lda", "lda"]}, "different entries"),
         ({"drift": ["quadratic"]}, "drift has the entry 'quadratic'"),
         ({"seeds": [-1]}, "seeds must be integers of at least 0"),
-        ({"reference": {"method": "LoRA", "classifier": "text"}}, "no row of this comparison"),
+        (
+            {"streams": {"a": {"model": "demo", "data": "x", "images_per_class": 0}}},
+            "images_per_class must be at least 1",
+        ),
+        (
+            {"reference": {"method": "LoRA", "classifier": "text"}},
+            "'LoRA with text', which is no row of this comparison",
+        ),
+        ({"reference": {"method": "frozen"}}, "reference must name method, classifier, drift"),
         ({"reference": {"methods": "LoRA"}}, "reference must name method, classifier, drift"),
     ],
 )
