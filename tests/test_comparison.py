@@ -150,6 +150,18 @@ def test_what_is_finished_is_not_run_again(copied, content):
     assert times(folder) == before  # a classifier that is added later trains nothing
 
 
+def test_damaged_answers_are_named_and_made_again_once_removed(copied):
+    folder, entries, _ = copied
+    path = folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "answers" / "bridge.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    plan = read_plan(folder / "plan.yaml")
+    with pytest.raises(ValueError, match="bridge.safetensors is damaged .*; remove the file"):
+        compare(plan, folder / "out", jobs=1, say=lambda _: None)
+    path.unlink()
+    again = compare(plan, folder / "out", jobs=1, say=lambda _: None)
+    assert [entry.means for entry in again] == [entry.means for entry in entries]
+
+
 def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
     folder, _, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
@@ -280,7 +292,15 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"classifiers": ["lda", "lda"]}, "different entries"),
         ({"drift": ["quadratic"]}, "drift has the entry 'quadratic'"),
         ({"seeds": [-1]}, "seeds must be integers of at least 0"),
-        ({"reference": {"method": "LoRA", "classifier": "text"}}, "no row of this comparison"),
+        (
+            {"streams": {"a": {"model": "demo", "data": "x", "images_per_class": 0}}},
+            "images_per_class must be at least 1",
+        ),
+        (
+            {"reference": {"method": "LoRA", "classifier": "text"}},
+            "'LoRA with text', which is no row of this comparison",
+        ),
+        ({"reference": {"method": "frozen"}}, "reference must name method, classifier, drift"),
         ({"reference": {"methods": "LoRA"}}, "reference must name method, classifier, drift"),
     ],
 )
@@ -304,6 +324,7 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
 
 def test_the_files_that_come_with_the_library_are_right(monkeypatch):
     monkeypatch.setenv("MODEL", "model")
+    monkeypatch.setenv("OTHER_MODEL", "another")
     monkeypatch.setenv("DATA", "data")
     files = sorted((ROOT / "examples" / "comparisons").glob("*.yaml"))
     assert files
@@ -371,9 +392,10 @@ def test_paired_differences_against_literal_resampling():
 )
 def test_the_files_of_comparisons_name_what_there_is(path, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", str(demo_model_folder()))
+    monkeypatch.setenv("OTHER_MODEL", str(demo_model_folder()))
     monkeypatch.setenv("DATA", str(tmp_path))
     plan = read_plan(path)
-    assert plan.seeds == [0, 1, 2] and plan.cells()
+    assert len(plan.seeds) == 3 and plan.cells()
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}

@@ -70,6 +70,16 @@ def test_all_at_once():
         assert known == f"{100 * float(found[stream, 'LoRA', 'text']['retention']):.1f}"
 
 
+def test_data_on_which_nothing_was_chosen():
+    found = measured("unseen")
+    (_, *classifiers), _, *rows = table("stream")
+    assert [title for title, *_ in rows] == list(dict.fromkeys(stream for stream, _, _ in found))
+    for title, *cells in rows:
+        figures = [written(found[title, "frozen", name]) for name in classifiers]
+        best = max(map(float, figures))
+        assert cells == [f"**{figure}**" if float(figure) == best else figure for figure in figures], title
+
+
 def test_what_to_choose():
     (_, *classifiers), _, *rows = table("images a class")
     for title, *cells in rows:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checks import check_number
+from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.commands.parser import Parser
 from dulbe_peft.files import read_lines
 from dulbe_peft.specs import closest
@@ -128,6 +128,9 @@ class StreamArguments:
             value = getattr(self, name)
             if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be of type {inspect.formatannotation(hint)}, got {value!r}")
+        for name in ("increment", "initial_increment", "images_per_class", "max_tasks"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         check_number("zero_shot_tolerance", self.zero_shot_tolerance, least=0)
 
 

@@ -229,8 +229,15 @@ def ask(folder: Path, row: Row) -> None:
 
 
 def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict[str, Any]]:
-    """What a classifier said after each task; the classes that its integers index; and its bytes and seconds."""
-    tensors, facts = read_tensors(answers_path(folder, row))
+    """What a classifier said after each task; the classes that its integers index; and its bytes and seconds.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        tensors, facts = read_tensors(answers_path(folder, row))
+    except ValueError as error:
+        raise ValueError(f"{error}; remove the file, and the comparison asks the classifier again") from error
     steps = sum(name.startswith("truth ") for name in tensors)
     fields = ("truth", "predicted", "probability", "task")
     answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]

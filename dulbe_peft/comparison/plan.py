@@ -314,9 +314,12 @@ def _reference(plan: Plan, entry: Any) -> Row | None:
         return None
     hints = get_type_hints(Row)
     if not isinstance(entry, dict) or not {"method", "classifier"} <= set(entry) <= set(hints):
-        raise ValueError(f"reference must name {', '.join(hints)}, got {entry!r:.100}")
+        raise ValueError(
+            f"reference must name {', '.join(hints)}, the last only if it is not none, got {entry!r:.100}"
+        )
     row = Row(**{name: str(value) for name, value in entry.items()})
     known: Sequence[Row] = [row for method in plan.methods for row in plan.rows(method)]
     if row not in known:
-        raise ValueError(f"reference is {row}, which is no row of this comparison")
+        titles = [other.title for other in known]
+        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{closest(row.title, titles)}")
     return row
