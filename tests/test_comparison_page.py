@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -235,7 +236,8 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
 def test_a_page_is_about_runs_or_about_one_comparison(folder, tmp_path, capsys):
     assert main(["report", str(OLD), str(folder), "--output", str(tmp_path / "p.html")]) == 2
     assert f"{folder} is a comparison and {OLD} is none" in capsys.readouterr().err
-    assert main(["report", str(folder), str(folder)]) == 2
+    shutil.copytree(folder, tmp_path / "copy")
+    assert main(["report", str(folder), str(tmp_path / "copy")]) == 2
     assert "got 2 comparisons" in capsys.readouterr().err
     assert not (tmp_path / "p.html").exists() and not (folder / "report.html").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -388,7 +389,8 @@ def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
     assert numbers["captures"][1]["shared_capture"] == read_run(folder).records[1]["shared_capture"]
-    assert main(["report", str(folder), str(folder), "--output", page, "--figures", str(out)]) != 0
+    shutil.copytree(folder, tmp_path / "copy")
+    assert main(["report", str(folder), str(tmp_path / "copy"), "--output", page, "--figures", str(out)]) != 0
     assert "about one run" in capsys.readouterr().err
 
 
