@@ -112,6 +112,23 @@ def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start,
         output = tmp_path / f"run-{kills}"
 
 
+def every_commit_that_dies(folder):
+    """Replace `folder/1/saved`, `folder/2/saved`, ... in a process each, until one lives on.
+
+    Each dies one step later than the one before. A process that is forked here has imported everything.
+    """
+    for call in range(1, 200):
+        saved = folder / str(call) / "saved"
+        commit_folder(saved, lambda temporary: (temporary / "a").write_text("old") and None, {})
+        child = os.fork()
+        if not child:
+            commit_and_die(saved, call)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            sys.exit(os.waitstatus_to_exitcode(status))
+        assert os.WTERMSIG(status) == signal.SIGKILL
+
+
 def commit_and_die(folder, call):
     """Replace a folder, and die before the `call`-th step that changes the disk."""
     calls = 0
@@ -130,15 +147,13 @@ def commit_and_die(folder, call):
 
 
 def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(processes, tmp_path):
+    child = processes.Process(target=every_commit_that_dies, args=(tmp_path,))
+    child.start()
+    assert ended(child) == 0
     found = []
-    for call in range(1, 200):
-        folder = tmp_path / str(call) / "saved"
-        commit_folder(folder, lambda temporary: (temporary / "a").write_text("old") and None, {})
-        child = processes.Process(target=commit_and_die, args=(folder, call))
-        child.start()
-        if ended(child) == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
+    *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
+    assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
+    for _, folder in dead:
         clear_leftovers(folder.parent, "saved")
         assert [path.name for path in folder.parent.iterdir()] == ["saved"]
         assert read_manifest(folder)
