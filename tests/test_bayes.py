@@ -138,30 +138,6 @@ def test_further_images_are_as_if_they_had_been_there():
     close(classifier(TESTS), scores)
 
 
-@pytest.mark.parametrize("features", [0, WIDTH])
-@pytest.mark.parametrize("increment", [CLASSES, 2])
-def test_the_weight_of_texts_that_agree_with_the_images(features, increment):
-    classifier = make(increment=increment, features=features, text_weight="auto")
-    images, labels = photos(range(CLASSES))
-    texts = reference.unit(TEXTS)
-    scores = SCALE * reference.unit(images) @ (texts - texts.mean(dim=0)).T
-    weight = 2 * float((F.one_hot(labels) * scores).sum() / scores.square().sum())
-    expected, _, ridge = literal(images, labels.tolist(), TEXTS, TESTS, features=features, text_weight=weight)
-    assert weight > 0.01 and weight != pytest.approx(0.03, rel=0.05) and classifier.strength() == pytest.approx(ridge)
-    close(classifier(TESTS), weight / 0.03 * expected)
-
-
-@pytest.mark.parametrize("features", [0, WIDTH])
-def test_texts_that_do_not_agree_with_the_images_count_for_nothing(features):
-    classifier = make(features=features, text_weight="auto")
-    classifier.set_text_embeds(-TEXTS)
-    images, labels = photos(range(CLASSES))
-    settings = {"features": features, "text_images": 0.0, "text_weight": 1e-9}
-    expected, _, ridge = literal(images, labels.tolist(), TEXTS, TESTS, **settings)
-    assert classifier.strength() == pytest.approx(ridge)
-    close(classifier(TESTS), 1e-9 / 0.03 * expected)
-
-
 def test_new_texts_replace_the_old_ones_in_the_prior():
     classifier = make()
     classifier.set_text_embeds(TEXTS.flip(0))

@@ -21,8 +21,6 @@ from dulbe_peft.classifiers.ranpac import random_layer
 from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
-TEXT_WEIGHT = 0.03
-AGREEMENT = 0.05  # texts that say less of the images' classes than this say nothing
 
 
 class BayesClassifier(RegressionSums):
@@ -44,8 +42,7 @@ class BayesClassifier(RegressionSums):
         features: M, width of the random layer; G takes 4 (M + d)^2 bytes. 0: h = z alone.
         seed: of R.
         text_weight: a / tau, positive. The scores are divided by it, so without images they would be the text
-            classifier's, up to a number that is the same for all classes. "auto": twice the weight with which the
-            texts alone meet the targets best; no text at all where they do not agree with the images, see `agreement`.
+            classifier's, up to a number that is the same for all classes.
         text_images: how many images of its class a text counts for, 0 or more.
         flatness: f, from 0 to 1. Above 0, the prior leaves more room in directions in which features vary less.
         ridge: lambda, positive. "auto": the most likely one of 1e-4 M to 100 M, or of 1e-4 to 100 without R.
@@ -72,7 +69,7 @@ class BayesClassifier(RegressionSums):
         logit_scale: float = 100.0,
         features: int = 2000,
         seed: int = 0,
-        text_weight: float | Literal["auto"] = TEXT_WEIGHT,
+        text_weight: float = 0.03,
         text_images: float = 1.0,
         flatness: float = 0.25,
         ridge: float | Literal["auto"] = "auto",
@@ -82,7 +79,7 @@ class BayesClassifier(RegressionSums):
         super().__init__(embed_dim, logit_scale, width, dtype, float(features or 1), ridge)
         self.features = features
         self.seed = check_int("seed", seed, 0, 2**32 - 1)
-        self.text_weight = text_weight if text_weight == "auto" else positive("text_weight", text_weight)
+        self.text_weight = positive("text_weight", text_weight)
         check_number("text_images", text_images, least=0)
         self.text_images = float(text_images)
         check_number("flatness", flatness, least=0)
@@ -119,17 +116,15 @@ class BayesClassifier(RegressionSums):
         return self.derived("solution", self._solve)[1]
 
     def _solve(self) -> tuple[torch.Tensor, float]:
-        """W over the text's weight, (d + M, C), float32, and lambda."""
+        """W / text_weight, (d + M, C), float32, and lambda."""
         d, device = self.embed_dim, self.sums.device
         texts = self.text_embeds.to(device).double()
         texts = texts - texts.mean(dim=0)
-        gram = self.gram.to(device).double()
-        text_weight, text_images = self._text_counts(gram, texts)
         prior = torch.zeros_like(self.sums.T)
-        prior[:d] = text_weight * self.logit_scale * texts.T
+        prior[:d] = self.text_weight * self.logit_scale * texts.T
         shown = self.lifted(self._as_images(texts))
-        gram = gram + text_images * shown.T @ shown
-        sums = self.sums.T + text_images * shown.T
+        gram = self.gram.to(device).double() + self.text_images * shown.T @ shown
+        sums = self.sums.T + self.text_images * shown.T
         # R = Y - H W_0 is what the prior mean leaves over, and H'R = C - G W_0.
         left = sums - gram @ prior
         values, vectors = torch.linalg.eigh(gram)
@@ -137,9 +132,9 @@ class BayesClassifier(RegressionSums):
         shape = (values / values.mean() + FLOOR) ** self.flatness
         turned = vectors.T @ left
         if self.ridge == "auto":
-            targets = float(self.counts.sum()) + text_images * len(texts)
+            targets = float(self.counts.sum()) + self.text_images * len(texts)
             residual = targets - float((prior * (sums + left)).sum())
-            rows = int(self.images) + (len(texts) if text_images else 0)
+            rows = int(self.images) + (len(texts) if self.text_images else 0)
             ridge = max(
                 (ridge * self.unit for ridge in RIDGES),
                 key=lambda ridge: log_evidence(values, turned, residual, rows, ridge * shape),
@@ -147,18 +142,7 @@ class BayesClassifier(RegressionSums):
         else:
             ridge = float(self.ridge)
         solution = prior + vectors @ (turned / (values + ridge * shape)[:, None])
-        # One divisor for all tasks: the temperature follows the scores from task to task.
-        divisor = TEXT_WEIGHT if self.text_weight == "auto" else self.text_weight
-        return (solution / divisor).float().to(self.device), ridge
-
-    def _text_counts(self, gram: torch.Tensor, texts: torch.Tensor) -> tuple[float, float]:
-        """a / tau, and how many images of its class a text counts for."""
-        if self.text_weight != "auto":
-            return self.text_weight, self.text_images
-        correlation, weight = agreement(gram, self.sums, self.counts, texts)
-        if correlation < AGREEMENT:
-            return 0.0, 0.0
-        return 2 * weight / self.logit_scale, self.text_images
+        return (solution / self.text_weight).float().to(self.device), ridge
 
     def _as_images(self, texts: torch.Tensor) -> torch.Tensor:
         """The unit features that the texts stand for, (C, d), from e_c less their mean."""
@@ -187,28 +171,6 @@ class BayesClassifier(RegressionSums):
         check_unit_rows("text_embeds", state["text_embeds"])
         if int(state["images"]) < int(state["counts"].sum()):
             raise ValueError("images must be at least the sum of counts: the classes' images are among them")
-
-
-def agreement(
-    gram: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor, texts: torch.Tensor
-) -> tuple[float, float]:
-    """How far the texts' scores S = Z E' of the images point to their one-hot classes Y.
-
-    Args:
-        gram: G, whose first d rows and columns are Z'Z.
-        sums: C transposed, whose first d columns are Y'Z.
-        counts: (C,), images of each class.
-        texts: E, (C, d), less their mean.
-
-    Returns:
-        The cosine of S and Y, from -1 to 1, and the number a for which a S is nearest to Y in squares.
-    """
-    d = texts.shape[1]
-    common = float((sums[:, :d] * texts).sum())
-    squares = float(((texts @ gram[:d, :d]) * texts).sum())
-    if not squares > 0 or not int(counts.sum()):
-        return 0.0, 0.0
-    return common / math.sqrt(squares * int(counts.sum())), common / squares
 
 
 def log_evidence(
