@@ -61,6 +61,15 @@ def test_does_training_pay(head):
         assert cells == [written(found[stream, method, name]) for name in classifiers]
 
 
+@pytest.mark.parametrize("stream", ["4 images", "16 images"])
+def test_training_on_photographs(stream):
+    found = measured("photographs")
+    (_, *classifiers), _, *rows = table(f"photographs, {stream} a class")
+    assert [title for title, *_ in rows] == ["nothing trained (`frozen`)", "DuLBE (`dulbe`)"]
+    for method, (_, *cells) in zip(("frozen", "DuLBE"), rows, strict=True):
+        assert cells == [written(found[stream, method, name]) for name in classifiers]
+
+
 def test_all_at_once():
     found = measured("all-at-once")
     (_, *classifiers, _), _, *rows = table("LoRA, all at once")
