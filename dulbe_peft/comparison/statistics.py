@@ -61,8 +61,10 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
-def paired_difference(values: np.ndarray, reference: np.ndarray, draws: int = DRAWS) -> Difference:
-    """The mean of `values - reference` and its percentile bootstrap interval, at 95 %.
+def paired_difference(
+    values: np.ndarray, reference: np.ndarray, draws: int = DRAWS, level: float = LEVEL
+) -> Difference:
+    """The mean of `values - reference` and its percentile bootstrap interval.
 
     Seeds and test images are drawn anew, with replacement, both sides with the same ones. With one seed, the interval
     speaks of the test images alone.
@@ -71,6 +73,7 @@ def paired_difference(values: np.ndarray, reference: np.ndarray, draws: int = DR
         values: (seeds, n), a measure's share of every image.
         reference: (seeds, n), of the same seeds and images.
         draws: bootstrap samples.
+        level: how often such intervals hold the true difference.
 
     Reference:
         Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3; seeds and images are crossed as
@@ -88,5 +91,5 @@ def paired_difference(values: np.ndarray, reference: np.ndarray, draws: int = DR
         drawn = random.multinomial(images, np.full(images, 1 / images), size=rows.stop - start) / images
         means[rows] = ((drawn @ difference.T) * drawn_seeds[rows]).sum(axis=1)
     # Wins and losses that cancel leave rounding errors. An interval that ends at zero must hold zero.
-    low, high = np.quantile(means.round(12) + 0.0, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(means.round(12) + 0.0, [(1 - level) / 2, (1 + level) / 2])
     return Difference(float(difference.mean()), float(low), float(high))
