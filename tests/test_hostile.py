@@ -18,9 +18,10 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.checkpoint import CheckpointError, json_sha256
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
+from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import read_plan
-from dulbe_peft.files import read_json, read_lines, write_json
+from dulbe_peft.comparison.plan import Row, read_plan
+from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
@@ -329,3 +330,27 @@ def test_a_run_does_not_go_on_with_a_base_model_whose_last_weights_differ(run_of
         learner.clip.vision_model.encoder.layers[0].mlp.fc2.weight[-1] += 1
     with pytest.raises(CheckpointError, match="its weights are not those"):
         learner.run(stream(2), output)
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": 5}, {"cost": {}}, {"cost": {"seconds": float("nan")}}, {"text": None}]
+)
+def test_a_forged_cell_of_a_comparison_is_named(tmp_path, change):
+    cost = {"seconds": 1.0, "trainable_parameters": 0, "kept_bytes": 0}
+    whole = {"settings": {}, "cost": cost, "data": [], "retention_of": [], "text": True}
+    write_json(tmp_path / "cell.json", whole)
+    assert read_cell(tmp_path) == whole
+    write_json(tmp_path / "cell.json", whole | change)
+    with pytest.raises(ValueError, match=r"cell.json is damaged"):
+        read_cell(tmp_path)
+
+
+@pytest.mark.parametrize("count, facts", [(0, {}), (2, {}), (3, {"nbytes": "x"}), (3, {"class_names": "["})])
+def test_forged_answers_of_a_comparison_are_named(tmp_path, count, facts):
+    row, fields = Row("frozen", "lda"), ("truth", "predicted", "probability", "task")
+    path = answers_path(tmp_path, row)
+    path.parent.mkdir()
+    tensors = {f"{name} 1": torch.zeros(3 if name != "task" else count) for name in fields} if count else {}
+    write_tensors(path, tensors, {"nbytes": "1", "seconds": "1", "class_names": "[]"} | facts)
+    with pytest.raises(ValueError, match=r"lda.safetensors is damaged"):
+        read_answers(tmp_path, row)
