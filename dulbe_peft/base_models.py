@@ -93,15 +93,15 @@ def check(base: Any, saved: dict[str, Any], folder: Path) -> None:
         return
     present = {"type": base.config.model_type, "dtype": _dtype(base)}
     for fact, found in present.items():
-        if found != saved[fact]:
+        if found != saved.get(fact):
             raise CheckpointError(
                 f"the base model does not belong to the learner in {folder}: its {fact} is {found!r}, the learner was "
-                f"made with {saved[fact]!r}"
+                f"made with {saved.get(fact)!r}"
             )
     if digest(base) != saved["digest"]:
         raise CheckpointError(
             f"the base model does not belong to the learner in {folder}: its weights are not those of "
-            f"{repr(saved['name']) if saved['name'] else 'the model'}, which the learner was made with"
+            f"{repr(saved['name']) if saved.get('name') else 'the model'}, which the learner was made with"
         )
 
 

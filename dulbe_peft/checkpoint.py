@@ -96,7 +96,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         folder: the folder to make; a link is followed.
         write: called with the temporary folder.
         fields: JSON-ready entries of the manifest beside `format_version`, `versions`, `files` and `sha256`.
-        replace: replace everything in the folder, whoever wrote it.
+        replace: replace everything in the folder, whoever wrote it, where any of it is a learner's.
 
     Raises:
         FileExistsError: `folder` is a file, holds something and no manifest of an earlier call, or holds somebody
@@ -104,7 +104,8 @@ def commit_folder(folder: Path, write: Callable[[Path], None], fields: dict[str,
         OSError: the disk is full or not writable; nothing is left behind and `folder` is as it was.
     """
     folder = folder.resolve()
-    others = [] if replace else _others(folder)
+    known = folder.is_dir() and any((folder / name).exists() for name in (MANIFEST, LEARNER_FILE))
+    others = [] if replace and known else _others(folder)
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_folder(folder)

@@ -48,22 +48,35 @@ from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.samples import item_name, named_labels
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import TaskRecord, TaskTrainer
-from dulbe_peft.undoing import evaluating
+from dulbe_peft.undoing import evaluating, undoing
 from dulbe_peft.updating import check_update, with_more_images, without_class
 
 T = TypeVar("T")
+_CHANGING = ("learn_task", "update_classes", "forget_class")
 
 
 def in_turn(method: Callable[..., T]) -> Callable[..., T]:
     """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task.
 
     Whatever the program has set, the call finds torch as usual, and the model in evaluation mode.
+
+    A data set whose items call the learner works in the same thread, in the middle of a call. There it may not change
+    the learner. While the learner changes, it may not use it at all: its images would count among the task's inputs.
     """
+    name = method.__name__
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
         with self._turn, usual_torch(), evaluating(self.model):
-            return method(self, *args, **kwargs)
+            outer = self._calls
+            if outer and (name in _CHANGING or outer[-1] in _CHANGING):
+                raise RuntimeError(
+                    f"{name} is called inside {outer[-1]}, for example by the data set that it reads: call it "
+                    "before or after, or give the data set a copy of the learner (copy.deepcopy)"
+                )
+            with undoing(lambda: setattr(self, "_calls", outer)):
+                self._calls = (*outer, name)
+                return method(self, *args, **kwargs)
 
     return call
 
@@ -150,13 +163,16 @@ class ClassIncrementalLearner:
         self.past = Past()
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
+        self._calls: tuple[str, ...] = ()  # those that are being answered, of the thread whose turn it is
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_accelerator")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_turn", "_calls", "_accelerator")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock(), _accelerator=None)
+        self.__dict__.update(state, _turn=threading.RLock(), _calls=(), _accelerator=None)
 
     @property
     def model(self) -> Any:
@@ -257,8 +273,8 @@ class ClassIncrementalLearner:
                 "learn a further task"
             )
         with raise_in_all():
+            self._check_adapter()
             if isinstance(state.model, PeftModel):
-                check_adapter_name(state.model)
                 state.model.base_model._check_unmerged()  # type: ignore[operator]
                 state.model.base_model._check_unscaled()  # type: ignore[operator]
                 if state.strategy.adapts:
@@ -498,6 +514,12 @@ class ClassIncrementalLearner:
     def _check_learned(self) -> None:
         if not self.tasks:
             raise ValueError("no task has been learned yet: call learn_task first")
+        self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        """With another adapter, or none, answers would be wrong, and nobody could load what is saved."""
+        if isinstance(self.model, PeftModel):
+            check_adapter_name(self.model)
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
@@ -578,6 +600,7 @@ class ClassIncrementalLearner:
         Raises:
             OSError: the folder cannot be written; a folder that was there is as it was.
         """
+        self._check_adapter()
         saving.save(self.state, Path(folder))
 
     @in_turn
@@ -613,6 +636,7 @@ class ClassIncrementalLearner:
         Raises:
             ValueError: the results are of another learner.
         """
+        self._check_adapter()
         commit = {"revision": revision, "commit_message": commit_message, "create_pr": create_pr}
         return on_main_process(
             lambda: saving.push(self.state, repo_id, statistics, results, dataset_name, private, token, commit)

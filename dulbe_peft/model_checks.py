@@ -17,7 +17,15 @@ def check_adapter_name(model: Any) -> None:
     """A learner trains, saves and loads the adapter that PEFT calls "default"; another one beside it is left alone."""
     active = list(model.base_model.active_adapters)
     if active != ["default"]:
-        raise ValueError(f"the model's active adapters are {active}: a learner works on the one named 'default' alone")
+        raise ValueError(
+            f"the model's active adapters are {active}: a learner works on the one named 'default' alone; call "
+            "set_adapter('default') on the model"
+        )
+    if not model.base_model.dual_mode_layers():
+        raise ValueError(
+            "the model's layers have no adapter any more, as unload() and merge_and_unload() leave it: load the saved "
+            "learner again, and take the adapter out of a copy of the model (copy.deepcopy)"
+        )
 
 
 def check_trained(model: PeftModel) -> None:

@@ -98,6 +98,8 @@ def read_progress(folder: Path, count: int) -> dict[str, Any]:
             _check_row(row, step)
         # Earlier versions measured the whole stream in advance; the stream's later tasks may be others now.
         zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
+        if not all(value is None or 0 <= value <= 1 for value in zero_shot):
+            raise ValueError(f"zero_shot must hold fractions or null, got {zero_shot!r:.100}")
         records = padded(saved.get("records") or [], count)
         if not all(record is None or isinstance(record, dict) for record in records):
             raise ValueError(f"records must be objects or null, got {records!r:.100}")

@@ -122,7 +122,11 @@ def newest_of_run(
     if found is None:
         return None
     folder, manifest = found
-    identity, settings = _with_defaults(manifest.get("identity", {})), run_settings(state)
+    settings = run_settings(state)
+    try:
+        identity = _read_identity(manifest)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise CheckpointError(damage(folder / checkpoint.MANIFEST, error)) from error
     different = _differences(identity, plain(settings))
     if different:
         raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; {ELSEWHERE}")
@@ -217,6 +221,24 @@ def read_listing(task_folder: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- older folders
+
+
+def _read_identity(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The identity in a task folder's manifest, in today's form.
+
+    Raises:
+        ValueError: it is not as a run writes it. `TypeError`, `AttributeError` or `LookupError` likewise.
+    """
+    identity = _with_defaults(manifest.get("identity", {}))
+    lists = (manifest["tasks"], identity["start"]["tasks"], identity["classes"])
+    if not all(isinstance(n, list) for rows in lists for n in [rows, *rows]) or not isinstance(identity["data"], list):
+        raise ValueError("tasks, start, classes and data must be lists")
+    if not all(isinstance(entry, list) and len(entry) == len(SPLITS) for entry in identity["data"]):
+        raise ValueError(f"data must have {len(SPLITS)} entries for each task, got {identity['data']!r:.100}")
+    library = manifest["versions"]
+    if not isinstance(library, dict) or "sha256" not in identity["start"]:
+        raise ValueError("versions must be an object, and start must have a sha256")
+    return identity
 
 
 def _with_defaults(identity: dict[str, Any]) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
     """
     checkpoint.read_manifest(folder)
     saved = learner_file.read(folder)
+    base_models.check(state.base, saved["base_model"] or {}, folder)
     adapter = None
     if state.adapter is not None:
         with checkpoint.strictly(folder):

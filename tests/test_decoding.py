@@ -93,6 +93,16 @@ def test_pil_images_given_directly_are_turned_before_the_model_sees_them(tmp_pat
     assert corners(processor.seen[0]) == UPRIGHT[6]
 
 
+def test_a_colour_that_stays_named_as_transparent_changes_no_pixel(tmp_path):
+    """`convert` of Pillow keeps the name of the colour, and a processor would make that colour white."""
+    Image.fromarray(CORNERS).quantize(4).save(tmp_path / "a.png", transparency=0)
+    with Image.open(tmp_path / "a.png") as opened:
+        by_hand = opened.convert("RGB")
+        expected = to_rgb(opened)
+    assert "transparency" in by_hand.info and "transparency" not in to_rgb(by_hand).info
+    assert to_rgb(by_hand).tobytes() == expected.tobytes() and "transparency" in by_hand.info
+
+
 def test_items_that_contradict_the_list_of_labels_are_named():
     class Contrary:
         targets = [0, 1, 0]

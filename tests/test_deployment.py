@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_encoders as tiny
 import torch
+from lives import tiny_learner
 from peft import get_peft_model
 from PIL import Image
 from test_encoders import CONFIG, QUICK, stream
@@ -35,8 +36,10 @@ from dulbe_peft.card import project
 from dulbe_peft.classifiers.formula import random_features
 from dulbe_peft.cli import main
 from dulbe_peft.deployment import graph
+from dulbe_peft.deployment.cards import onnx_code, torch_code
 from dulbe_peft.deployment.classifier import checked_formula
-from dulbe_peft.deployment.pixels import pixel_values, processor_steps
+from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
+from dulbe_peft.streams.decoding import to_rgb
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WITH_TEXT = (
@@ -351,6 +354,21 @@ def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
     for photo in [*photos(), *(photo.resize((301, 77)) for photo in photos())]:
         values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
         np.testing.assert_allclose(pixel_values(photo, steps), values, atol=1e-5)
+
+
+def test_the_lines_read_an_image_as_the_learner_does():
+    """16-bit grey would be white, and a colour that a palette names for transparent would be another."""
+    noise = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)
+    colours = photos()[0].quantize(8)
+    colours.info["transparency"] = 3
+    for image in (Image.fromarray(noise), colours, photos()[0].convert("LA")):
+        assert rgb(image).tobytes() == to_rgb(image).tobytes() and not rgb(image).info
+    with pytest.raises(ValueError, match="8 or 16 bits"):
+        rgb(Image.new("F", (2, 2)))
+    for kind in ("lora", "transformers"):
+        assert "image = rgb(Image.open(" in torch_code(tiny_learner().state, kind, "z")
+    for steps in (None, {}):
+        assert "def rgb(" in onnx_code(tiny_learner().state, {"preprocessing": steps})
 
 
 @pytest.mark.parametrize("settings", [{"do_normalize": False}, {"do_resize": False}, {"size": {"longest_edge": 16}}])

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import unicodedata
 from dataclasses import replace
 
 import pytest
-from lives import images_of, learned, tiny_learner
+import torch
+from lives import content, differences, everything, images_of, learned, stream, tiny_learner
 from PIL import Image
 
 from dulbe_peft import ImageFolder
 from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.checkpoint import CheckpointError, json_sha256
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
+from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import read_plan
-from dulbe_peft.files import read_lines
+from dulbe_peft.comparison.plan import Row, read_plan
+from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
+from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
 from dulbe_peft.streams.folders import Found
@@ -202,3 +208,149 @@ def test_layers_pattern_of_another_type_is_named():
 def test_an_empty_path_is_not_the_current_folder():
     with pytest.raises(ValueError, match="the path of an image is ''"):
         Gallery(["", "photo.jpg"])
+
+
+class Calling(list):
+    """Images that call a learner while they are read."""
+
+    def __init__(self, images, call):
+        super().__init__(images)
+        self.call = call
+
+    def __getitem__(self, index):
+        self.call()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("outer", ["learn_task", "update_classes", "evaluate"])
+@pytest.mark.parametrize("inner", ["predict", "forget_class"])
+def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, inner):
+    learner = learned(tiny_learner(pixel_cache_mb=0), 1)
+    other, before = copy.deepcopy(learner), everything(learner)
+    value = {"predict": images_of(0)[0][0], "forget_class": "a0"}[inner]
+    images = Calling(images_of(0, 1), lambda: getattr(learner, inner)(value))
+    names = ["new", "other"] if outer == "learn_task" else ["a0", "b0"]
+    if (outer, inner) == ("evaluate", "predict"):
+        assert learner.evaluate(images, names) == other.evaluate(images_of(0, 1), names)
+    else:
+        with pytest.raises(RuntimeError, match=f"{inner}.* is called inside {outer}"):
+            getattr(learner, outer)(images, names)
+    assert not differences(everything(learner), before)
+    own = Calling(images_of(0, 1), lambda: other.predict(images_of(0)[0][0]))
+    assert learner.update_classes(own, ["a0", "b0"]) is None
+
+
+@pytest.mark.parametrize("take_out", ["unload", "merge_and_unload"])
+def test_a_learner_whose_adapter_was_taken_out_neither_answers_nor_replaces_the_saved_one(tmp_path, take_out):
+    learner = learned(tiny_learner(), 1)
+    learner.save_pretrained(tmp_path / "saved")
+    before = content(tmp_path)
+    getattr(learner.model, take_out)()
+    for call in (
+        lambda: learner.predict(images_of(0)[0][0]),
+        lambda: learner.evaluate(images_of(0, 1), ["a0", "b0"]),
+        lambda: learner.save_pretrained(tmp_path / "saved"),
+        lambda: learner.learn_task(images_of(0, 1), ["x", "y"]),
+    ):
+        with pytest.raises(ValueError, match="have no adapter any more"):
+            call()
+    assert content(tmp_path) == before
+
+
+def test_another_active_adapter_gives_no_answers():
+    learner = learned(tiny_learner(), 1)
+    images = [image for image, _ in images_of(0, 1)]
+    answers = learner.predict(images)
+    learner.model.add_adapter("x", copy.deepcopy(learner.model.peft_config["default"]))
+    learner.model.set_adapter("x")
+    with pytest.raises(ValueError, match=r"active adapters are \['x'\].*set_adapter\('default'\)"):
+        learner.predict(images)
+    learner.model.set_adapter("default")
+    assert learner.predict(images) == answers
+
+
+@pytest.fixture(scope="module")
+def run_of_one(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs") / "one"
+    tiny_learner().run(stream(1), output)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder"])
+def test_what_lies_in_the_place_of_a_next_task_stays(run_of_one, tmp_path, kind):
+    output = shutil.copytree(run_of_one, tmp_path / "run")
+    mine = output / "task-002" if kind == "a file" else output / "task-002" / "notes.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match="task-002"):
+            tiny_learner().run(stream(2), output)
+        assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identity": 5},
+        {"tasks": 5},
+        {"versions": 5},
+        {"start": 5},
+        {"data": [5]},
+        {"classes": 5},
+        {"classifiers": 5},
+        {"strategy": "x"},
+        {"adapter": 5},
+        {"arguments": []},
+    ],
+)
+def test_a_forged_manifest_of_a_run_is_named(run_of_one, tmp_path, change):
+    output = shutil.copytree(run_of_one, tmp_path / "run")
+    path = output / "task-001" / "manifest.json"
+    manifest = read_json(path)
+    manifest.pop("sha256")
+    (manifest if set(change) & set(manifest) else manifest["identity"]).update(change)
+    write_json(path, manifest | {"sha256": json_sha256(manifest)})
+    with pytest.raises(CheckpointError, match=r"task-001/manifest.json is damaged"):
+        tiny_learner().run(stream(2), output)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 99.0])
+def test_a_forged_zero_shot_accuracy_is_refused(run_of_one, tmp_path, value):
+    folder = shutil.copytree(run_of_one / "task-001", tmp_path / "task")
+    progress = read_json(folder / "progress.json")
+    write_json(folder / "progress.json", progress | {"zero_shot": [value]})
+    with pytest.raises(CheckpointError, match="zero_shot must hold fractions"):
+        read_progress(folder, 1)
+
+
+def test_a_run_does_not_go_on_with_a_base_model_whose_last_weights_differ(run_of_one, tmp_path):
+    output = shutil.copytree(run_of_one, tmp_path / "run")
+    learner = tiny_learner()
+    with torch.no_grad():
+        learner.clip.vision_model.encoder.layers[0].mlp.fc2.weight[-1] += 1
+    with pytest.raises(CheckpointError, match="its weights are not those"):
+        learner.run(stream(2), output)
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": 5}, {"cost": {}}, {"cost": {"seconds": float("nan")}}, {"text": None}]
+)
+def test_a_forged_cell_of_a_comparison_is_named(tmp_path, change):
+    cost = {"seconds": 1.0, "trainable_parameters": 0, "kept_bytes": 0}
+    whole = {"settings": {}, "cost": cost, "data": [], "retention_of": [], "text": True}
+    write_json(tmp_path / "cell.json", whole)
+    assert read_cell(tmp_path) == whole
+    write_json(tmp_path / "cell.json", whole | change)
+    with pytest.raises(ValueError, match=r"cell.json is damaged"):
+        read_cell(tmp_path)
+
+
+@pytest.mark.parametrize("count, facts", [(0, {}), (2, {}), (3, {"nbytes": "x"}), (3, {"class_names": "["})])
+def test_forged_answers_of_a_comparison_are_named(tmp_path, count, facts):
+    row, fields = Row("frozen", "lda"), ("truth", "predicted", "probability", "task")
+    path = answers_path(tmp_path, row)
+    path.parent.mkdir()
+    tensors = {f"{name} 1": torch.zeros(3 if name != "task" else count) for name in fields} if count else {}
+    write_tensors(path, tensors, {"nbytes": "1", "seconds": "1", "class_names": "[]"} | facts)
+    with pytest.raises(ValueError, match=r"lda.safetensors is damaged"):
+        read_answers(tmp_path, row)

@@ -23,6 +23,7 @@ import torch
 
 from dulbe_peft.backbone import has_text
 from dulbe_peft.checkpoint import MANIFEST, TIMINGS_FILE, task_folders
+from dulbe_peft.checks import check_number
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.commands.run import set_up
@@ -85,8 +86,14 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return dict(read_json(path))
-    except (ValueError, TypeError) as error:
+        done = dict(read_json(path))
+        for name, kind in (("settings", dict), ("cost", dict), ("data", list), ("retention_of", list), ("text", bool)):
+            if not isinstance(done[name], kind):
+                raise TypeError(f"{name} is {done[name]!r:.100}")
+        for name in ("seconds", "trainable_parameters", "kept_bytes"):
+            check_number(name, done["cost"][name], least=0)
+        return done
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(damage(path, error)) from error
 
 
@@ -234,15 +241,23 @@ def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict
     Raises:
         ValueError: the file is damaged.
     """
-    try:
-        tensors, facts = read_tensors(answers_path(folder, row))
-    except ValueError as error:
-        raise ValueError(f"{error}; remove the file, and the comparison asks the classifier again") from error
-    steps = sum(name.startswith("truth ") for name in tensors)
+    path = answers_path(folder, row)
     fields = ("truth", "predicted", "probability", "task")
-    answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]
-    cost = {"nbytes": int(facts["nbytes"]), "seconds": float(facts["seconds"])}
-    return answers, json.loads(facts["class_names"]), cost
+    again = "; remove the file, and the comparison asks the classifier again"
+    try:
+        tensors, facts = read_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"{error}{again}") from error
+    steps = sum(name.startswith("truth ") for name in tensors)
+    try:
+        answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]
+        cost = {"nbytes": int(facts["nbytes"]), "seconds": float(facts["seconds"])}
+        names = json.loads(facts["class_names"])
+        if not answers or any(len({tensor.shape for tensor in vars(found).values()}) > 1 for found in answers):
+            raise ValueError("it has no answers, or not one for each image")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{damage(path, error)}{again}") from error
+    return answers, names, cost
 
 
 def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:

@@ -14,7 +14,7 @@ from dulbe_peft.card import fenced, is_repo_id, project
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
 from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE, INPUT
-from dulbe_peft.deployment.pixels import pixel_values
+from dulbe_peft.deployment.pixels import pixel_values, rgb
 from dulbe_peft.saving import PROCESSOR_FOLDER
 from dulbe_peft.state import LearnerState
 
@@ -105,6 +105,7 @@ def torch_code(state: LearnerState, kind: str, formula: str) -> str:
     return f'''import json
 from pathlib import Path
 
+import numpy as np
 import torch
 {imports}from PIL import Image, ImageOps
 from safetensors.torch import load_file
@@ -116,7 +117,10 @@ processor = {record.image_processor}.from_pretrained({place})
 t = load_file(f"{{folder}}/{TENSORS_FILE}")
 names = json.loads(Path(folder, "{FACTS_FILE}").read_text(encoding="utf-8"))["class_names"]
 
-image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
+
+{inspect.getsource(rgb)}
+
+image = rgb(Image.open("photo.jpg"))
 pixels = processor(images=[image], return_tensors="pt")["pixel_values"]
 with torch.no_grad():
     z = torch.nn.functional.normalize({features}, dim=1)
@@ -127,12 +131,14 @@ print(names[int(probabilities.argmax())], float(probabilities.max()))'''
 def onnx_code(state: LearnerState, facts: dict[str, Any]) -> str:
     """The lines that use a graph: with Pillow and numpy, or with the processor where these cannot do what it does."""
     record = encoder_of(state.base)
-    imports, function = "from PIL import Image, ImageOps\n", "\n\n" + inspect.getsource(pixel_values)
+    imports, function = "from PIL import Image, ImageOps\n", "\n\n" + inspect.getsource(rgb)
     image = 'image = Image.open("photo.jpg")'
     pixels = 'np.stack([pixel_values(image, facts["preprocessing"])])'
-    if facts["preprocessing"] is None:
-        imports, function = f"{imports}from transformers import {record.image_processor}\n", ""
-        image = 'image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")'
+    if facts["preprocessing"] is not None:
+        function += "\n\n" + inspect.getsource(pixel_values)
+    else:
+        imports = f"{imports}from transformers import {record.image_processor}\n"
+        image = 'image = rgb(Image.open("photo.jpg"))'
         processor = f'{record.image_processor}.from_pretrained(f"{{folder}}/{PROCESSOR_FOLDER}")'
         pixels = f'{processor}(images=[image], return_tensors="np")["{INPUT}"]'
     return f'''import json

@@ -1,4 +1,4 @@
-"""What an image processor does, in Pillow and numpy alone; the text of `pixel_values` goes into model cards."""
+"""What an image processor does, in Pillow and numpy alone; model cards take the text of `rgb` and `pixel_values`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ SIZES = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481))
 TOLERANCE = 1e-5
 
 
+def rgb(image: Image.Image) -> Image.Image:
+    """An image in RGB and upright; 16-bit grey is scaled to 8 bits."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    image = image.convert("RGB")
+    image.info.clear()  # a processor would take a colour that is named there for transparent
+    return image
+
+
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
     """One image as the model takes it, (3, height, width)."""
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    image = rgb(image)
     size = steps["size"] or [steps["shortest_edge"] * side // min(image.size) for side in image.size]
     image = image.resize(size, steps["resample"])
     if steps["crop"]:

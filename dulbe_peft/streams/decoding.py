@@ -53,7 +53,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
     turn = _UPRIGHT.get(_orientation(image))
-    if turn is None and type(image) is Image.Image and image.mode == "RGB":
+    # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
+    if turn is None and type(image) is Image.Image and image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
