@@ -28,6 +28,18 @@ def few_images(data: str, images: str, classifier: str) -> tuple[str, str]:
     return f"{found['A_last']:.1f}", f"{found['A_bar']:.1f}"
 
 
+def ablated(name: str) -> dict[tuple[str, str], dict[str, str]]:
+    """(method, classifier) -> the row of the ablation without drift compensation."""
+    with (RESULTS / "ablations" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return {(row["method"], row["classifier"]): row for row in csv.DictReader(file) if row["drift"] == "none"}
+
+
+def compared(row: dict[str, str]) -> str:
+    """A_last and the interval of its difference to the reference; bold where that is clear."""
+    gain = {f"gain{end}": row[f"last{by}"] for end, by in (("", "_difference"), ("_low", "_low"), ("_high", "_high"))}
+    return written({**row, **gain, "method": "another"})
+
+
 def measured(name: str, drift: str = "linear") -> dict[tuple[str, ...], dict[str, str]]:
     """(stream, method, classifier) -> the row of the comparison; the one with this drift, where there are two."""
     path = RESULTS / "comparisons" / f"{name}.csv"
@@ -123,6 +135,32 @@ def test_the_first_table_of_the_readme():
         for count, cell in zip(("1 image", "4 images", "50 images"), cells, strict=True):
             keys = [(count, begin, name) if begin else ("all", count, "LoRA", name) for name in names]
             assert cell == ", ".join(f"{100 * float(found[key]['last']):.1f}" for key in keys), title
+
+
+def test_bases_and_routing():
+    found = ablated("modes")
+    _, _, *rows = table("bases and routing")
+    for method, (_, bridge, text) in zip(dict.fromkeys(method for method, _ in found), rows, strict=True):
+        assert (
+            bridge == compared(found[method, "bridge"]) and text == f"{100 * float(found[method, 'text']['last']):.1f}"
+        )
+
+
+def test_settings_of_dulbe():
+    files = {
+        "one depth": "bridge",
+        "number": "depths",
+        "$": "reliability",
+        "$\\l": "structure-weight",
+        "$K": "support",
+    }
+    _, _, *rows = table("setting of DuLBE")
+    assert len(rows) == len(files)
+    for title, cell in rows:
+        name = max((start for start in files if title.startswith(start)), key=len)
+        figures = {compared(row) for row in ablated(files[name]).values() if row["last_difference"]}
+        given = [part.partition(": ")[2] for part in re.split(r", (?=[\d.e]+:|equal)", cell)]
+        assert len(given) > 3 and set(given) <= figures, title
 
 
 def test_all_methods_side_by_side():
