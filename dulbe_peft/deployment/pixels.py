@@ -15,11 +15,11 @@ def rgb(image: Image.Image) -> Image.Image:
     """An image in RGB and upright; 16-bit grey is scaled to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
+        raise ValueError(f"{image.mode!r} has no fixed range: save 8 or 16 bits a channel")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     image = image.convert("RGB")
-    image.info.clear()  # a processor would take a colour that is named there for transparent
+    image.info.clear()  # else a processor may take a colour for transparent
     return image
 
 
