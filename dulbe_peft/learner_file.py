@@ -68,7 +68,7 @@ def portable(saved: dict[str, Any]) -> LearnerArguments:
 
 
 def _check(state: dict[str, Any]) -> None:
-    """Raise unless a learner file's entries are what `write` makes them."""
+    """Raise a `ValueError` unless the entries are what `content` makes them."""
 
     def texts(value: Any) -> bool:
         return value is None or (

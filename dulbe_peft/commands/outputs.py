@@ -28,7 +28,7 @@ _PREDICTIONS = "predictions.csv"  # a run's own where there are its results, els
 def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | None] = ()) -> None:
     """Refuse files that were most likely named by mistake, before any work is done.
 
-    A new file may have any name, and "-" is standard output.
+    A new file may have any suffix, and "-" is standard output.
 
     Args:
         files: flag, path and suffix of each file that is to be written; a path of None is not written.

@@ -243,20 +243,18 @@ def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict
     """
     path = answers_path(folder, row)
     fields = ("truth", "predicted", "probability", "task")
-    again = "; remove the file, and the comparison asks the classifier again"
     try:
         tensors, facts = read_tensors(path)
-    except ValueError as error:
-        raise ValueError(f"{error}{again}") from error
-    steps = sum(name.startswith("truth ") for name in tensors)
-    try:
+        steps = sum(name.startswith("truth ") for name in tensors)
         answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]
         cost = {"nbytes": int(facts["nbytes"]), "seconds": float(facts["seconds"])}
         names = json.loads(facts["class_names"])
         if not answers or any(len({tensor.shape for tensor in vars(found).values()}) > 1 for found in answers):
             raise ValueError("it has no answers, or not one for each image")
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{damage(path, error)}{again}") from error
+        raise ValueError(
+            f"{damage(path, error)}; remove the file, and the comparison asks the classifier again"
+        ) from error
     return answers, names, cost
 
 

@@ -68,14 +68,17 @@ def _check_installed() -> None:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Hold back what the exporter says about packages and versions of its own; its errors come through."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:  # and no others: another thread may have something to say
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 @torch.no_grad()
