@@ -9,18 +9,22 @@ L = lambda (G / g + 0.001 I)^f                g: mean eigenvalue of G; f = 0: la
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.classifiers.checks import check_unit_rows, positive
 from dulbe_peft.classifiers.ranpac import random_layer
 from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
+STEPS = len(RIDGES) - 1  # of the grid, up or down
+SURE = 3.0  # standard deviations by which a lambda must win: chance alone reaches that for one of 700
 
 
 class BayesClassifier(RegressionSums):
@@ -29,7 +33,7 @@ class BayesClassifier(RegressionSums):
     The text enters in two ways. It is the prior mean: W_0 = a (e_c - mean of e) on z, and 0 on the random layer. And
     it is an image of its class, at the place where the images are: in the direction of their mean plus that of
     e_c - mean of e, as far from the mean as images are. lambda is the one that makes the targets most likely under
-    the prior; see `log_evidence`.
+    the prior, see `log_evidence`, unless another is clearly better on held-back images, see `best_step`.
 
     G and C are sums, and texts enter when the solution is made. So the solution is the one on all data at once,
     whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
@@ -45,7 +49,7 @@ class BayesClassifier(RegressionSums):
             classifier's, up to a number that is the same for all classes.
         text_images: how many images of its class a text counts for, 0 or more.
         flatness: f, from 0 to 1. Above 0, the prior leaves more room in directions in which features vary less.
-        ridge: lambda, positive. "auto": the most likely one of 1e-4 M to 100 M, or of 1e-4 to 100 without R.
+        ridge: lambda, positive. "auto": chosen from 13 values, from 1e-4 M to 100 M, or from 1e-4 to 100 without R.
 
     Attributes:
         gram: G, (d + M, d + M), float32; float64 without R.
@@ -53,6 +57,8 @@ class BayesClassifier(RegressionSums):
         counts: (C,), int64, images of each class.
         images: int64, number of images in G, those of forgotten classes included.
         text_embeds: e_c, (C, d), unit vectors.
+        wins: (25, 25), int64. Row i, column j: how many held-back images of all tasks were told right with lambda
+            i - 12 steps of the grid above the most likely one, and wrong with j - 12 steps.
 
     Reference:
         MacKay, "Bayesian Interpolation", 1992, for lambda; McDonnell et al., "RanPAC", 2023, for the random layer.
@@ -62,6 +68,7 @@ class BayesClassifier(RegressionSums):
     needs_text = True
     images: torch.Tensor
     text_embeds: torch.Tensor
+    wins: torch.Tensor
 
     def __init__(
         self,
@@ -88,6 +95,7 @@ class BayesClassifier(RegressionSums):
         self.flatness = float(flatness)
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("images", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("wins", torch.zeros(2 * STEPS + 1, 2 * STEPS + 1, dtype=torch.int64))
 
     def lifted(self, images: torch.Tensor) -> torch.Tensor:
         if not self.features:
@@ -107,6 +115,17 @@ class BayesClassifier(RegressionSums):
     def added(self, images: torch.Tensor, labels: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
         return super().added(images, labels, new) | {"images": self.images + len(images)}
 
+    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Add to `wins` what every lambda of the grid says of held-back images, all from one eigendecomposition."""
+        if self.ridge != "auto":
+            return {}
+        fit = self.derived("regression", self._regress)
+        scores = fit.scores(self.lifted(images.to(self.sums.device).double()), [ridge * self.unit for ridge in RIDGES])
+        right = torch.stack([each.argmax(dim=1) == labels.to(each.device) for each in scores], dim=1).double()
+        steps = torch.arange(-STEPS, STEPS + 1, device=right.device)
+        right = right[:, (fit.likeliest + steps).clamp(0, STEPS)]
+        return {"wins": self.wins + (right.T @ (1 - right)).to(self.wins)}
+
     # ------------------------------------------------------------------ the solution
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
@@ -117,6 +136,15 @@ class BayesClassifier(RegressionSums):
 
     def _solve(self) -> tuple[torch.Tensor, float]:
         """W / text_weight, (d + M, C), float32, and lambda."""
+        fit: Regression = self._derived.get("regression") or self._regress()
+        if self.ridge == "auto":
+            ridge = self.unit * RIDGES[min(STEPS, max(0, fit.likeliest + best_step(self.wins)))]
+        else:
+            ridge = float(self.ridge)
+        return (fit.solution(ridge) / self.text_weight).float().to(self.device), ridge
+
+    def _regress(self) -> Regression:
+        """The regression on images and texts, and where in the grid its most likely lambda is."""
         d, device = self.embed_dim, self.sums.device
         texts = self.text_embeds.to(device).double()
         texts = texts - texts.mean(dim=0)
@@ -131,24 +159,31 @@ class BayesClassifier(RegressionSums):
         values = values.clamp_min(0)  # rounding G to float32 can leave eigenvalues a little below zero
         shape = (values / values.mean() + FLOOR) ** self.flatness
         turned = vectors.T @ left
-        if self.ridge == "auto":
-            targets = float(self.counts.sum()) + self.text_images * len(texts)
-            residual = targets - float((prior * (sums + left)).sum())
-            rows = int(self.images) + (len(texts) if self.text_images else 0)
-            ridge = max(
-                (ridge * self.unit for ridge in RIDGES),
-                key=lambda ridge: log_evidence(values, turned, residual, rows, ridge * shape),
-            )
-        else:
-            ridge = float(self.ridge)
-        solution = prior + vectors @ (turned / (values + ridge * shape)[:, None])
-        return (solution / self.text_weight).float().to(self.device), ridge
+        targets = float(self.counts.sum()) + self.text_images * len(texts)
+        residual = targets - float((prior * (sums + left)).sum())
+        rows = int(self.images) + (len(texts) if self.text_images else 0)
+        likeliest = max(
+            range(len(RIDGES)),
+            key=lambda place: log_evidence(values, turned, residual, rows, RIDGES[place] * self.unit * shape),
+        )
+        return Regression(prior, values, vectors, turned, shape, likeliest)
 
     def _as_images(self, texts: torch.Tensor) -> torch.Tensor:
         """The unit features that the texts stand for, (C, d), from e_c less their mean."""
         mean = self.sums[:, : self.embed_dim].sum(dim=0) / self.counts.sum().to(self.sums.device)
         spread = (1 - mean @ mean).clamp_min(0).sqrt()
         return F.normalize(mean + spread * F.normalize(texts, dim=1), dim=1)
+
+    def _install(
+        self,
+        changes: Mapping[str, torch.Tensor],
+        names: list[str] | None = None,
+        calibration: tuple[TaskTemperature, ...] | None = None,
+    ) -> None:
+        regression = self._derived.get("regression")
+        super()._install(changes, names, calibration)
+        if regression and set(changes) == {"wins"}:  # which change the choice of lambda alone
+            self._derived["regression"] = regression
 
     def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
         if not self.features:
@@ -171,6 +206,65 @@ class BayesClassifier(RegressionSums):
         check_unit_rows("text_embeds", state["text_embeds"])
         if int(state["images"]) < int(state["counts"].sum()):
             raise ValueError("images must be at least the sum of counts: the classes' images are among them")
+        if (state["wins"] < 0).any():
+            raise ValueError("wins must not be negative")
+
+    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
+        return {"wins": torch.zeros_like(self.wins)}
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A regression with the prior mean W_0, in the basis of the eigenvectors of G, in float64.
+
+    Args:
+        prior: W_0, (K, C).
+        values: eigenvalues of G, (K,).
+        vectors: its eigenvectors, (K, K).
+        turned: H'R in their basis, (K, C).
+        shape: eigenvalues of L / lambda, (K,).
+        likeliest: the place in the grid of the lambda with the largest evidence.
+    """
+
+    prior: torch.Tensor
+    values: torch.Tensor
+    vectors: torch.Tensor
+    turned: torch.Tensor
+    shape: torch.Tensor
+    likeliest: int
+
+    def solution(self, ridge: float) -> torch.Tensor:
+        """W, (K, C), for a lambda."""
+        return self.prior + self.vectors @ (self.turned / (self.values + ridge * self.shape)[:, None])
+
+    def scores(self, lifted: torch.Tensor, ridges: Sequence[float]) -> Iterator[torch.Tensor]:
+        """The scores of (n, K) rows for each lambda in turn, (n, C)."""
+        from_prior, turned = lifted @ self.prior, lifted @ self.vectors
+        for ridge in ridges:
+            yield from_prior + turned @ (self.turned / (self.values + ridge * self.shape)[:, None])
+
+
+def best_step(wins: torch.Tensor) -> int:
+    """How many steps of the grid to take from the most likely lambda, by what held-back images say.
+
+    None, unless some lambda is clearly better: it is right more often, among the images that only one of the two
+    tells right, by three standard deviations. Then the shortest step of those that are clearly better than none, and
+    not clearly worse than the best.
+
+    Args:
+        wins: (25, 25), see `BayesClassifier`.
+
+    Reference:
+        McNemar, "Note on the sampling error of the difference between correlated proportions", 1947: the test.
+    """
+    none = len(wins) // 2
+    ahead = (wins - wins.T).double()
+    beats = ahead > SURE * (wins + wins.T).double().sqrt()
+    if not beats[:, none].any():
+        return 0
+    best = int(ahead[:, none].where(beats[:, none], -1.0).argmax())
+    fit = (beats[:, none] & ~beats[best]).nonzero()[:, 0].tolist()
+    return min(fit, key=lambda place: (abs(place - none), -float(ahead[place, none]))) - none
 
 
 def log_evidence(
