@@ -13,6 +13,8 @@ from scipy.linalg import fractional_matrix_power
 from torch.nn import functional as F
 
 from dulbe_peft import BayesClassifier
+from dulbe_peft.classifiers.bayes import best_step
+from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.ridge import RIDGES
 
 DIM, CLASSES, SCALE, WIDTH = 6, 5, 20.0, 8
@@ -100,9 +102,9 @@ def test_the_stream_gives_the_posterior_of_all_images_at_once(settings, features
 
 def test_the_evidence_is_the_gaussians_log_density(monkeypatch):
     found = []
-    original = BayesClassifier._solve.__globals__["log_evidence"]
+    original = BayesClassifier._regress.__globals__["log_evidence"]
     monkeypatch.setitem(
-        BayesClassifier._solve.__globals__,
+        BayesClassifier._regress.__globals__,
         "log_evidence",
         lambda *args: found.append(original(*args)) or found[-1],
     )
@@ -183,3 +185,107 @@ def test_solving_leaves_what_is_kept_alone():
     state = copy.deepcopy(classifier.state_dict())
     classifier(TESTS)
     assert all(torch.equal(value, state[name]) for name, value in classifier.state_dict().items())
+
+
+# ---------------------------------------------------------------------- lambda and held-back images
+
+
+def test_wins_are_counted_on_images_that_the_copy_has_not_seen():
+    """Two tasks, read image by image: which lambdas, in steps from the most likely one, are right where others err."""
+    images, labels = photos(range(CLASSES), each=25)
+    images = images + torch.randn(images.shape, generator=torch.Generator().manual_seed(8))
+    classifier = BayesClassifier(DIM, SCALE, features=WIDTH)
+    expected = torch.zeros(25, 25, dtype=torch.int64)
+    for start, stop in ((0, 3), (3, 5)):
+        own = (labels >= start) & (labels < stop)
+        held = torch.zeros(len(labels), dtype=torch.bool)
+        held[own.nonzero()[:, 0][hold_back(F.normalize(images[own], dim=1), labels[own])]] = True
+        known = (labels < stop) & ~held
+        assert 0 < held.sum() < own.sum()
+        seen, known_labels, texts = images[known], labels[known].tolist(), TEXTS[:stop]
+        _, evidence, _ = literal(seen, known_labels, texts, images[held])
+        right = [
+            literal(seen, known_labels, texts, images[held], ridge * WIDTH)[0].argmax(dim=1) == labels[held]
+            for ridge in RIDGES
+        ]
+        steps = [right[min(max(int(np.argmax(evidence)) + step, 0), 12)].tolist() for step in range(-12, 13)]
+        for i, j, image in np.ndindex(25, 25, int(held.sum())):
+            expected[i, j] += steps[i][image] and not steps[j][image]
+        names = [str(label) for label in range(start, stop)]
+        classifier.add_classes(names, images[own], labels[own] - start, texts)
+    assert torch.equal(classifier.wins, expected) and len(expected.unique()) > 2
+    before = classifier.wins.clone()
+    classifier.update_classes(images, labels)
+    classifier.forget_class("0")
+    assert torch.equal(classifier.wins, before)
+
+
+def wins_of(counts):
+    """What `wins` is where step i was right on images 0 to counts[i] - 1 of all; other steps as the step 0."""
+    right = torch.zeros(25, 1000)
+    for step in range(-12, 13):
+        right[step + 12, : counts.get(step, counts[0])] = 1
+    return (right @ (1 - right).T).long()
+
+
+@pytest.mark.parametrize(
+    "counts, step",
+    [
+        ({0: 50}, 0),
+        ({0: 50, 2: 59}, 0),  # nine images that only one of the two tells right: three standard deviations
+        ({0: 50, 2: 60}, 2),
+        ({0: 50, -3: 90}, -3),
+        ({0: 50, 1: 65, 4: 90}, 4),  # 1 is clearly better than 0, and 4 than 1
+        ({0: 50, 1: 88, 4: 90}, 4),  # two images of two: more than one standard deviation
+        ({0: 50, 1: 89, 4: 90}, 1),
+        ({0: 50, -1: 89, 1: 90, 5: 90}, 1),
+        ({0: 50, -1: 90, 1: 89, 5: 90}, -1),
+        ({0: 50, 2: 20, 3: 0}, 0),
+    ],
+)
+def test_the_step_is_the_shortest_that_is_clearly_better(counts, step):
+    assert best_step(wins_of(counts)) == step
+
+
+@pytest.mark.parametrize("step, place", [(2, 2), (-1, -1), (12, None)])
+def test_held_back_images_move_lambda_by_steps_of_the_grid(step, place):
+    classifier = make()
+    likeliest = RIDGES.index(classifier.strength() / WIDTH)
+    wanted = RIDGES[likeliest + place] if place else RIDGES[-1]
+    assert 0 < likeliest < len(RIDGES) - 3
+    classifier.load_state_dict(classifier.state_dict() | {"wins": wins_of({0: 50, step: 90})})
+    assert classifier.strength() == pytest.approx(wanted * WIDTH)
+    images, labels = photos(range(CLASSES))
+    close(classifier(TESTS), literal(images, labels.tolist(), TEXTS, TESTS, wanted * WIDTH)[0])
+
+
+def test_a_fixed_lambda_holds_back_nothing_for_it():
+    assert not make(**FIXED, each=6).wins.any()
+
+
+def test_good_texts_and_poor_images_are_found_out():
+    """120 classes with two noisy images and an exact text each: the evidence trusts the images too much."""
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randn(120, 32, generator=generator)
+    labels, truth = torch.arange(120).repeat_interleave(2), torch.arange(120).repeat_interleave(5)
+    images = texts[labels] + 2 * torch.randn(240, 32, generator=generator)
+    tests = texts[truth] + 2 * torch.randn(600, 32, generator=generator)
+    classifier = BayesClassifier(32, 100.0, features=100)
+    for start in range(0, 120, 40):
+        own = (labels >= start) & (labels < start + 40)
+        names = [str(number) for number in range(start, start + 40)]
+        classifier.add_classes(names, images[own], labels[own] - start, texts[: start + 40])
+    right = int((classifier(tests).argmax(dim=1) == truth).sum())
+    assert classifier.temperature != 1
+    classifier.load_state_dict(classifier.state_dict() | {"wins": torch.zeros(25, 25, dtype=torch.int64)})
+    assert right > int((classifier(tests).argmax(dim=1) == truth).sum()) + 100
+
+
+def test_a_state_without_wins_is_of_an_earlier_version():
+    classifier = make(each=6)
+    state = {name: value for name, value in classifier.state_dict().items() if name != "wins"}
+    older = BayesClassifier(DIM, SCALE, features=WIDTH)
+    older.load_state_dict(state)
+    assert not older.wins.any() and torch.equal(older.gram, classifier.gram)
+    with pytest.raises(RuntimeError, match="wins must not be negative"):
+        older.load_state_dict(state | {"wins": torch.full((25, 25), -1)})

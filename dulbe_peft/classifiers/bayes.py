@@ -24,7 +24,7 @@ from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
 STEPS = len(RIDGES) - 1  # of the grid, up or down
-SURE = 3.0  # standard deviations by which a lambda must win: chance alone reaches that for one of 700
+SURE = 3.0  # standard deviations by which another lambda must win: chance reaches that once in 700 tries
 
 
 class BayesClassifier(RegressionSums):
@@ -35,8 +35,8 @@ class BayesClassifier(RegressionSums):
     e_c - mean of e, as far from the mean as images are. lambda is the one that makes the targets most likely under
     the prior, see `log_evidence`, unless another is clearly better on held-back images, see `best_step`.
 
-    G and C are sums, and texts enter when the solution is made. So the solution is the one on all data at once,
-    whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
+    G and C are sums, and texts enter when the solution is made. So the solution for a lambda is the one on all data
+    at once, whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
 
     A forgotten class's images stay in G. They count as images of none of the classes.
 
@@ -247,24 +247,26 @@ class Regression:
 def best_step(wins: torch.Tensor) -> int:
     """How many steps of the grid to take from the most likely lambda, by what held-back images say.
 
-    None, unless some lambda is clearly better: it is right more often, among the images that only one of the two
-    tells right, by three standard deviations. Then the shortest step of those that are clearly better than none, and
-    not clearly worse than the best.
+    None, unless some lambda is clearly better: among the images that only one of the two tells right, it is ahead by
+    three standard deviations. Then the shortest of the clearly better steps that are behind the best one by no more
+    than one standard deviation: the copy that was tested had fewer images, so the best step is often too long.
 
     Args:
         wins: (25, 25), see `BayesClassifier`.
 
     Reference:
-        McNemar, "Note on the sampling error of the difference between correlated proportions", 1947: the test.
+        McNemar, "Note on the sampling error of the difference between correlated proportions", 1947, for the test;
+        Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3, for the one standard deviation.
     """
     none = len(wins) // 2
     ahead = (wins - wins.T).double()
-    beats = ahead > SURE * (wins + wins.T).double().sqrt()
-    if not beats[:, none].any():
+    deviation = (wins + wins.T).double().sqrt()
+    better = ahead[:, none] > SURE * deviation[:, none]
+    if not better.any():
         return 0
-    best = int(ahead[:, none].where(beats[:, none], -1.0).argmax())
-    fit = (beats[:, none] & ~beats[best]).nonzero()[:, 0].tolist()
-    return min(fit, key=lambda place: (abs(place - none), -float(ahead[place, none]))) - none
+    best = int(ahead[:, none].where(better, -1.0).argmax())
+    near = better & (ahead[best] <= deviation[best])
+    return min(near.nonzero()[:, 0].tolist(), key=lambda place: (abs(place - none), -float(ahead[place, none]))) - none
 
 
 def log_evidence(
