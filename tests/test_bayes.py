@@ -259,8 +259,11 @@ def test_held_back_images_move_lambda_by_steps_of_the_grid(step, place):
     close(classifier(TESTS), literal(images, labels.tolist(), TEXTS, TESTS, wanted * WIDTH)[0])
 
 
-def test_a_fixed_lambda_holds_back_nothing_for_it():
-    assert not make(**FIXED, each=6).wins.any()
+@pytest.mark.parametrize("ridge", [2.0, "evidence"])
+def test_another_rule_for_lambda_counts_no_wins(ridge):
+    assert not make(ridge=ridge, each=25).wins.any()
+    with pytest.raises(TypeError, match="ridge must be a number"):
+        make(ridge="likely")
 
 
 def test_good_texts_and_poor_images_are_found_out():
@@ -270,15 +273,15 @@ def test_good_texts_and_poor_images_are_found_out():
     labels, truth = torch.arange(120).repeat_interleave(2), torch.arange(120).repeat_interleave(5)
     images = texts[labels] + 2 * torch.randn(240, 32, generator=generator)
     tests = texts[truth] + 2 * torch.randn(600, 32, generator=generator)
-    classifier = BayesClassifier(32, 100.0, features=100)
-    for start in range(0, 120, 40):
-        own = (labels >= start) & (labels < start + 40)
-        names = [str(number) for number in range(start, start + 40)]
-        classifier.add_classes(names, images[own], labels[own] - start, texts[: start + 40])
-    right = int((classifier(tests).argmax(dim=1) == truth).sum())
-    assert classifier.temperature != 1
-    classifier.load_state_dict(classifier.state_dict() | {"wins": torch.zeros(25, 25, dtype=torch.int64)})
-    assert right > int((classifier(tests).argmax(dim=1) == truth).sum()) + 100
+    right = {}
+    for ridge in ("auto", "evidence"):
+        classifier = BayesClassifier(32, 100.0, features=100, ridge=ridge)
+        for start in range(0, 120, 40):
+            own = (labels >= start) & (labels < start + 40)
+            names = [str(number) for number in range(start, start + 40)]
+            classifier.add_classes(names, images[own], labels[own] - start, texts[: start + 40])
+        right[ridge] = int((classifier(tests).argmax(dim=1) == truth).sum())
+    assert right["auto"] > right["evidence"] + 100
 
 
 def test_a_state_without_wins_is_of_an_earlier_version():

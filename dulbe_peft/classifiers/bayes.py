@@ -50,6 +50,7 @@ class BayesClassifier(RegressionSums):
         text_images: how many images of its class a text counts for, 0 or more.
         flatness: f, from 0 to 1. Above 0, the prior leaves more room in directions in which features vary less.
         ridge: lambda, positive. "auto": chosen from 13 values, from 1e-4 M to 100 M, or from 1e-4 to 100 without R.
+            "evidence": the most likely of these, whatever held-back images say.
 
     Attributes:
         gram: G, (d + M, d + M), float32; float64 without R.
@@ -65,6 +66,7 @@ class BayesClassifier(RegressionSums):
     """
 
     name = "bayes"
+    rules = ("auto", "evidence")
     needs_text = True
     images: torch.Tensor
     text_embeds: torch.Tensor
@@ -79,7 +81,7 @@ class BayesClassifier(RegressionSums):
         text_weight: float = 0.03,
         text_images: float = 1.0,
         flatness: float = 0.25,
-        ridge: float | Literal["auto"] = "auto",
+        ridge: float | Literal["auto", "evidence"] = "auto",
     ) -> None:
         width = embed_dim + check_int("features", features, 0)
         dtype = torch.float32 if features else torch.float64
@@ -137,7 +139,7 @@ class BayesClassifier(RegressionSums):
     def _solve(self) -> tuple[torch.Tensor, float]:
         """W / text_weight, (d + M, C), float32, and lambda."""
         fit: Regression = self._derived.get("regression") or self._regress()
-        if self.ridge == "auto":
+        if self.ridge in self.rules:
             ridge = self.unit * RIDGES[min(STEPS, max(0, fit.likeliest + best_step(self.wins)))]
         else:
             ridge = float(self.ridge)

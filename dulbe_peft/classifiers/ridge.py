@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn import functional as F
@@ -30,14 +30,16 @@ class RegressionSums(Classifier):
         width: M, width of h.
         dtype: of G, which is added up in float64 whatever it is kept in.
         unit: what the ridges of the grid are multiples of.
-        ridge: lambda itself, positive; "auto": chosen from the grid.
+        ridge: lambda itself, positive, or one of `rules`, by which it is chosen from the grid.
 
     Attributes:
+        rules: names of the ways in which lambda can be chosen.
         gram: G, (M, M).
         sums: C transposed, (C, M), float64.
         counts: (C,), int64, images of each class.
     """
 
+    rules: ClassVar[tuple[str, ...]] = ("auto",)
     gram: torch.Tensor
     sums: torch.Tensor
     counts: torch.Tensor
@@ -49,11 +51,11 @@ class RegressionSums(Classifier):
         width: int,
         dtype: torch.dtype,
         unit: float,
-        ridge: float | Literal["auto"],
+        ridge: float | str,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
         self.unit = unit
-        self.ridge = ridge if ridge == "auto" else positive("ridge", ridge)
+        self.ridge = ridge if ridge in self.rules else positive("ridge", ridge)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
@@ -111,7 +113,7 @@ class RidgeSums(RegressionSums):
 
     def strength(self) -> float:
         if self.ridge != "auto":
-            return self.ridge
+            return float(self.ridge)
         return self.unit * (RIDGES[int(self.errors.argmin())] if self.errors.any() else RIDGE_UNCHOSEN)
 
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
