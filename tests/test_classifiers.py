@@ -660,7 +660,7 @@ ONES = torch.ones(DIM, DIM, dtype=torch.float64)
         ("text", edit("text.safetensors", text_embeds=torch.ones(10, DIM)), "unit vectors"),
         ("ranpac", edit("ranpac_config.json", features=10**9), r"sums must be .*1000000000"),
         ("ranpac", edit("ranpac_config.json", seed=-1), "seed must be at least 0"),
-        ("ranpac", edit("ranpac_config.json", ridge="most"), "ridge must be a number"),
+        ("ranpac", edit("ranpac_config.json", ridge="most"), "ridge must be a positive number or 'auto'"),
         ("ranpac", edit("ranpac.safetensors", errors=-torch.ones(len(RIDGES)).double()), "errors must not be"),
         ("ridge", edit("ridge.safetensors", gram=ONES.triu().contiguous()), "gram is not symmetric"),
         ("bayes linear", edit("bayes.safetensors", images=torch.tensor(599)), "images must be at least the sum"),

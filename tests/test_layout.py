@@ -62,6 +62,7 @@ ORDER = [
     "classifiers.lda",
     "classifiers.ridge",
     "classifiers.ranpac",
+    "classifiers.evidence",
     "classifiers.bayes",
     "classifiers.fitting",
     "classifiers.visual_agent",

@@ -187,3 +187,37 @@ def test_all_methods_side_by_side():
     assert [rule for rule, _, _ in own] == ["visual_agent", "rapf", "bofa"]
     for rule, method, figure in own:
         assert figure == f"{100 * float(found['4 images', method, rule]['last']):.1f}"
+
+
+def test_what_held_back_images_change_for_bayes():
+    files = {
+        "printed": "printed",
+        "handwriting, f": "foreign",
+        "handwriting, t": "shuffled",
+        "handwriting": "handwriting",
+    }
+    _, _, *rows = table("features | images a class | `ridge=evidence`", "docs/classifiers.md")
+    assert len(rows) > 10
+    name = ""
+    for features, images, *cells in rows:
+        if features:
+            name = next((file for start, file in files.items() if features.startswith(start)), features)
+        each = ("bayes:features=1000,ridge=evidence", "bayes")
+        found = [few_images(f"lambda-{name}", images, classifier)[0] for classifier in each]
+        best = max(map(float, found))
+        bold = [f"**{cell}**" if found[0] != found[1] and float(cell) == best else cell for cell in found]
+        assert cells == bold, (name, images)
+
+
+def test_the_order_over_random_layers():
+    text = " ".join((ROOT / "docs" / "classifiers.md").read_text(encoding="utf-8").split())
+    rows = json.loads((RESULTS / "few_images" / "random-layers.json").read_text(encoding="utf-8"))["rows"]
+    figures = {"ranpac": [], "ridge=10": [], "bayes": []}
+    for row in rows:
+        if row["what"].endswith("A_last"):
+            figures["ridge=10" if "ridge=10" in row["what"] else row["what"].split(":")[0]].append(row["value"])
+    (ranpac, fixed, bayes) = ([f"{end:.1f}" for end in (min(found), max(found))] for found in figures.values())
+    assert (
+        f"Over five random layers (`seed`), `ranpac` has {ranpac[0]} to {ranpac[1]}, with that ridge {fixed[0]} to "
+        f"{fixed[1]}, and `bayes` {bayes[0]} to {bayes[1]}."
+    ) in text

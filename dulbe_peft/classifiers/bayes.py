@@ -8,9 +8,7 @@ L = lambda (G / g + 0.001 I)^f                g: mean eigenvalue of G; f = 0: la
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -19,12 +17,12 @@ from torch.nn import functional as F
 from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.classifiers.checks import check_unit_rows, positive
+from dulbe_peft.classifiers.evidence import Regression, best_step, log_evidence
 from dulbe_peft.classifiers.ranpac import random_layer
 from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
 STEPS = len(RIDGES) - 1  # of the grid, up or down
-SURE = 3.0  # standard deviations by which another lambda must win: chance reaches that once in 700 tries
 
 
 class BayesClassifier(RegressionSums):
@@ -37,6 +35,8 @@ class BayesClassifier(RegressionSums):
 
     G and C are sums, and texts enter when the solution is made. So the solution for a lambda is the one on all data
     at once, whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
+    What held-back images say of lambda depends on the tasks. It fades with further images of known classes, of which
+    none is held back, and stays when texts are replaced.
 
     A forgotten class's images stay in G. They count as images of none of the classes.
 
@@ -58,8 +58,8 @@ class BayesClassifier(RegressionSums):
         counts: (C,), int64, images of each class.
         images: int64, number of images in G, those of forgotten classes included.
         text_embeds: e_c, (C, d), unit vectors.
-        wins: (25, 25), int64. Row i, column j: how many held-back images of all tasks were told right with lambda
-            i - 12 steps of the grid above the most likely one, and wrong with j - 12 steps.
+        wins: (25, 25), int64. Row i, column j: how many held-back images are right with lambda i - 12 steps of the
+            grid above the most likely one, and wrong with j - 12 steps. wins[14, 12] is of two steps up against none.
 
     Reference:
         MacKay, "Bayesian Interpolation", 1992, for lambda; McDonnell et al., "RanPAC", 2023, for the random layer.
@@ -126,7 +126,12 @@ class BayesClassifier(RegressionSums):
         right = torch.stack([each.argmax(dim=1) == labels.to(each.device) for each in scores], dim=1).double()
         steps = torch.arange(-STEPS, STEPS + 1, device=right.device)
         right = right[:, (fit.likeliest + steps).clamp(0, STEPS)]
-        return {"wins": self.wins + (right.T @ (1 - right)).to(self.wins)}
+        return {"wins": self.wins.cpu() + (right.T @ (1 - right)).long().cpu()}
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        changes = super().learn_more(images, labels)
+        # With more images, the evidence errs less than it did when these were counted.
+        return changes | {"wins": self.wins * self.images // changes["images"]}
 
     # ------------------------------------------------------------------ the solution
 
@@ -138,6 +143,7 @@ class BayesClassifier(RegressionSums):
 
     def _solve(self) -> tuple[torch.Tensor, float]:
         """W / text_weight, (d + M, C), float32, and lambda."""
+        # `choose` leaves it on the copy that it is called on. It is large, so nobody else keeps it.
         fit: Regression = self._derived.get("regression") or self._regress()
         if self.ridge in self.rules:
             ridge = self.unit * RIDGES[min(STEPS, max(0, fit.likeliest + best_step(self.wins)))]
@@ -208,93 +214,9 @@ class BayesClassifier(RegressionSums):
         check_unit_rows("text_embeds", state["text_embeds"])
         if int(state["images"]) < int(state["counts"].sum()):
             raise ValueError("images must be at least the sum of counts: the classes' images are among them")
-        if (state["wins"] < 0).any():
-            raise ValueError("wins must not be negative")
+        wins = state["wins"]
+        if (wins < 0).any() or (wins > min(int(state["images"]), 2**52)).any() or wins.diagonal().any():
+            raise ValueError("wins must count images: from 0 to their number, and 0 on the diagonal")
 
     def added_since(self, classes: int) -> dict[str, torch.Tensor]:
         return {"wins": torch.zeros_like(self.wins)}
-
-
-@dataclass(frozen=True)
-class Regression:
-    """A regression with the prior mean W_0, in the basis of the eigenvectors of G, in float64.
-
-    Args:
-        prior: W_0, (K, C).
-        values: eigenvalues of G, (K,).
-        vectors: its eigenvectors, (K, K).
-        turned: H'R in their basis, (K, C).
-        shape: eigenvalues of L / lambda, (K,).
-        likeliest: the place in the grid of the lambda with the largest evidence.
-    """
-
-    prior: torch.Tensor
-    values: torch.Tensor
-    vectors: torch.Tensor
-    turned: torch.Tensor
-    shape: torch.Tensor
-    likeliest: int
-
-    def solution(self, ridge: float) -> torch.Tensor:
-        """W, (K, C), for a lambda."""
-        return self.prior + self.vectors @ (self.turned / (self.values + ridge * self.shape)[:, None])
-
-    def scores(self, lifted: torch.Tensor, ridges: Sequence[float]) -> Iterator[torch.Tensor]:
-        """The scores of (n, K) rows for each lambda in turn, (n, C)."""
-        from_prior, turned = lifted @ self.prior, lifted @ self.vectors
-        for ridge in ridges:
-            yield from_prior + turned @ (self.turned / (self.values + ridge * self.shape)[:, None])
-
-
-def best_step(wins: torch.Tensor) -> int:
-    """How many steps of the grid to take from the most likely lambda, by what held-back images say.
-
-    None, unless some lambda is clearly better: among the images that only one of the two tells right, it is ahead by
-    three standard deviations. Then the shortest of the clearly better steps that are behind the best one by no more
-    than one standard deviation: the copy that was tested had fewer images, so the best step is often too long.
-
-    Args:
-        wins: (25, 25), see `BayesClassifier`.
-
-    Reference:
-        McNemar, "Note on the sampling error of the difference between correlated proportions", 1947, for the test;
-        Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3, for the one standard deviation.
-    """
-    none = len(wins) // 2
-    ahead = (wins - wins.T).double()
-    deviation = (wins + wins.T).double().sqrt()
-    better = ahead[:, none] > SURE * deviation[:, none]
-    if not better.any():
-        return 0
-    best = int(ahead[:, none].where(better, -1.0).argmax())
-    near = better & (ahead[best] <= deviation[best])
-    return min(near.nonzero()[:, 0].tolist(), key=lambda place: (abs(place - none), -float(ahead[place, none]))) - none
-
-
-def log_evidence(
-    values: torch.Tensor, turned: torch.Tensor, residual: float, rows: int, precisions: torch.Tensor
-) -> float:
-    """Log density of the targets under the prior, with the noise variance s2 that makes them most likely.
-
-    Every class's residuals r over the n images are r ~ N(0, s2 (I + H L^-1 H')), independently of the others'. With
-    q = the sum over the classes of r' (I + H L^-1 H')^-1 r, the most likely s2 is q / (n C).
-
-    Args:
-        values: eigenvalues of G = H'H, (K,).
-        turned: H'R in the basis of the eigenvectors, (K, C).
-        residual: sum of the squares of R.
-        rows: n.
-        precisions: eigenvalues of L, (K,), in the same basis.
-
-    Returns:
-        The natural logarithm of the density.
-
-    Reference:
-        MacKay, 1992, section 3: the evidence of a linear model.
-    """
-    classes = turned.shape[1]
-    explained = float((turned.square().sum(dim=1) / (values + precisions)).sum())
-    # Where every target is met, q is 0 up to rounding.
-    spread = max(residual - explained, 1e-12 * max(residual, 1.0)) / (rows * classes)
-    determinant = float((values / precisions).log1p().sum())
-    return -0.5 * classes * (rows * (math.log(2 * math.pi * spread) + 1) + determinant)

@@ -55,7 +55,11 @@ class RegressionSums(Classifier):
     ) -> None:
         super().__init__(embed_dim, logit_scale)
         self.unit = unit
-        self.ridge = ridge if ridge in self.rules else positive("ridge", ridge)
+        if isinstance(ridge, str) and ridge not in self.rules:
+            raise ValueError(
+                f"ridge must be a positive number or {' or '.join(map(repr, self.rules))}, got {ridge!r:.100}"
+            )
+        self.ridge = ridge if isinstance(ridge, str) else positive("ridge", ridge)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
