@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from numbers import Integral
 from typing import Any
+
+_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of float32, in which nearly all is computed
 
 
 def is_int(value: Any) -> bool:
@@ -36,12 +37,14 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
 def check_number(
     name: str, value: Any, *, least: float | None = None, most: float | None = None, positive: bool = False
 ) -> None:
-    """Raise unless `value` is an int or a finite float, from `least` to `most`, and above 0 where `positive`."""
+    """Raise unless `value` is a number that float32 holds, from `least` to `most`, and above 0 where `positive`."""
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     too_small = (positive and value <= 0) or (least is not None and value < least)
-    if too_small or not abs(value) <= sys.float_info.max:
+    if too_small or not abs(value) < float("inf"):
         bound = " and positive" if positive else "" if least is None else f" and at least {least}"
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
+        raise ValueError(f"{name} must be at most {most:g}, got {value}")
+    if abs(value) > _LARGEST or (positive and value < _SMALLEST):
+        raise ValueError(f"{name} must be finite in float32, {_SMALLEST:.1e} to {_LARGEST:.1e}, got {value!r:.40}")

@@ -13,9 +13,10 @@ import torch
 from lives import content, differences, everything, images_of, learned, stream, tiny_learner
 from PIL import Image
 
-from dulbe_peft import ImageFolder
+from dulbe_peft import ImageFolder, LearnerArguments
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.checkpoint import CheckpointError, json_sha256
+from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
@@ -25,6 +26,7 @@ from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
+from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.folders import Found
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
@@ -354,3 +356,39 @@ def test_forged_answers_of_a_comparison_are_named(tmp_path, count, facts):
     write_tensors(path, tensors, {"nbytes": "1", "seconds": "1", "class_names": "[]"} | facts)
     with pytest.raises(ValueError, match=r"lda.safetensors is damaged"):
         read_answers(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("learning_rate", 1e300),
+        ("learning_rate", 1e5),
+        ("structure_weight", 1e38),
+        ("class_temperature", 1e10),
+        ("instance_temperature", 1e-300),
+        ("reliability_temperature", 10**400),
+    ],
+)
+def test_a_setting_that_float32_cannot_bear_is_named_before_training(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        LearnerArguments(**{name: value})
+
+
+def test_settings_of_parts_that_float32_cannot_bear_are_named():
+    for strategy in ("o_lora:lambda_1=1e300", "loda:ridge=1e-300", "cl_lora:temperature=1e-300"):
+        with pytest.raises(ValueError, match="must be finite in float32"):
+            make_strategy(strategy)
+    for spec in ("ridge:ridge=1e300", "bayes:features=1000000000", f"ranpac:features={10**30}"):
+        with pytest.raises(ValueError, match="(ridge|features) must be"):
+            make_classifier(spec, 8)
+
+
+def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypatch):
+    def after_step(self, task):
+        next(p for p in task.adapter.parameters() if p.requires_grad).fill_(float("nan"))
+
+    learner = tiny_learner(strategy="lora")
+    monkeypatch.setattr(type(learner.strategy), "after_step", after_step)
+    with pytest.raises(ValueError, match="infinite after training: lower the learning_rate"):
+        learner.learn_task(images_of(0, 1), ["a", "b"])
+    assert not learner.tasks
