@@ -176,4 +176,6 @@ class LearnerArguments:
 
 def _check_template(name: str, template: Any) -> None:
     if not isinstance(template, str) or template.count("{}") != 1:
-        raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r}")
+        raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
+    if len(template) > 1000:  # far more than any text tower takes, and a tokenizer would need seconds to say so
+        raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")

@@ -392,3 +392,17 @@ def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypa
     with pytest.raises(ValueError, match="infinite after training: lower the learning_rate"):
         learner.learn_task(images_of(0, 1), ["a", "b"])
     assert not learner.tasks
+
+
+def test_long_names_and_prompts_are_refused_at_once():
+    learner = tiny_learner()
+    learner.encoder.check_prompts = None  # no tokenizer is asked
+    for call in (
+        lambda: learner.learn_task(images_of(0, 1), ["a", "b" * 1_000_000]),
+        lambda: check_class_names(["b" * 1001]),
+        lambda: LearnerArguments(prompt_template="{}" + "b" * 1_000_000),
+    ):
+        with pytest.raises(ValueError, match="at most 1000 are allowed") as error:
+            call()
+        assert len(str(error.value)) < 200
+    assert check_class_names(["b" * 1000])
