@@ -30,7 +30,10 @@ from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.folders import Found
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.tasks import Task
+from dulbe_peft.streams.protocols import rename_classes
+from dulbe_peft.streams.samples import dataset_class_names
+from dulbe_peft.streams.splits import open_stream_data
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
 STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
 METHOD = "methods: {frozen: {strategy: frozen}}\n"
@@ -406,3 +409,33 @@ def test_long_names_and_prompts_are_refused_at_once():
             call()
         assert len(str(error.value)) < 200
     assert check_class_names(["b" * 1000])
+
+
+def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
+    one, other = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    for split, name in (("train", one), ("test", other)):
+        for folder in (name, "tea"):
+            (tmp_path / split / folder).mkdir(parents=True)
+            for number in range(2):
+                picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
+                picture.save(tmp_path / split / folder / f"{number}.png")
+    train, test, found = open_stream_data(tmp_path)
+    assert found.class_names == (one, "tea") and dataset_class_names(test) == (one, "tea")
+    (task,) = class_incremental_tasks(ImageFolder(tmp_path, "train"), ImageFolder(tmp_path, "test"), increment=2)
+    assert task.class_names == (one, "tea") and len(task.test) == 4
+    (task,) = class_incremental_tasks(
+        train, test, increment=2, class_order=["tea", other], first_tasks=[[other, "tea"]]
+    )
+    learner = tiny_learner()
+    learner.learn_task(task.train, task.class_names)
+    assert learner.class_names == (one, "tea")
+    copy_of_it = ImageFolder(tmp_path, "test")
+    assert copy_of_it.class_names == (other, "tea")
+    assert learner.evaluate(copy_of_it) == learner.evaluate(task.test)
+    assert learner.evaluate(copy_of_it, [one, "tea"]) == learner.evaluate(task.test)
+    learner.update_classes(select_classes(copy_of_it, [one]))
+    assert learner.state.updates[-1]["images"] == {one: 2}
+    (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
+    assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
+    learner.forget_class(other)
+    assert learner.class_names == ("tea",)

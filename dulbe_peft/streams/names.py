@@ -57,6 +57,19 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     return tuple(checked)
 
 
+def spelled_as(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """`names`, each spelled as the known one of the same letters, where there is one.
+
+    Systems write letters with accents in several ways, as one code point or as two. So a folder that was copied may be
+    called otherwise than the folder that it was copied from, and both look alike.
+
+    >>> spelled_as(["cafe\\u0301", "tea"], ["caf\\xe9"]) == ("caf\\xe9", "tea")
+    True
+    """
+    spellings = {unicodedata.normalize("NFC", name): name for name in known}
+    return tuple(spellings.get(unicodedata.normalize("NFC", name), name) for name in names)
+
+
 def format_class_name(name: str, style: str = "verbatim") -> str:
     """A class name as it goes into a prompt: as it stands, or with underscores turned into spaces.
 
