@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from lives import content, differences, everything, images_of, learned, stream, tiny_learner
 from PIL import Image
 
@@ -21,7 +22,8 @@ from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import Row, read_plan
+from dulbe_peft.comparison.plan import Row, _plan, read_plan
+from dulbe_peft.comparison.table import Scope, Table, refuse_others, write_table
 from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
@@ -439,3 +441,30 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)
     assert learner.class_names == ("tea",)
+
+
+@pytest.mark.parametrize("name", ["comparison.json", "comparison.csv", "advice.json"])
+@pytest.mark.parametrize(
+    "text", ["mine", '{"mine": 1}', "stream,mine\n1,2\n", '"entries scope settings classifiers"', ""]
+)
+def test_a_comparison_replaces_no_table_of_others(tmp_path, capsys, name, text):
+    from dulbe_peft.cli import main
+
+    (tmp_path / name).write_text(text)
+    (tmp_path / "c.yaml").write_text(STREAM + METHOD)
+    command = ["compare", str(tmp_path / "c.yaml")]
+    if name == "advice.json":
+        command = ["advise", "--model", "demo", "--data", "demo-digits"]
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path / name} was not written by a comparison" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
+
+
+def test_a_comparison_replaces_what_it_wrote_and_no_link_to_nothing(tmp_path):
+    plan = _plan(yaml.safe_load(STREAM + METHOD))
+    write_table(Table([], {}, Scope.of(plan)), tmp_path)
+    refuse_others(tmp_path)
+    (tmp_path / "comparison.csv").unlink()
+    (tmp_path / "comparison.csv").symlink_to("elsewhere")
+    with pytest.raises(FileExistsError, match=r"comparison\.csv"):
+        refuse_others(tmp_path)

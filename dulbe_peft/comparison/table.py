@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +14,10 @@ import numpy as np
 from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
-from dulbe_peft.files import read_json, write_csv, write_json
+from dulbe_peft.files import read_csv, read_json, write_csv, write_json
 from dulbe_peft.streams.metrics import calibration_error, percent, signed
 
-TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
+TABLE_FILE, CSV_FILE, ADVICE_FILE = "comparison.json", "comparison.csv", "advice.json"
 MEASURES = {"last": "A_last", "average": "A_bar"}
 # What a column is called, and what it means to somebody who has not read the paper.
 COLUMNS = {
@@ -221,6 +222,38 @@ def _mean_retention(found: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
 
 
 # ---------------------------------------------------------------------- for people and for files
+
+
+# What each file has in every version; advice.json is written by `dulbe-peft advise`.
+_MARKS = {
+    TABLE_FILE: {"entries", "scope"},
+    CSV_FILE: {"stream", "method", "classifier", "drift"},
+    ADVICE_FILE: {"settings", "classifiers"},
+}
+
+
+def refuse_others(output: Path, names: Sequence[str] = (TABLE_FILE, CSV_FILE)) -> None:
+    """Raise where a file that is to be written is there, and somebody else wrote it.
+
+    Args:
+        output: folder of a comparison.
+        names: the files.
+
+    Raises:
+        FileExistsError: such a file; the message has its path.
+    """
+    for name in names:
+        path = output / name
+        try:
+            found = (read_csv(path) or [[]])[0] if path.suffix == ".csv" else read_json(path)
+            ours = not isinstance(found, str) and _MARKS[name] <= set(found)
+        except (OSError, ValueError, TypeError):
+            ours = not os.path.lexists(path)
+        if not ours:
+            raise FileExistsError(
+                f"{path} was not written by a comparison, or is damaged: choose another folder or move it, nothing is "
+                "replaced"
+            )
 
 
 def write_table(table: Table, output: Path) -> None:
