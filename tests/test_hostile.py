@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from lives import content, differences, everything, images_of, learned, stream, tiny_learner
 from PIL import Image
 
@@ -20,11 +19,9 @@ from dulbe_peft.checkpoint import CheckpointError, json_sha256
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
-from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import Row, _plan, read_plan
-from dulbe_peft.comparison.table import Scope, Table, refuse_others, write_table
-from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
+from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.files import read_json, read_lines, write_json
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
@@ -340,30 +337,6 @@ def test_a_run_does_not_go_on_with_a_base_model_whose_last_weights_differ(run_of
 
 
 @pytest.mark.parametrize(
-    "change", [{"settings": 5}, {"cost": {}}, {"cost": {"seconds": float("nan")}}, {"text": None}]
-)
-def test_a_forged_cell_of_a_comparison_is_named(tmp_path, change):
-    cost = {"seconds": 1.0, "trainable_parameters": 0, "kept_bytes": 0}
-    whole = {"settings": {}, "cost": cost, "data": [], "retention_of": [], "text": True}
-    write_json(tmp_path / "cell.json", whole)
-    assert read_cell(tmp_path) == whole
-    write_json(tmp_path / "cell.json", whole | change)
-    with pytest.raises(ValueError, match=r"cell.json is damaged"):
-        read_cell(tmp_path)
-
-
-@pytest.mark.parametrize("count, facts", [(0, {}), (2, {}), (3, {"nbytes": "x"}), (3, {"class_names": "["})])
-def test_forged_answers_of_a_comparison_are_named(tmp_path, count, facts):
-    row, fields = Row("frozen", "lda"), ("truth", "predicted", "probability", "task")
-    path = answers_path(tmp_path, row)
-    path.parent.mkdir()
-    tensors = {f"{name} 1": torch.zeros(3 if name != "task" else count) for name in fields} if count else {}
-    write_tensors(path, tensors, {"nbytes": "1", "seconds": "1", "class_names": "[]"} | facts)
-    with pytest.raises(ValueError, match=r"lda.safetensors is damaged"):
-        read_answers(tmp_path, row)
-
-
-@pytest.mark.parametrize(
     "name, value",
     [
         ("learning_rate", 1e300),
@@ -441,30 +414,3 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)
     assert learner.class_names == ("tea",)
-
-
-@pytest.mark.parametrize("name", ["comparison.json", "comparison.csv", "advice.json"])
-@pytest.mark.parametrize(
-    "text", ["mine", '{"mine": 1}', "stream,mine\n1,2\n", '"entries scope settings classifiers"', ""]
-)
-def test_a_comparison_replaces_no_table_of_others(tmp_path, capsys, name, text):
-    from dulbe_peft.cli import main
-
-    (tmp_path / name).write_text(text)
-    (tmp_path / "c.yaml").write_text(STREAM + METHOD)
-    command = ["compare", str(tmp_path / "c.yaml")]
-    if name == "advice.json":
-        command = ["advise", "--model", "demo", "--data", "demo-digits"]
-    assert main([*command, "--output", str(tmp_path)]) == 2
-    assert f"{tmp_path / name} was not written by a comparison" in capsys.readouterr().err
-    assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
-
-
-def test_a_comparison_replaces_what_it_wrote_and_no_link_to_nothing(tmp_path):
-    plan = _plan(yaml.safe_load(STREAM + METHOD))
-    write_table(Table([], {}, Scope.of(plan)), tmp_path)
-    refuse_others(tmp_path)
-    (tmp_path / "comparison.csv").unlink()
-    (tmp_path / "comparison.csv").symlink_to("elsewhere")
-    with pytest.raises(FileExistsError, match=r"comparison\.csv"):
-        refuse_others(tmp_path)

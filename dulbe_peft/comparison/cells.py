@@ -96,13 +96,13 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
         check_number("seconds", done["cost"]["seconds"], least=0)
         for name in ("trainable_parameters", "kept_bytes"):
             check_int(name, done["cost"][name], 0, _MOST_BYTES)
-        _check_retention(done.get("retention"))
+        check_retention(done.get("retention"))
         return done
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(damage(path, error)) from error
 
 
-def _check_retention(found: Any) -> None:
+def check_retention(found: Any) -> None:
     """Raise unless this is what `_retention` returns, as far as numbers tell."""
     if found is None:
         return

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answers, read_cell
+from dulbe_peft.checks import check_number, read_typed
+from dulbe_peft.comparison.cells import answers_path, check_retention, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
 from dulbe_peft.files import read_csv, read_json, write_csv, write_json
@@ -295,21 +296,16 @@ def read_table(output: Path) -> Table:
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
     try:
         content = read_json(path)
-        entries = []
-        for line in content["entries"]:
-            differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}
-            gain = None if line.get("gain") is None else Difference(**line["gain"])
-            read = {"row": Row(**line["row"]), "differences": differences, "gain": gain, "seeds": tuple(line["seeds"])}
-            entries.append(Entry(**{**line, **read}))
-        scope = content["scope"]
-        rows, reference = tuple(Row(**row) for row in scope["rows"]), Row(**scope["reference"])
-        read = {
-            "rows": rows,
-            "reference": reference,
-            "seeds": tuple(scope["seeds"]),
-            "streams": dict(scope["streams"]),
-        }
-        return Table(entries, dict(content["chosen"]), Scope(**{**scope, **read}))
+        content["entries"] = [{"gain": None} | line for line in content["entries"]]  # earlier versions had no gain
+        content["scope"]["streams"] = dict(content["scope"]["streams"])
+        table: Table = read_typed("the table", Table, content)
+        for entry in table.entries:
+            if not set(MEASURES) == set(entry.means) == set(entry.spreads) == set(entry.differences):
+                raise ValueError(f"each row must have {', '.join(MEASURES)}")
+            for value in (*entry.means.values(), entry.calibration_error):
+                check_number("a mean or an error", value, least=0, most=1)
+            check_retention(entry.retention)
+        return table
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not as `dulbe-peft compare` writes it: {error!r}; run it again") from error
 
