@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import unicodedata
@@ -10,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lives import content, differences, everything, images_of, learned, stream, tiny_learner
+from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
+from peft import PeftModel
 from PIL import Image
 
 from dulbe_peft import ImageFolder, LearnerArguments
@@ -414,3 +416,12 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)
     assert learner.class_names == ("tea",)
+
+
+@pytest.mark.parametrize("change", [{"text_rank": 0}, {"text_target_modules": ["x"]}])
+def test_a_forged_configuration_does_not_drop_the_text_lora(tmp_path, change):
+    learned(tiny_learner(), 1).model.save_pretrained(tmp_path)
+    config = read_json(tmp_path / "adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=r"does not fit: keys missing \[\], unknown \['.*text"):
+        PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path)
