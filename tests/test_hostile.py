@@ -23,6 +23,7 @@ from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.deployment.classifier import checked_formula, class_facts
 from dulbe_peft.files import read_json, read_lines, write_json
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
@@ -425,3 +426,24 @@ def test_a_forged_configuration_does_not_drop_the_text_lora(tmp_path, change):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=r"does not fit: keys missing \[\], unknown \['.*text"):
         PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path)
+
+
+def test_an_export_says_what_the_learner_says_after_forgetting_and_with_another_lambda():
+    learner = tiny_learner(classifiers=("bayes:features=20", "bridge"))
+    for task in stream(2):
+        more = [item for seed in range(3) for item in images_of(*range(4), seed=seed) if item[1] < 2]
+        learner.learn_task(more, task.class_names)
+    learner.forget_class("b0")
+    bayes = learner.classifiers["bayes"]
+    before, wins = bayes.strength(), torch.zeros_like(bayes.wins)
+    wins[len(wins) // 2 + 6] = 400
+    bayes._install({"wins": wins})
+    assert bayes.strength() > 10 * before
+    features = learner.image_embeds([image for image, _ in images_of(0, 1, 2)])
+    for classifier in learner.classifiers.values():
+        formula, tensors = checked_formula(classifier)
+        found = eval(formula, {"torch": torch, "z": features, "t": tensors})
+        assert torch.allclose(found, classifier(features), atol=1e-4)
+        facts = class_facts(learner.state, classifier)
+        assert tuple(facts["class_names"]) == learner.class_names
+        assert facts["reject_below"]["0.1"] == classifier.rejection_threshold(0.1)
