@@ -142,9 +142,11 @@ class LearnerArguments:
         object.__setattr__(self, "pixel_cache_mb", check_int("pixel_cache_mb", self.pixel_cache_mb, 0))
         object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         object.__setattr__(self, "num_depths", check_int("num_depths", self.num_depths, 2, 1000))
-        for name in ("learning_rate", "class_temperature", "instance_temperature", "reliability_temperature"):
-            check_number(name, getattr(self, name), positive=True)
-        check_number("structure_weight", self.structure_weight, least=0)
+        # What is larger makes weights or losses infinite, which would only be seen after a task was trained.
+        check_number("learning_rate", self.learning_rate, positive=True, most=1e4)
+        for name in ("class_temperature", "instance_temperature", "reliability_temperature"):
+            check_number(name, getattr(self, name), positive=True, most=1e6)
+        check_number("structure_weight", self.structure_weight, least=0, most=1e6)
         for f in self.__dataclass_fields__.values():
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
@@ -174,4 +176,6 @@ class LearnerArguments:
 
 def _check_template(name: str, template: Any) -> None:
     if not isinstance(template, str) or template.count("{}") != 1:
-        raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r}")
+        raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
+    if len(template) > 1000:  # far more than any text tower takes, and a tokenizer would need seconds to say so
+        raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")

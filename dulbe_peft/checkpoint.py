@@ -175,7 +175,7 @@ def _check_only_an_export(folder: Path) -> None:
         if "export" not in manifest:
             raise FileExistsError(f"{folder} was not written by an export: choose another folder, nothing is replaced")
         digests = {Path(name): entry["sha256"] for name, entry in manifest["files"].items()}
-        changed = [n for n, digest in digests.items() if (folder / n).is_file() and _sha256(folder / n) != digest]
+        changed = [n for n, digest in digests.items() if (folder / n).is_file() and file_sha256(folder / n) != digest]
     if others or changed:
         name = str([*others, *changed][0])
         raise FileExistsError(
@@ -201,7 +201,7 @@ def _others(folder: Path) -> list[Path]:
     ours = {Path(name) for name in manifest["files"]} | {Path(MANIFEST)}
     card = folder / MODEL_CARD
     unnoted = "card_sha256" not in manifest and "export" not in manifest  # version 0.1 did not note the digest
-    if card.is_file() and (unnoted or manifest.get("card_sha256") == _sha256(card)):
+    if card.is_file() and (unnoted or manifest.get("card_sha256") == file_sha256(card)):
         ours.add(Path(MODEL_CARD))
     folders = {parent for name in ours for parent in name.parents}
     found = []
@@ -235,11 +235,12 @@ def _seal(folder: Path, fields: dict[str, Any]) -> None:
     """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MODEL_CARD)
     listing = {
-        path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size} for path in files
+        path.relative_to(folder).as_posix(): {"sha256": file_sha256(path), "size": path.stat().st_size}
+        for path in files
     }
     manifest = {"format_version": FORMAT_VERSION, "versions": library_versions(), "files": listing, **fields}
     if (folder / MODEL_CARD).is_file():
-        manifest["card_sha256"] = _sha256(folder / MODEL_CARD)
+        manifest["card_sha256"] = file_sha256(folder / MODEL_CARD)
     write_json(folder / MANIFEST, {**manifest, "sha256": json_sha256(manifest)})
     mask = os.umask(0)
     os.umask(mask)
@@ -300,7 +301,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         file = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or not file.is_file():
             raise CheckpointError(f"{folder} misses {name!r}, which its manifest lists")
-        if file.stat().st_size != size or _sha256(file) != digest:
+        if file.stat().st_size != size or file_sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
 
@@ -380,6 +381,7 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

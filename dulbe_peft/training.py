@@ -216,6 +216,8 @@ class TaskTrainer:
                 schedule.after_epoch()
                 self._log_epoch(torch.stack(losses), epoch)
                 epoch += 1
+            if not all(p.isfinite().all() for p in parameters):  # a loss is computed before the step that breaks them
+                raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
 
     def _step(
         self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None

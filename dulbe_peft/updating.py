@@ -17,6 +17,7 @@ from dulbe_peft.specs import closest
 from dulbe_peft.state import LearnerState
 from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.streams.names import spelled_as
 from dulbe_peft.training import features_and_inputs
 
 
@@ -69,6 +70,7 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     Raises:
         ValueError: the class has not been learned, or it is the only one.
     """
+    (name,) = spelled_as((name,), state.class_names)
     if name not in state.class_names:
         hint = closest(name, state.class_names)
         raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten{hint:.300}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import unicodedata
@@ -10,25 +11,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lives import content, differences, everything, images_of, learned, stream, tiny_learner
+from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
+from peft import PeftModel
 from PIL import Image
 
-from dulbe_peft import ImageFolder
+from dulbe_peft import ImageFolder, LearnerArguments
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.checkpoint import CheckpointError, json_sha256
+from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.commands.settings import read_yaml
-from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import Row, read_plan
-from dulbe_peft.files import read_json, read_lines, write_json, write_tensors
+from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.deployment.classifier import checked_formula, class_facts
+from dulbe_peft.files import read_json, read_lines, write_json
 from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
+from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.folders import Found
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.tasks import Task
+from dulbe_peft.streams.protocols import rename_classes
+from dulbe_peft.streams.samples import dataset_class_names
+from dulbe_peft.streams.splits import open_stream_data
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
 STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
 METHOD = "methods: {frozen: {strategy: frozen}}\n"
@@ -333,24 +340,110 @@ def test_a_run_does_not_go_on_with_a_base_model_whose_last_weights_differ(run_of
 
 
 @pytest.mark.parametrize(
-    "change", [{"settings": 5}, {"cost": {}}, {"cost": {"seconds": float("nan")}}, {"text": None}]
+    "name, value",
+    [
+        ("learning_rate", 1e300),
+        ("learning_rate", 1e5),
+        ("structure_weight", 1e38),
+        ("class_temperature", 1e10),
+        ("instance_temperature", 1e-300),
+        ("reliability_temperature", 10**400),
+    ],
 )
-def test_a_forged_cell_of_a_comparison_is_named(tmp_path, change):
-    cost = {"seconds": 1.0, "trainable_parameters": 0, "kept_bytes": 0}
-    whole = {"settings": {}, "cost": cost, "data": [], "retention_of": [], "text": True}
-    write_json(tmp_path / "cell.json", whole)
-    assert read_cell(tmp_path) == whole
-    write_json(tmp_path / "cell.json", whole | change)
-    with pytest.raises(ValueError, match=r"cell.json is damaged"):
-        read_cell(tmp_path)
+def test_a_setting_that_float32_cannot_bear_is_named_before_training(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        LearnerArguments(**{name: value})
 
 
-@pytest.mark.parametrize("count, facts", [(0, {}), (2, {}), (3, {"nbytes": "x"}), (3, {"class_names": "["})])
-def test_forged_answers_of_a_comparison_are_named(tmp_path, count, facts):
-    row, fields = Row("frozen", "lda"), ("truth", "predicted", "probability", "task")
-    path = answers_path(tmp_path, row)
-    path.parent.mkdir()
-    tensors = {f"{name} 1": torch.zeros(3 if name != "task" else count) for name in fields} if count else {}
-    write_tensors(path, tensors, {"nbytes": "1", "seconds": "1", "class_names": "[]"} | facts)
-    with pytest.raises(ValueError, match=r"lda.safetensors is damaged"):
-        read_answers(tmp_path, row)
+def test_settings_of_parts_that_float32_cannot_bear_are_named():
+    for strategy in ("o_lora:lambda_1=1e300", "loda:ridge=1e-300", "cl_lora:temperature=1e-300"):
+        with pytest.raises(ValueError, match="must be finite in float32"):
+            make_strategy(strategy)
+    for spec in ("ridge:ridge=1e300", "bayes:features=1000000000", f"ranpac:features={10**30}"):
+        with pytest.raises(ValueError, match="(ridge|features) must be"):
+            make_classifier(spec, 8)
+
+
+def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypatch):
+    def after_step(self, task):
+        next(p for p in task.adapter.parameters() if p.requires_grad).fill_(float("nan"))
+
+    learner = tiny_learner(strategy="lora")
+    monkeypatch.setattr(type(learner.strategy), "after_step", after_step)
+    with pytest.raises(ValueError, match="infinite after training: lower the learning_rate"):
+        learner.learn_task(images_of(0, 1), ["a", "b"])
+    assert not learner.tasks
+
+
+def test_long_names_and_prompts_are_refused_at_once():
+    learner = tiny_learner()
+    learner.encoder.check_prompts = None  # no tokenizer is asked
+    for call in (
+        lambda: learner.learn_task(images_of(0, 1), ["a", "b" * 1_000_000]),
+        lambda: check_class_names(["b" * 1001]),
+        lambda: LearnerArguments(prompt_template="{}" + "b" * 1_000_000),
+    ):
+        with pytest.raises(ValueError, match="at most 1000 are allowed") as error:
+            call()
+        assert len(str(error.value)) < 200
+    assert check_class_names(["b" * 1000])
+
+
+def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
+    one, other = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    for split, name in (("train", one), ("test", other)):
+        for folder in (name, "tea"):
+            (tmp_path / split / folder).mkdir(parents=True)
+            for number in range(2):
+                picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
+                picture.save(tmp_path / split / folder / f"{number}.png")
+    train, test, found = open_stream_data(tmp_path)
+    assert found.class_names == (one, "tea") and dataset_class_names(test) == (one, "tea")
+    (task,) = class_incremental_tasks(ImageFolder(tmp_path, "train"), ImageFolder(tmp_path, "test"), increment=2)
+    assert task.class_names == (one, "tea") and len(task.test) == 4
+    (task,) = class_incremental_tasks(
+        train, test, increment=2, class_order=["tea", other], first_tasks=[[other, "tea"]]
+    )
+    learner = tiny_learner()
+    learner.learn_task(task.train, task.class_names)
+    assert learner.class_names == (one, "tea")
+    copy_of_it = ImageFolder(tmp_path, "test")
+    assert copy_of_it.class_names == (other, "tea")
+    assert learner.evaluate(copy_of_it) == learner.evaluate(task.test)
+    assert learner.evaluate(copy_of_it, [one, "tea"]) == learner.evaluate(task.test)
+    learner.update_classes(select_classes(copy_of_it, [one]))
+    assert learner.state.updates[-1]["images"] == {one: 2}
+    (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
+    assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
+    learner.forget_class(other)
+    assert learner.class_names == ("tea",)
+
+
+@pytest.mark.parametrize("change", [{"text_rank": 0}, {"text_target_modules": ["x"]}])
+def test_a_forged_configuration_does_not_drop_the_text_lora(tmp_path, change):
+    learned(tiny_learner(), 1).model.save_pretrained(tmp_path)
+    config = read_json(tmp_path / "adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=r"does not fit: keys missing \[\], unknown \['.*text"):
+        PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path)
+
+
+def test_an_export_says_what_the_learner_says_after_forgetting_and_with_another_lambda():
+    learner = tiny_learner(classifiers=("bayes:features=20", "bridge"))
+    for task in stream(2):
+        more = [item for seed in range(3) for item in images_of(*range(4), seed=seed) if item[1] < 2]
+        learner.learn_task(more, task.class_names)
+    learner.forget_class("b0")
+    bayes = learner.classifiers["bayes"]
+    before, wins = bayes.strength(), torch.zeros_like(bayes.wins)
+    wins[len(wins) // 2 + 6] = 400
+    bayes._install({"wins": wins})
+    assert bayes.strength() > 10 * before
+    features = learner.image_embeds([image for image, _ in images_of(0, 1, 2)])
+    for classifier in learner.classifiers.values():
+        formula, tensors = checked_formula(classifier)
+        found = eval(formula, {"torch": torch, "z": features, "t": tensors})
+        assert torch.allclose(found, classifier(features), atol=1e-4)
+        facts = class_facts(learner.state, classifier)
+        assert tuple(facts["class_names"]) == learner.class_names
+        assert facts["reject_below"]["0.1"] == classifier.rejection_threshold(0.1)

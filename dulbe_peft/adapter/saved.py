@@ -38,14 +38,15 @@ KEY_RENAMES: tuple[Callable[[str], str], ...] = (str, _without_vision_model, _wi
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
     """Raise unless a file's tensors are the adapter's: the same keys and shapes, but for the history's length, finite.
 
-    A file without text LoRA fits a model with one, and the other way round.
+    A file without text LoRA fits a model with one. A file with text LoRA fits a model that has no text tower.
     """
     own = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
     theirs = {key for key in saved if f".{PREFIX}" in key}
     for text in (False, True):
         ours = {key for key in own if in_text_tower(key) is text}
         got = {key for key in theirs if in_text_tower(key) is text}
-        if ours != got and not (text and not (ours and got)):
+        without = not got or (not ours and not any(map(in_text_tower, known)))
+        if ours != got and not (text and without):
             missing, unknown = sorted(ours - got), sorted(got - ours)
             raise ValueError(
                 f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]} "

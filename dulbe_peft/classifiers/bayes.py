@@ -83,7 +83,7 @@ class BayesClassifier(RegressionSums):
         flatness: float = 0.25,
         ridge: float | Literal["auto", "evidence"] = "auto",
     ) -> None:
-        width = embed_dim + check_int("features", features, 0)
+        width = embed_dim + check_int("features", features, 0, 10**6)
         dtype = torch.float32 if features else torch.float64
         super().__init__(embed_dim, logit_scale, width, dtype, float(features or 1), ridge)
         self.features = features

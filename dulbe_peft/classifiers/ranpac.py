@@ -51,7 +51,7 @@ class RanpacClassifier(RidgeSums):
         ridge: float | Literal["auto"] = "auto",
     ) -> None:
         super().__init__(
-            embed_dim, logit_scale, check_int("features", features, 1), torch.float32, float(features), ridge
+            embed_dim, logit_scale, check_int("features", features, 1, 10**6), torch.float32, float(features), ridge
         )
         self.features = features
         self.seed = check_int("seed", seed, 0, 2**32 - 1)

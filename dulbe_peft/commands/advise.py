@@ -50,6 +50,7 @@ def add(commands: Any) -> None:
 def advise(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
     from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, advise, format_advice
+    from dulbe_peft.comparison.table import ADVICE_FILE, refuse_others
     from dulbe_peft.files import write_json
     from dulbe_peft.specs import split_specs
 
@@ -59,8 +60,9 @@ def advise(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is required")
     output, trials = Path(arguments.output), {} if arguments.no_training else TRIALS
     specs = CLASSIFIERS if arguments.classifiers is None else split_specs(arguments.classifiers)
+    refuse_others(output, [ADVICE_FILE])
     advice = advise(settings, output, arguments.jobs, specs, trials, arguments.seed)
-    write_json(output / "advice.json", asdict(advice))
+    write_json(output / ADVICE_FILE, asdict(advice))
     print(format_advice(advice))
-    print(f"written: {output / 'advice.json'}")
+    print(f"written: {output / ADVICE_FILE}")
     return 0

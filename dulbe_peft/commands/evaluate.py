@@ -42,6 +42,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
     from dulbe_peft.evaluation import BASELINES
     from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.streams.names import spelled_as
     from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
     from dulbe_peft.streams.tasks import select_classes
 
@@ -51,7 +52,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     learner = load_learner(arguments)
     data = load_labelled(arguments)
-    carried = dataset_class_names(data) or ()
+    carried = spelled_as(dataset_class_names(data) or (), learner.class_names)
     known = [name for name in carried if name in set(learner.class_names)]
     unknown = [name for name in carried if name not in set(known)]
     if arguments.zero_shot:

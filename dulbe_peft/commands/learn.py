@@ -42,6 +42,7 @@ def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.distributed import leave, world
     from dulbe_peft.report import format_summary
+    from dulbe_peft.streams.names import spelled_as
     from dulbe_peft.streams.samples import dataset_class_names
 
     check_other_folder(arguments.learner, arguments.output)
@@ -49,7 +50,7 @@ def learn(arguments: argparse.Namespace) -> int:
     learner = load_learner(arguments)
     source = source_of(arguments)
     train, test = open_source(source)
-    carried = dataset_class_names(train) or ()
+    carried = spelled_as(dataset_class_names(train) or (), learner.class_names)
     known = [name for name in carried if name in set(learner.class_names)]
     new = [name for name in carried if name not in set(known)]
     if not new and (not known or arguments.no_update):

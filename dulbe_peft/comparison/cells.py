@@ -22,9 +22,9 @@ from urllib.parse import quote
 import torch
 
 from dulbe_peft.backbone import has_text
-from dulbe_peft.checkpoint import MANIFEST, TIMINGS_FILE, task_folders
-from dulbe_peft.checks import check_number
-from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.checkpoint import MANIFEST, RESULTS_FILE, TIMINGS_FILE, file_sha256, json_sha256, task_folders
+from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.commands.run import set_up
 from dulbe_peft.commands.settings import validated
@@ -32,7 +32,7 @@ from dulbe_peft.commands.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.cost import memory_bytes, trainable_parameters
 from dulbe_peft.files import damage, read_json, read_tensors, write_json, write_tensors
-from dulbe_peft.recording import Answers, learn_from_features, read_features
+from dulbe_peft.recording import FEATURES_FOLDER, SUFFIX, Answers, learn_from_features, read_features
 from dulbe_peft.retention import zero_shot_retention
 from dulbe_peft.specs import parse_spec
 from dulbe_peft.streams.fingerprint import fingerprint
@@ -43,6 +43,9 @@ ANSWERS_FOLDER = "answers"
 LOG_FILE = "log.txt"
 # The run itself needs some classifier; those that the table shows learn from the features.
 _OWN_CLASSIFIERS = "prototype"
+# In the order of `Answers`.
+_TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
+_MOST_BYTES = 2**63 - 1
 
 
 def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> str | None:
@@ -90,11 +93,24 @@ def read_cell(folder: Path) -> dict[str, Any] | None:
         for name, kind in (("settings", dict), ("cost", dict), ("data", list), ("retention_of", list), ("text", bool)):
             if not isinstance(done[name], kind):
                 raise TypeError(f"{name} is {done[name]!r:.100}")
-        for name in ("seconds", "trainable_parameters", "kept_bytes"):
-            check_number(name, done["cost"][name], least=0)
+        check_number("seconds", done["cost"]["seconds"], least=0)
+        for name in ("trainable_parameters", "kept_bytes"):
+            check_int(name, done["cost"][name], 0, _MOST_BYTES)
+        check_retention(done.get("retention"))
         return done
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(damage(path, error)) from error
+
+
+def check_retention(found: Any) -> None:
+    """Raise unless this is what `_retention` returns, as far as numbers tell."""
+    if found is None:
+        return
+    points = [{"before": found["before"], "after": found["after"]}]
+    points += [{name: point[name] for name in ("scale", "unlearned", "learned")} for point in found.get("scales", [])]
+    for point in points:
+        for name, value in point.items():
+            check_number(name, value, least=0, most=1)
 
 
 def train(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -130,6 +146,7 @@ def train(cell: Cell, folder: Path) -> dict[str, Any]:
         "cost": _cost(learner, folder),
         "text": has_text(learner.clip),
         "data": data_fingerprint(cell.settings),
+        "features": _digests(folder),
         "retention": _retention(learner, cell, setup.tasks),
         "retention_of": [cell.retention, *cell.retention_scales],
         "finished": time.strftime("%Y-%m-%d"),
@@ -197,8 +214,7 @@ def _retention(learner: Any, cell: Cell, tasks: Sequence[Task]) -> dict[str, Any
 
 def _drop_earlier_tasks(folder: Path) -> None:
     """Keep the learner after the last task alone: with every task's, hundreds of runs would fill a disk."""
-    *earlier, _ = sorted(task_folders(folder))
-    for task in earlier:
+    for task in sorted(task_folders(folder))[:-1]:
         if (task / MANIFEST).is_file():  # else it is not a run's, or a stopped call has begun to remove it
             shutil.rmtree(task)
 
@@ -220,19 +236,58 @@ def ask(folder: Path, row: Row) -> None:
     cell = read_cell(folder)
     if cell is None:
         raise ValueError(f"{folder} is not trained to its end")
+    again = f"remove {folder}, and the comparison trains the run again"
+    if cell.get("features") not in (None, _digests(folder)):  # earlier versions did not note them
+        raise ValueError(f"{folder / FEATURES_FOLDER} does not hold what the run wrote there: {again}")
     features, started = read_features(folder), time.perf_counter()
     scale, seed = cell["logit_scale"], cell["settings"]["seed"]
     how = (row.drift, cell["text_embeds"], seed, cell["bridge"])
     answers, classifier = learn_from_features(features, row.classifier, scale, *how)
     seconds = time.perf_counter() - started
+    names = [name for task in features for name in task.closing.class_names]
+    try:
+        _check_answers(folder, answers, names)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{damage(folder / FEATURES_FOLDER, error)}; {again}") from error
     tensors = {}
     for step, found in enumerate(answers, 1):
         for name, values in vars(found).items():
-            tensors[f"{name} {step}"] = values.to(torch.float32 if name == "probability" else torch.int32)
-    names = [name for task in features for name in task.closing.class_names]
+            tensors[f"{name} {step}"] = values.to(_TYPES[name])
     facts = {"class_names": json.dumps(names), "nbytes": str(classifier.nbytes), "seconds": f"{seconds:.3f}"}
     path.parent.mkdir(exist_ok=True)
-    write_tensors(path, tensors, {"classifier": spec_of(classifier), **facts})
+    facts |= {"classifier": spec_of(classifier), "of": _origin(cell, row)}
+    write_tensors(path, tensors, facts)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The files of features that a run kept, and the SHA-256 of each."""
+    return {path.name: file_sha256(path) for path in sorted((folder / FEATURES_FOLDER).glob(f"*{SUFFIX}"))}
+
+
+def _origin(cell: dict[str, Any], row: Row) -> str:
+    """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
+    classifier = make_classifier(row.classifier, 8, cell["logit_scale"], cell["bridge"])
+    made = {"classifier": [classifier.name, classifier.settings()], "drift": row.drift}
+    return json_sha256({"run": cell["settings"], "text_embeds": cell["text_embeds"]} | made)
+
+
+def _check_answers(folder: Path, answers: Sequence[Answers], names: Any) -> None:
+    """Raise a ValueError where answers cannot be those of the stream of a run, as its `results.json` has it."""
+    tasks = read_json(folder / RESULTS_FILE)["class_names"]
+    if len(answers) != len(tasks) or names != [name for task in tasks for name in task]:
+        raise ValueError(f"its tasks or classes are not those of {folder / RESULTS_FILE}")
+    seen = torch.tensor([len(task) for task in tasks]).cumsum(0)
+    before = torch.zeros(0)
+    for step, found in enumerate(answers, 1):
+        if any(tensor.shape != (len(found.truth),) for tensor in vars(found).values()):
+            raise ValueError(f"it has not one answer for each image after task {step}")
+        wrong = (found.truth < 0) | (found.truth >= seen[step - 1])
+        wrong |= (found.predicted < 0) | (found.predicted >= seen[step - 1])
+        wrong |= (found.probability < 0) | (found.probability > 1 + 1e-3)
+        wrong |= found.task != torch.bucketize(found.truth.long(), seen, right=True) + 1
+        if wrong.any() or len(found.truth) <= len(before) or not torch.equal(found.truth[: len(before)], before):
+            raise ValueError(f"its numbers after task {step} cannot be answers")
+        before = found.truth
 
 
 def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict[str, Any]]:
@@ -242,16 +297,23 @@ def read_answers(folder: Path, row: Row) -> tuple[list[Answers], list[str], dict
         ValueError: the file is damaged.
     """
     path = answers_path(folder, row)
-    fields = ("truth", "predicted", "probability", "task")
     try:
         tensors, facts = read_tensors(path)
         steps = sum(name.startswith("truth ") for name in tensors)
-        answers = [Answers(*(tensors[f"{name} {step}"] for name in fields)) for step in range(1, steps + 1)]
+        answers = [Answers(*(tensors[f"{name} {step}"] for name in _TYPES)) for step in range(1, steps + 1)]
         cost = {"nbytes": int(facts["nbytes"]), "seconds": float(facts["seconds"])}
+        check_int("nbytes", cost["nbytes"], 0, _MOST_BYTES)
+        check_number("seconds", cost["seconds"], least=0)
         names = json.loads(facts["class_names"])
-        if not answers or any(len({tensor.shape for tensor in vars(found).values()}) > 1 for found in answers):
-            raise ValueError("it has no answers, or not one for each image")
-    except (ValueError, TypeError, KeyError) as error:
+        if any(tensor.dtype != _TYPES[name] for found in answers for name, tensor in vars(found).items()):
+            raise TypeError("its tensors are not of the types that a comparison writes")
+        _check_answers(folder, answers, names)
+        cell = read_cell(folder)
+        if parse_spec(facts["classifier"])[0] != parse_spec(row.classifier)[0] or (
+            cell is not None and facts.get("of", _origin(cell, row)) != _origin(cell, row)
+        ):
+            raise ValueError("it is of another run, classifier or version")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{damage(path, error)}; remove the file, and the comparison asks the classifier again"
         ) from error

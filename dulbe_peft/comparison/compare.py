@@ -13,7 +13,7 @@ from dulbe_peft.comparison.cells import is_done, read_answers
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import image_shares
-from dulbe_peft.comparison.table import Entry, Scope, Table, make_table, write_table
+from dulbe_peft.comparison.table import Entry, Scope, Table, make_table, refuse_others, write_table
 
 Work = list[tuple[Cell, list[Row]]]
 
@@ -50,6 +50,7 @@ def compare(
     Raises:
         ComparisonError: runs failed; the message has the first reason of each method.
         ValueError: a folder holds a run with other settings.
+        FileExistsError: a file of somebody's lies where the table is to be written.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
@@ -57,6 +58,7 @@ def compare(
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()
     check_outside_learners(output, "write a comparison")
+    refuse_others(output)
     for data in (*(settings["data"] for settings in plan.streams.values()), *plan.retentions.values()):
         check_run_folder(data, str(output))
     how = (output, jobs or default_jobs(), backend, address)

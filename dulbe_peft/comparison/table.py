@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import answers_path, has_settings_of, read_answers, read_cell
+from dulbe_peft.checks import check_number, read_typed
+from dulbe_peft.comparison.cells import answers_path, check_retention, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
-from dulbe_peft.files import read_json, write_csv, write_json
+from dulbe_peft.files import read_csv, read_json, write_csv, write_json
 from dulbe_peft.streams.metrics import calibration_error, percent, signed
 
-TABLE_FILE, CSV_FILE = "comparison.json", "comparison.csv"
+TABLE_FILE, CSV_FILE, ADVICE_FILE = "comparison.json", "comparison.csv", "advice.json"
 MEASURES = {"last": "A_last", "average": "A_bar"}
 # What a column is called, and what it means to somebody who has not read the paper.
 COLUMNS = {
@@ -223,6 +225,38 @@ def _mean_retention(found: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
 # ---------------------------------------------------------------------- for people and for files
 
 
+# What each file has in every version; advice.json is written by `dulbe-peft advise`.
+_MARKS = {
+    TABLE_FILE: {"entries", "scope"},
+    CSV_FILE: {"stream", "method", "classifier", "drift"},
+    ADVICE_FILE: {"settings", "classifiers"},
+}
+
+
+def refuse_others(output: Path, names: Sequence[str] = (TABLE_FILE, CSV_FILE)) -> None:
+    """Raise where a file that is to be written is there, and somebody else wrote it.
+
+    Args:
+        output: folder of a comparison.
+        names: the files.
+
+    Raises:
+        FileExistsError: such a file; the message has its path.
+    """
+    for name in names:
+        path = output / name
+        try:
+            found = (read_csv(path) or [[]])[0] if path.suffix == ".csv" else read_json(path)
+            ours = not isinstance(found, str) and _MARKS[name] <= set(found)
+        except (OSError, ValueError, TypeError):
+            ours = not os.path.lexists(path)
+        if not ours:
+            raise FileExistsError(
+                f"{path} was not written by a comparison, or is damaged: choose another folder or move it, nothing is "
+                "replaced"
+            )
+
+
 def write_table(table: Table, output: Path) -> None:
     """Write `comparison.json`, with all that is known, and `comparison.csv`, a line for each row of each stream."""
     content = asdict(table)
@@ -262,21 +296,16 @@ def read_table(output: Path) -> Table:
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
     try:
         content = read_json(path)
-        entries = []
-        for line in content["entries"]:
-            differences = {k: None if v is None else Difference(**v) for k, v in line["differences"].items()}
-            gain = None if line.get("gain") is None else Difference(**line["gain"])
-            read = {"row": Row(**line["row"]), "differences": differences, "gain": gain, "seeds": tuple(line["seeds"])}
-            entries.append(Entry(**{**line, **read}))
-        scope = content["scope"]
-        rows, reference = tuple(Row(**row) for row in scope["rows"]), Row(**scope["reference"])
-        read = {
-            "rows": rows,
-            "reference": reference,
-            "seeds": tuple(scope["seeds"]),
-            "streams": dict(scope["streams"]),
-        }
-        return Table(entries, dict(content["chosen"]), Scope(**{**scope, **read}))
+        content["entries"] = [{"gain": None} | line for line in content["entries"]]  # earlier versions had no gain
+        content["scope"]["streams"] = dict(content["scope"]["streams"])
+        table: Table = read_typed("the table", Table, content)
+        for entry in table.entries:
+            if not set(MEASURES) == set(entry.means) == set(entry.spreads) == set(entry.differences):
+                raise ValueError(f"each row must have {', '.join(MEASURES)}")
+            for value in (*entry.means.values(), entry.calibration_error):
+                check_number("a mean or an error", value, least=0, most=1)
+            check_retention(entry.retention)
+        return table
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not as `dulbe-peft compare` writes it: {error!r}; run it again") from error
 

@@ -15,11 +15,11 @@ Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from dulbe_peft.checks import check_number
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.lora import MergedLora
 
@@ -49,8 +49,7 @@ class OLora(MergedLora):
     lambda_1: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lambda_1 < math.inf:
-            raise ValueError(f"lambda_1 must be finite and at least 0, got {self.lambda_1}")
+        check_number("lambda_1", self.lambda_1, least=0)
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
         (adapter,) = task.adapter.active_adapters

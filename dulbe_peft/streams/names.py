@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Set
 
 CLASS_NAME_STYLES = ("verbatim", "spaces")
+_LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
 
 
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
@@ -17,9 +18,9 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
 
     Raises:
         TypeError: `names` is a single string or has no order, or a name is not a string.
-        ValueError: there is no name; a name is blank, holds a control character such as NUL, or cannot be written as
-            UTF-8; or it occurs twice, here or in `seen`,
-            also as other code points that stand for the same letters.
+        ValueError: there is no name; a name is blank, longer than 1000 characters, holds a control character such as
+            NUL, or cannot be written as UTF-8; or it occurs twice, here or in `seen`, also as other code points that
+            stand for the same letters.
     """
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
@@ -31,6 +32,10 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     for position, name in enumerate(names):
         if not isinstance(name, str):
             raise TypeError(f"class_names[{position}] must be a string, got {name!r} of type {type(name).__name__}")
+        if len(name) > _LONGEST:
+            raise ValueError(
+                f"class_names[{position}] is {name!r:.60}... of {len(name)} characters; at most {_LONGEST} are allowed"
+            )
         name = str(name)  # numpy's strings are a subclass that JSON and pickle need not meet
         if not name.strip():
             raise ValueError(f"class_names[{position}] is {name!r}; a class name must not be blank")
@@ -50,6 +55,19 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     if not checked:
         raise ValueError("class_names is empty; at least one class is needed")
     return tuple(checked)
+
+
+def spelled_as(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """`names`, each spelled as the known one of the same letters, where there is one.
+
+    Systems write letters with accents in several ways, as one code point or as two. So a folder that was copied may be
+    called otherwise than the folder that it was copied from, and both look alike.
+
+    >>> spelled_as(["cafe\\u0301", "tea"], ["caf\\xe9"]) == ("caf\\xe9", "tea")
+    True
+    """
+    spellings = {unicodedata.normalize("NFC", name): name for name in known}
+    return tuple(spellings.get(unicodedata.normalize("NFC", name), name) for name in names)
 
 
 def format_class_name(name: str, style: str = "verbatim") -> str:

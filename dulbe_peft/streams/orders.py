@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.checks import check_int, is_int
+from dulbe_peft.streams.names import spelled_as
 
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
 # fmt: off
@@ -41,6 +42,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
     entries = list(class_order)
     if entries and all(isinstance(entry, str) for entry in entries):
         labels = {name: label for label, name in enumerate(class_names)}
+        entries = list(spelled_as(entries, class_names))
         unknown = [name for name in entries if name not in labels]
         if unknown:
             raise ValueError(f"class_order names {unknown[0]!r}, which is no class of the dataset")

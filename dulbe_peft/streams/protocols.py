@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.files import read_lines
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.names import check_class_names, spelled_as
 from dulbe_peft.streams.samples import carried_class_names, dataset_labels
 from dulbe_peft.streams.tasks import ClassSubset
 
@@ -35,6 +35,7 @@ def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:
     old = carried_class_names(dataset)
     if any("\t" in line for line in lines):
         pairs = {name.strip(): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
+        old = spelled_as(old, pairs)
         absent = [name for name in old if name not in pairs]
         if absent:
             raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")

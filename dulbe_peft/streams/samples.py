@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.streams.decoding import decode_image
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.names import check_class_names, spelled_as
 from dulbe_peft.streams.rows import read_row
 
 _LARGEST = int(np.iinfo(np.int64).max)
@@ -198,7 +198,7 @@ def named_labels(
     Args:
         dataset: any data set that is not empty.
         class_names: what the labels index; None: the names that the data set carries.
-        default: what the labels index where neither is there.
+        default: what the labels index where neither is there; names of the same letters are spelled as in it.
 
     Returns:
         The class names, and the labels, int64 of shape (n,), each an index of the names.
@@ -211,7 +211,8 @@ def named_labels(
     names = class_names if class_names is not None else carried if carried is not None else default
     if names is None:
         raise ValueError("the dataset carries no class names; pass class_names")
-    names = check_class_names(names)
+    names = spelled_as(check_class_names(names), default or ())
+    carried = None if carried is None else spelled_as(carried, names)
     labels = checked_labels(dataset, names)
     for label in np.unique(labels) if carried is not None else ():
         meant = carried[label] if carried and label < len(carried) else None

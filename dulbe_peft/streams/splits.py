@@ -15,6 +15,7 @@ from dulbe_peft.streams.digits import DEMO_DIGITS
 from dulbe_peft.streams.folders import SPLIT_NAMES, Found, holds_only_folders, subfolders
 from dulbe_peft.streams.hub_data import hub_splits, is_saved
 from dulbe_peft.streams.inventory import Inventory, images_at, inspect_images, unreadable_lines, without
+from dulbe_peft.streams.names import spelled_as
 from dulbe_peft.streams.npz import npz_splits
 from dulbe_peft.streams.readers import load_data
 from dulbe_peft.streams.samples import carried_class_names, dataset_class_names, dataset_labels, source_item
@@ -183,11 +184,12 @@ def _counts(dataset: Any) -> dict[str, int]:
 
 def _with_classes_of(train: Any, test: Any) -> Any:
     """The test images with the labels of the training images, where some class has no test image."""
-    names, tested = dataset_class_names(train) or (), dataset_class_names(test) or ()
+    names, written = dataset_class_names(train) or (), dataset_class_names(test) or ()
+    tested = spelled_as(written, names)
     unknown = [name for name in tested if name not in names]
     if unknown:
         raise ValueError(f"class {unknown[0]!r} has test images and no training image ({len(unknown)} such classes)")
-    if names == tested:
+    if names == written:
         return test
     labels = dataset_labels(test)
     positions = np.array([names.index(name) for name in tested], dtype=np.int64)

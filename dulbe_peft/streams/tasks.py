@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.checks import check_int, is_int
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.streams.names import check_class_names, spelled_as
 from dulbe_peft.streams.orders import resolve_order
 from dulbe_peft.streams.samples import checked_labels, dataset_class_names, item_name, read_sample, source_item
 
@@ -88,6 +88,8 @@ def _check_count(name: str, value: Any, num_classes: int) -> int:
 def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
     train_names = dataset_class_names(train)
     test_names = None if test is None else dataset_class_names(test)
+    if train_names is not None and test_names is not None:
+        test_names = spelled_as(test_names, train_names)
     if train_names is not None and test_names is not None and train_names != test_names:
         differing = sorted(set(train_names) ^ set(test_names))
         detail = f"{differing[0]!r} is in one only" if differing else "they stand in another order"
@@ -99,6 +101,7 @@ def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
 
 
 def _label(name: str, names: Sequence[str]) -> int:
+    (name,) = spelled_as((name,), names)
     if name not in names:
         raise ValueError(f"first_tasks has the class {name!r}, which the dataset does not have")
     return names.index(name)
@@ -121,6 +124,7 @@ def select_classes(dataset: Any, class_names: Sequence[str]) -> ClassSubset:
     wanted, carried = check_class_names(class_names), dataset_class_names(dataset)
     if carried is None:
         raise ValueError("the dataset carries no class names to select by")
+    carried = spelled_as(carried, wanted)
     absent = sorted(set(wanted) - set(carried))
     if absent:
         raise ValueError(f"the dataset has no class {absent[0]!r}")
