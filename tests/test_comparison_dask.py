@@ -1,4 +1,4 @@
-"""A comparison over several machines: a local Dask cluster of two worker processes and a folder that both see."""
+"""A comparison over several machines: local clusters of two worker processes and a folder that both see."""
 
 from __future__ import annotations
 
@@ -56,3 +56,11 @@ def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):
         found = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, say=lambda _: None)
     assert killed.is_set()
     assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, say=lambda _: None))
+
+
+def test_ray_finds_the_same(plan, tmp_path):
+    ray = pytest.importorskip("ray")
+    said = []
+    found = compare(plan, tmp_path / "ray", 2, "ray", say=said.append)
+    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, say=lambda _: None))
+    assert said and not ray.is_initialized()

@@ -38,7 +38,9 @@ def finish_cells(
         return
     with _engine(backend, jobs, address):
         calls = (delayed(_finish)(index, cell, output, rows, threads) for index, (cell, rows) in enumerate(work))
-        yield from Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(calls)
+        # Ray hands out nothing before all is done.
+        order = "list" if backend == "ray" else "generator_unordered"
+        yield from Parallel(n_jobs=jobs, batch_size=1, return_as=order)(calls)
 
 
 def _finish(index: int, *arguments: Any) -> tuple[int, str | None]:
@@ -65,10 +67,16 @@ def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
         from ray.util.joblib import register_ray
     except ImportError as error:
         raise ImportError(f"--backend {backend} needs another package: pip install 'dulbe_peft[{backend}]'") from error
-    ray.init(address=address, num_cpus=None if address else jobs, ignore_reinit_error=True)
+    running = ray.is_initialized()
+    if not running:
+        ray.init(address=address, num_cpus=None if address else jobs)
     register_ray()
-    with parallel_config("ray", n_jobs=jobs):
-        yield
+    try:
+        with parallel_config("ray", n_jobs=jobs):
+            yield
+    finally:
+        if not running:
+            ray.shutdown()
 
 
 def default_jobs() -> int:
