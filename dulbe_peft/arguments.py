@@ -144,8 +144,9 @@ class LearnerArguments:
         object.__setattr__(self, "num_depths", check_int("num_depths", self.num_depths, 2, 1000))
         # What is larger makes weights or losses infinite, which would only be seen after a task was trained.
         check_number("learning_rate", self.learning_rate, positive=True, most=1e4)
-        for name in ("class_temperature", "instance_temperature", "reliability_temperature"):
+        for name in ("class_temperature", "instance_temperature"):
             check_number(name, getattr(self, name), positive=True, most=1e6)
+        check_number("reliability_temperature", self.reliability_temperature, positive=True, most=1e6, tiny=True)
         check_number("structure_weight", self.structure_weight, least=0, most=1e6)
         for f in self.__dataclass_fields__.values():
             choices = f.metadata.get("choices")

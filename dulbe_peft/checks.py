@@ -37,9 +37,18 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
 
 
 def check_number(
-    name: str, value: Any, *, least: float | None = None, most: float | None = None, positive: bool = False
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    positive: bool = False,
+    tiny: bool = False,
 ) -> None:
-    """Raise unless `value` is a number that float32 holds, from `least` to `most`, and above 0 where `positive`."""
+    """Raise unless `value` is a number that float32 holds, from `least` to `most`, and above 0 where `positive`.
+
+    With `tiny`, a positive number may be so small that float32 rounds it to 0.
+    """
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     too_small = (positive and value <= 0) or (least is not None and value < least)
@@ -48,7 +57,7 @@ def check_number(
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:g}, got {value}")
-    if abs(value) > _LARGEST or (positive and value < _SMALLEST):
+    if abs(value) > _LARGEST or (positive and not tiny and value < _SMALLEST):
         raise ValueError(f"{name} must be finite in float32, {_SMALLEST:.1e} to {_LARGEST:.1e}, got {value!r:.40}")
 
 

@@ -99,6 +99,9 @@ class TaskTrainer:
         task, teacher = self.begin(self.adapter, images, names)
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train(task, images, names, teacher)
+        # The last loss is computed before the step that breaks a weight.
+        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+            raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
         with torch.no_grad():
             self.strategy.finish(task)
         if self.strategy.folds:
@@ -216,8 +219,6 @@ class TaskTrainer:
                 schedule.after_epoch()
                 self._log_epoch(torch.stack(losses), epoch)
                 epoch += 1
-            if not all(p.isfinite().all() for p in parameters):  # a loss is computed before the step that breaks them
-                raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
 
     def _step(
         self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None

@@ -78,7 +78,7 @@ class BridgeEnsembleHead(Classifier):
         if metric not in ("cosine", "whitened"):
             raise ValueError(f"metric must be 'cosine' or 'whitened', got {metric!r}")
         self.metric = metric
-        self.reliability_temperature = positive("reliability_temperature", reliability_temperature)
+        self.reliability_temperature = positive("reliability_temperature", reliability_temperature, tiny=True)
         values = _depths(num_depths, depths)
         self.register_rows("visual_prototypes", embed_dim)
         self.register_rows("text_embeds", embed_dim)

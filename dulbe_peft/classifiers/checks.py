@@ -10,9 +10,9 @@ import torch
 from dulbe_peft.checks import check_number
 
 
-def positive(name: str, value: Any) -> float:
-    """`value` as a float, which must be positive and finite."""
-    check_number(name, value, positive=True)
+def positive(name: str, value: Any, tiny: bool = False) -> float:
+    """`value` as a float, which must be positive and finite; `tiny` as for `check_number`."""
+    check_number(name, value, positive=True, tiny=tiny)
     return float(value)
 
 
