@@ -282,6 +282,15 @@ def test_good_texts_and_poor_images_are_found_out():
     assert right["auto"] > right["evidence"] + 100
 
 
+def test_a_task_is_decomposed_once_for_lambda_and_the_temperature(monkeypatch):
+    calls, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: calls.append(matrix) or eigh(matrix))
+    classifier = make(each=6)
+    assert len(calls) == 1 and classifier.temperature != 1
+    classifier(TESTS)
+    assert len(calls) == 2  # with all images
+
+
 def test_what_few_images_said_of_lambda_fades_with_further_ones():
     classifier = make(each=25)
     state = classifier.state_dict() | {"wins": wins_of({0: 20, 3: 60})}

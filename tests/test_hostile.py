@@ -33,7 +33,7 @@ from dulbe_peft.streams.folders import Found
 from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.protocols import rename_classes
-from dulbe_peft.streams.samples import dataset_class_names
+from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
 from dulbe_peft.streams.splits import open_stream_data
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
@@ -447,3 +447,14 @@ def test_an_export_says_what_the_learner_says_after_forgetting_and_with_another_
         facts = class_facts(learner.state, classifier)
         assert tuple(facts["class_names"]) == learner.class_names
         assert facts["reject_below"]["0.1"] == classifier.rejection_threshold(0.1)
+
+
+def test_labels_that_the_disk_does_not_give_name_the_image():
+    class Failing(list):
+        def __getitem__(self, index):
+            if index == 1:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    with pytest.raises(ValueError, match=r"image 1 \(item 1\) cannot be preprocessed: the disk is gone"):
+        dataset_labels(Failing(images_of(0, 1)))

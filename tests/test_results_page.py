@@ -258,3 +258,10 @@ def test_the_advice_on_the_printed_characters():
     page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
     assert found["bayes"] == found["text"] and advice["settings"]["classifiers"].startswith("bayes")
     assert f"found {found['bayes']} for `bayes` and for `text` on {advice['held_back']} held-back images" in page
+
+
+def test_no_result_names_a_path_of_the_machine_that_measured_it():
+    files = [path for path in RESULTS.rglob("*") if path.suffix in (".json", ".csv", ".txt")]
+    assert len(files) > 40
+    named = {path.name: found for path in files if (found := re.findall(r'["\s,](/\w+/\S+)', path.read_text()))}
+    assert not named

@@ -94,6 +94,8 @@ class Classifier(SavedState):
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
 
+        Of what is `derived` from the buffers, these may change "solution" alone.
+
         Args:
             images: (n, d), unit features of new classes.
             labels: (n,), integers that index all seen classes.
@@ -250,7 +252,9 @@ class Classifier(SavedState):
             choices = twin.choose(images, labels)
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, ()
+        derived = twin._derived
         twin._install(choices)
+        twin._derived = {name: value for name, value in derived.items() if name != "solution"}
         return choices, (fit_task(twin.logits(images), labels),)
 
     def fork(self) -> Self:

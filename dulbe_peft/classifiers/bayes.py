@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.checks import check_int, check_number
-from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.classifiers.checks import check_unit_rows, positive
 from dulbe_peft.classifiers.evidence import Regression, best_step, log_evidence
 from dulbe_peft.classifiers.ranpac import random_layer
@@ -181,17 +180,6 @@ class BayesClassifier(RegressionSums):
         mean = self.sums[:, : self.embed_dim].sum(dim=0) / self.counts.sum().to(self.sums.device)
         spread = (1 - mean @ mean).clamp_min(0).sqrt()
         return F.normalize(mean + spread * F.normalize(texts, dim=1), dim=1)
-
-    def _install(
-        self,
-        changes: Mapping[str, torch.Tensor],
-        names: list[str] | None = None,
-        calibration: tuple[TaskTemperature, ...] | None = None,
-    ) -> None:
-        regression = self._derived.get("regression")
-        super()._install(changes, names, calibration)
-        if regression and set(changes) == {"wins"}:  # which change the choice of lambda alone
-            self._derived["regression"] = regression
 
     def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
         if not self.features:

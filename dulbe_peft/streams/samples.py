@@ -90,6 +90,14 @@ def item_name(dataset: Any, index: int) -> str:
     return str(name(position)) if name is not None else f"item {position}"
 
 
+def _read_label(dataset: Any, index: int) -> int:
+    """A sample's label; an image that the disk does not give is named as where its pixels are read."""
+    try:
+        return read_sample(dataset, index)[1]
+    except OSError as error:
+        raise ValueError(f"image {index} ({item_name(dataset, index)}) cannot be preprocessed: {error}") from error
+
+
 def _label_array(values: Any, source: str) -> np.ndarray:
     """Labels as int64, refusing the bools and floats that a cast would let through."""
     if isinstance(values, (list, tuple)):
@@ -133,7 +141,7 @@ def dataset_labels(dataset: Any) -> np.ndarray:
     elif hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         labels = dataset_labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     else:
-        labels = np.array([read_sample(dataset, index)[1] for index in range(len(dataset))], dtype=np.int64)
+        labels = np.array([_read_label(dataset, index) for index in range(len(dataset))], dtype=np.int64)
     if len(labels) != len(dataset):
         raise ValueError(f"dataset has {len(labels)} labels but {len(dataset)} images")
     if len(labels) and labels.min() < 0:
