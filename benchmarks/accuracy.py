@@ -17,8 +17,8 @@ from peft import get_peft_model
 
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import SETTINGS, SUPPORT_RANK, demo_model_folder, digit_tasks
-from dulbe_peft.streams.readers import load_data
 from dulbe_peft.streams.tasks import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {

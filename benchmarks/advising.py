@@ -19,8 +19,8 @@ from typing import Any
 from dulbe_peft.comparison.advice import advise
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.plan import Plan, Row, read_plan
-from dulbe_peft.comparison.statistics import image_shares
-from dulbe_peft.files import write_json
+from dulbe_peft.metrics.bootstrap import image_shares
+from dulbe_peft.utils.files import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,14 +14,8 @@ from peft import get_peft_model
 from torch.nn import functional as F
 
 from benchmarks import common, literal, models
-from dulbe_peft import (
-    DualModeLoraConfig,
-    OccupationStatistics,
-    allocate_modes,
-    collect_statistics,
-    probe_gradients,
-)
-from dulbe_peft.functional import historical_support
+from dulbe_peft import DualModeLoraConfig, OccupationStatistics, allocate_modes, collect_statistics, probe_gradients
+from dulbe_peft.subspaces.support import historical_support
 
 
 def main(argv: Sequence[str] | None = None) -> None:

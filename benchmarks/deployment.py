@@ -15,11 +15,11 @@ import torch
 from benchmarks import common
 from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_data
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import image_size
+from dulbe_peft.data.samples import dataset_class_names, read_sample
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
 from dulbe_peft.deployment.classifier import choose_classifier
 from dulbe_peft.deployment.merged import PixelsToProbabilities, merged_model
-from dulbe_peft.streams.samples import dataset_class_names, read_sample
+from dulbe_peft.encoders.loading import image_size
 
 FORMATS = ("lora", "transformers", "onnx")
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from benchmarks import common, models, stock
 from dulbe_peft import CLASSIFIERS, STRATEGIES, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.backbone import unit_image_embeds, unit_text_embeds
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def main(argv: Sequence[str] | None = None) -> None:

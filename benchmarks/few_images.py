@@ -14,7 +14,7 @@ import torch
 from benchmarks import common
 from benchmarks.rejection import encoded
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.streams.metrics import calibration_error
+from dulbe_peft.metrics.accuracy import calibration_error
 
 SPECS = ("text", "bridge", "bridge:metric=whitened", "prototype", "lda", "ranpac:features=1000", "bayes:features=1000")
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dulbe_peft.profiling import Profile
+from dulbe_peft.utils.profiling import Profile
 
 Bases = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 ADAPTED = ("k_proj", "v_proj", "fc1", "fc2")

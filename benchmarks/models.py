@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionModelWithProjection
 
-from dulbe_peft.backbone import load_clip, load_processor, pixel_values
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.streams.readers import load_data
+from dulbe_peft.encoders.loading import load_clip, load_processor, pixel_values
 
 # Width, width of the MLP, blocks, heads; of the vision tower image and patch size in pixels too; joint dimension.
 SIZES = {

@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 from benchmarks import common, models, stock
 from dulbe_peft import DualModeLoraConfig, cross_modal_loss
-from dulbe_peft.backbone import tokenize, unit_text_embeds
+from dulbe_peft.encoders.loading import tokenize, unit_text_embeds
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,6 @@
 
 import sys
 
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 
 sys.exit(main())

@@ -9,10 +9,10 @@ from peft import get_peft_model
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import demo_model_folder, load_clip
+from dulbe_peft.data.digits import DIGITS, DigitImages, load_digit_images
+from dulbe_peft.encoders.loading import demo_model_folder, load_clip
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report import format_summary, plot_results, write_report
-from dulbe_peft.streams.digits import DIGITS, DigitImages, load_digit_images
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __all__ = ["CLASSIFIERS", "DIGITS", "SETTINGS", "DigitImages", "demo_model_folder", "digit_tasks", "run_demo"]

@@ -16,40 +16,35 @@ from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
-from dulbe_peft import saving
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import (
-    check_processor,
-    check_statistics_tokens,
-    has_text,
-    logit_scale,
-)
-from dulbe_peft.checks import check_number
+from dulbe_peft.checkpoints import saving
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.closing import ClosingPass, taught
-from dulbe_peft.devices import choose_device, own_randomness, usual_torch
-from dulbe_peft.distributed import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
-from dulbe_peft.encoder import Encoder
-from dulbe_peft.evaluation import Evaluation, evaluate_features
-from dulbe_peft.images import with_image_resize
-from dulbe_peft.model_checks import check_adapter_name, check_model, check_trained
-from dulbe_peft.prediction import Prediction, predict_images
-from dulbe_peft.profiling import Profile
-from dulbe_peft.progress import Past, read_past
-from dulbe_peft.retention import seen_accuracies
-from dulbe_peft.run import run_stream
-from dulbe_peft.specs import parse_spec
-from dulbe_peft.state import LearnerState
-from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.classifiers.teaching import ClosingPass, taught
+from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.samples import item_name, named_labels
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import check_processor, check_statistics_tokens, has_text, logit_scale
+from dulbe_peft.encoders.pixels import with_image_resize
+from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
+from dulbe_peft.metrics.prediction import Prediction, predict_images
+from dulbe_peft.metrics.retention import seen_accuracies
+from dulbe_peft.runs.progress import Past, read_past
+from dulbe_peft.runs.run import run_stream
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
-from dulbe_peft.streams.gallery import Gallery
-from dulbe_peft.streams.names import check_class_names
-from dulbe_peft.streams.samples import item_name, named_labels
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training import TaskRecord, TaskTrainer
-from dulbe_peft.undoing import evaluating, undoing
-from dulbe_peft.updating import check_update, with_more_images, without_class
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trained
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.trainer import TaskRecord, TaskTrainer
+from dulbe_peft.training.updating import check_update, with_more_images, without_class
+from dulbe_peft.utils.checks import check_number
+from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
+from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
+from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.specs import parse_spec
+from dulbe_peft.utils.undoing import evaluating, undoing
 
 T = TypeVar("T")
 _CHANGING = ("learn_task", "update_classes", "forget_class")

@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, cross_modal_loss, load_clip
-from dulbe_peft.backbone import tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.demo import DIGITS, demo_model_folder, digit_tasks
+from dulbe_peft.encoders.loading import tokenize, unit_image_embeds, unit_text_embeds
 
 
 def main() -> None:

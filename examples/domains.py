@@ -28,9 +28,9 @@ from dulbe_peft import (
     Task,
     load_dual_encoder,
 )
-from dulbe_peft.streams.metrics import transfer_measures
+from dulbe_peft.data.samples import dataset_labels
+from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.streams.protocols import check_counts, check_zero_shot, rename_classes
-from dulbe_peft.streams.samples import dataset_labels
 
 
 @contextmanager

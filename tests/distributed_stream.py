@@ -23,7 +23,7 @@ from dulbe_peft import (
     load_clip,
 )
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.distributed import leave, world
+from dulbe_peft.utils.processes import leave, world
 
 
 def world_from_launcher() -> tuple[int, int]:

@@ -8,11 +8,11 @@ import torch
 from peft import get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments
-from dulbe_peft.backbone import unit_image_embeds
-from dulbe_peft.collecting import collect_statistics
-from dulbe_peft.functional import cross_modal_loss
-from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import NewTask, Step
+from dulbe_peft.strategies.losses import cross_modal_loss
+from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 SCALE = 10.0
 RANKS = {"shared_rank": 1, "residual_rank": 2}

@@ -19,12 +19,12 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
 )
-from dulbe_peft.backbone import empty_encoder
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.commands.settings import fields_of, pick
 from dulbe_peft.comparison.plan import read_plan
-from dulbe_peft.cost import shared_inputs
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft.encoders.loading import empty_encoder
+from dulbe_peft.metrics.cost import shared_inputs
+from dulbe_peft.runs.settings import fields_of, pick
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import NewTask, Step
 

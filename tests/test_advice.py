@@ -11,13 +11,13 @@ import torch
 import yaml
 
 from benchmarks import advising
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.comparison import advice as advice_module
 from dulbe_peft.comparison.advice import Advice, Contest, advice_plans, advise, format_advice
 from dulbe_peft.comparison.cells import read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import Row, read_plan
-from dulbe_peft.comparison.statistics import Difference
+from dulbe_peft.metrics.bootstrap import Difference
 
 QUICK = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
 TRIALS = {"LoRA": {"strategy": "lora", "learning_rate": 1e-3}}

@@ -4,10 +4,10 @@ import pytest
 import reference
 import torch
 
-import dulbe_peft.allocation
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.allocation import allocate_modes
-from dulbe_peft.statistics import OccupationStatistics
+import dulbe_peft.subspaces.allocation
+from dulbe_peft.subspaces.allocation import allocate_modes
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def randn(*shape, seed=0):
@@ -86,8 +86,10 @@ def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, stats
 
 
 def test_a_shared_statistic_is_decomposed_once(probe, stats, monkeypatch):
-    calls, support = [], dulbe_peft.allocation.historical_support
-    monkeypatch.setattr(dulbe_peft.allocation, "historical_support", lambda *args: calls.append(1) or support(*args))
+    calls, support = [], dulbe_peft.subspaces.allocation.historical_support
+    monkeypatch.setattr(
+        dulbe_peft.subspaces.allocation, "historical_support", lambda *args: calls.append(1) or support(*args)
+    )
     allocate_modes(probe, stats)
     assert len(calls) == 2
 

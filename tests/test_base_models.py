@@ -12,17 +12,10 @@ import torch
 from peft import get_peft_model
 from PIL import Image
 
-from dulbe_peft import (
-    CheckpointError,
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-    Task,
-    load_clip,
-)
-from dulbe_peft.base_models import digest
-from dulbe_peft.checkpoint import MANIFEST, commit_folder, read_manifest
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_clip
+from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.utils.folders import MANIFEST, commit_folder, read_manifest
 
 ARGS = LearnerArguments(device="cpu", progress=False, epochs=1, batch_size=2)
 
@@ -167,7 +160,7 @@ def test_a_run_whose_commit_failed_can_be_run_again_with_the_same_learner(here, 
             raise OSError(28, "No space left on device", "out")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr("dulbe_peft.checkpoint.commit_folder", full)
+    monkeypatch.setattr("dulbe_peft.utils.folders.commit_folder", full)
     for learned in (0, 1):
         with pytest.raises(OSError, match="No space left"):
             learner.run(tasks, "out")

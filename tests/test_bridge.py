@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import dulbe_peft
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.functional import slerp
+from dulbe_peft.classifiers.geodesics import slerp
 
 DIM = 8
 
@@ -465,7 +465,7 @@ def test_a_failed_save_leaves_the_old_files(head, tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("dulbe_peft.files.save_file", full)
+    monkeypatch.setattr("dulbe_peft.utils.files.save_file", full)
     head.set_text_embeds(randn(5, DIM, seed=8))
     with pytest.raises(OSError, match="no space left"):
         head.save_pretrained(tmp_path)

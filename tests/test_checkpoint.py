@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import dulbe_peft
-from dulbe_peft import checkpoint
-from dulbe_peft.checkpoint import (
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.folders import (
     CheckpointError,
     clear_leftovers,
     commit_alone,
@@ -25,7 +25,6 @@ from dulbe_peft.checkpoint import (
     library_versions,
     read_manifest,
 )
-from dulbe_peft.files import write_json
 
 
 def fill(text):
@@ -376,7 +375,7 @@ def test_a_link_in_the_lock_s_place_is_not_followed(tmp_path, monkeypatch, targe
     before = content(tmp_path)
     assert f"{tmp_path / 'lock'} is not an empty file, as a lock is" in refused(tmp_path / "lock")
     # Also one that comes between the look and the opening.
-    monkeypatch.setattr(checkpoint, "_absent_or_empty", lambda _: True)
+    monkeypatch.setattr("dulbe_peft.utils.folders._absent_or_empty", lambda _: True)
     with pytest.raises(OSError, match="lock"), exclusive(tmp_path / "lock", "x"):
         pass
     assert content(tmp_path) == before and (tmp_path / "lock").is_symlink()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dulbe_peft import DualModeLoraConfig
-from dulbe_peft.checks import check_int, check_number
+from dulbe_peft.utils.checks import check_int, check_number
 
 
 @pytest.mark.parametrize("value", [1, 3, np.int64(2), np.uint8(2)])

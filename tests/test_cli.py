@@ -16,13 +16,14 @@ from PIL import Image
 
 import dulbe_peft
 import dulbe_peft.commands.env
-import dulbe_peft.commands.run
+import dulbe_peft.runs.setup
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.cli import main, make_parser
-from dulbe_peft.commands.run import stream_tasks
-from dulbe_peft.commands.settings import StreamArguments, fields_of, pick, settings_of, validated
+from dulbe_peft.commands.flags import settings_of
+from dulbe_peft.commands.main import main, make_parser
 from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.runs.settings import StreamArguments, fields_of, pick, validated
+from dulbe_peft.runs.setup import stream_tasks
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
@@ -230,7 +231,7 @@ def test_yaml_s_own_readings_of_numbers_and_of_no(tmp_path, monkeypatch):
         "learning_rate: 1e-3\nmixed_precision: no\nmodel: x\ndata: y\noutput: z\nseed: 3\n"
     )
     seen = []
-    monkeypatch.setattr(dulbe_peft.commands.run, "stream_tasks", lambda stream: seen.append(stream) or 1 / 0)
+    monkeypatch.setattr(dulbe_peft.runs.setup, "stream_tasks", lambda stream: seen.append(stream) or 1 / 0)
     real = validated
     monkeypatch.setattr(
         dulbe_peft.commands.run, "validated", lambda settings: seen.extend(real(settings)) or tuple(seen[-3:])
@@ -292,7 +293,7 @@ def test_mistyped_flags_get_a_hint(argv, words, capsys):
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
 def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(make, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dulbe_peft.hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("dulbe_peft.utils.hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
     make(Path("june"))
     assert main(["predict", "june", "photo.jpg"]) == 2

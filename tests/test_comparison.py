@@ -16,15 +16,15 @@ from peft import get_peft_model
 
 from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.plan import Row, _plan, read_plan
-from dulbe_peft.comparison.statistics import image_shares, paired_difference
 from dulbe_peft.comparison.table import format_table, make_table, read_table
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.recording import Answers
+from dulbe_peft.metrics.accuracy import average_accuracy
+from dulbe_peft.metrics.bootstrap import image_shares, paired_difference
+from dulbe_peft.metrics.features import Answers
 from dulbe_peft.strategies import STRATEGIES
-from dulbe_peft.streams.metrics import average_accuracy
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from test_report import OLD, Page, self_contained
 
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.figures import MOST, compared, forest_figure, image_counts, important_rows, streams_figure
 from dulbe_peft.comparison.page import lead, write_comparison_page
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.statistics import Difference
 from dulbe_peft.comparison.table import COLUMNS, Entry, Scope, Table, read_table, write_table
+from dulbe_peft.metrics.bootstrap import Difference
 
 REFERENCE = Row("frozen", "bridge")
 CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.04), Difference(-0.1, -0.15, -0.05)

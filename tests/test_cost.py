@@ -12,12 +12,12 @@ from peft import get_peft_model
 from transformers import CLIPConfig
 
 from dulbe_peft import DualModeLoraConfig, OccupationStatistics, collect_statistics
-from dulbe_peft.backbone import embed_dim, empty_encoder, load_dual_encoder, unit_image_embeds
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.cli import main
-from dulbe_peft.cost import cost, kept_parameters, shared_inputs, statistics_bytes
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.encoders import ENCODERS
+from dulbe_peft.encoders.loading import embed_dim, empty_encoder, load_dual_encoder, unit_image_embeds
+from dulbe_peft.encoders.registry import ENCODERS
+from dulbe_peft.metrics.cost import cost, kept_parameters, shared_inputs, statistics_bytes
 from dulbe_peft.strategies import make_strategy
 
 DULBE, FROZEN = make_strategy("dulbe"), make_strategy("frozen")

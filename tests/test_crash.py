@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from dulbe_peft.checkpoint import clear_leftovers, commit_folder, read_manifest
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.run import LOCK_FILE
+from dulbe_peft.runs.run import LOCK_FILE
+from dulbe_peft.utils.folders import clear_leftovers, commit_folder, read_manifest
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
@@ -36,7 +36,7 @@ def arguments(digit_folders):
 def processes():
     """Children of a process that has imported everything, so that a kill hits the run and not the imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dulbe_peft.cli", "dulbe_peft.learner", "dulbe_peft.report"])
+    context.set_forkserver_preload(["dulbe_peft.commands.main", "dulbe_peft.learner", "dulbe_peft.report"])
     return context
 
 

@@ -29,10 +29,10 @@ from lives import images_of, learned, stream, tiny_base, tiny_learner
 from PIL import Image, features
 
 from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, NpzImages, OccupationStatistics
-from dulbe_peft.checkpoint import MANIFEST, json_sha256, read_manifest
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.decoding import decode_image, image_problem
 from dulbe_peft.report import write_report
-from dulbe_peft.streams.decoding import decode_image, image_problem
+from dulbe_peft.utils.folders import MANIFEST, json_sha256, read_manifest
 
 DAMAGES = int(os.environ.get("DULBE_PEFT_DAMAGES", "0"))
 REFUSED = (ValueError, TypeError, OSError, CheckpointError)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft.cli import main
-from dulbe_peft.commands.data import fit_increment
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.decoding import IMAGE_SUFFIXES
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.streams.decoding import IMAGE_SUFFIXES
+from dulbe_peft.runs.setup import fit_increment
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
@@ -80,7 +80,7 @@ def test_damage_in_the_middle_of_a_file_is_left_out_too_and_named_once_otherwise
 
 
 def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_path, capsys, monkeypatch):
-    from dulbe_peft.run import run_stream
+    from dulbe_peft.runs.run import run_stream
 
     bad, out = photos / "train" / "zero" / "3.png", tmp_path / "out"
     whole = bad.read_bytes()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, ExifTags, Image
 
+from dulbe_peft.data import decoding
+from dulbe_peft.data.decoding import IMAGE_FORMATS, IMAGE_SUFFIXES, decode_image, image_problem, to_rgb
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.images import PixelDataset
-from dulbe_peft.streams import decoding
-from dulbe_peft.streams.decoding import IMAGE_FORMATS, IMAGE_SUFFIXES, decode_image, image_problem, to_rgb
+from dulbe_peft.encoders.pixels import PixelDataset
 
 # A corner in each colour; Pillow's own rule for each orientation is the reference.
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)
@@ -116,7 +116,7 @@ def test_items_that_contradict_the_list_of_labels_are_named():
         def item_name(self, index):
             return f"photo-{index}.jpg"
 
-    from dulbe_peft.backbone import load_clip
+    from dulbe_peft.encoders.loading import load_clip
 
     clip, processor = load_clip(demo_model_folder())
     images = PixelDataset(Contrary(), np.array([0, 1, 0]), processor, clip.config.vision_config.image_size, 0)

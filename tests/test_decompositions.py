@@ -7,9 +7,9 @@ import reference
 import torch
 from scipy import linalg
 
-import dulbe_peft.decompositions
-from dulbe_peft.decompositions import asymmetry, eigh, top_eigenvectors
-from dulbe_peft.functional import allocate_layer, historical_support
+import dulbe_peft.subspaces.decompositions
+from dulbe_peft.subspaces.decompositions import asymmetry, eigh, top_eigenvectors
+from dulbe_peft.subspaces.support import allocate_layer, historical_support
 
 WIDTH, COUNT = 120, 16
 
@@ -126,7 +126,7 @@ def test_only_the_pairs_that_are_wanted_are_computed(monkeypatch):
         calls.append(subset_by_index)
         return solve(matrix, subset_by_index=subset_by_index, **kwargs)
 
-    monkeypatch.setattr(dulbe_peft.decompositions.linalg, "eigh", counting)
+    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", counting)
     historical_support(matrix_of(SPECTRA["decaying"]), COUNT, 8)
     assert calls == [(WIDTH - COUNT, WIDTH - 1)]
 
@@ -138,7 +138,7 @@ def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matr
     def failing(*_, **__):
         raise linalg.LinAlgError("did not converge")
 
-    monkeypatch.setattr(dulbe_peft.decompositions.linalg, "eigh", failing)
+    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", failing)
     assert distance(historical_support(matrix, COUNT, 8), expected) < 1e-6
 
     def failing_too(*_):
@@ -159,4 +159,4 @@ def test_asymmetry_is_the_largest_difference_wherever_it_is():
 
 
 def test_the_example_in_the_docstring():
-    assert doctest.testmod(dulbe_peft.decompositions) == (0, 2)
+    assert doctest.testmod(dulbe_peft.subspaces.decompositions) == (0, 2)

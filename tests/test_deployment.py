@@ -32,14 +32,14 @@ from dulbe_peft import (
     export_transformers,
     load_dual_encoder,
 )
-from dulbe_peft.card import project
+from dulbe_peft.checkpoints.card import project
 from dulbe_peft.classifiers.formula import random_features
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.cards import onnx_code, torch_code
 from dulbe_peft.deployment.classifier import checked_formula
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
-from dulbe_peft.streams.decoding import to_rgb
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WITH_TEXT = (
@@ -540,7 +540,7 @@ def test_who_loads_a_learner_without_this_package_is_told_its_name(clip, saved):
 def test_a_learner_without_the_file_for_transformers_loads(clip, saved, tmp_path):
     """As version 0.1 and this version before it wrote them."""
     manifest = json.loads((saved / "manifest.json").read_text())
-    from dulbe_peft.checkpoint import json_sha256
+    from dulbe_peft.utils.folders import json_sha256
 
     del manifest["files"]["config.json"], manifest["sha256"]
     (saved / "config.json").unlink()
@@ -553,7 +553,7 @@ def test_cards_link_the_project_where_the_metadata_names_it(monkeypatch):
     from email.message import Message
 
     fields = Message()
-    monkeypatch.setattr("dulbe_peft.card.metadata.metadata", lambda name: fields)
+    monkeypatch.setattr("dulbe_peft.checkpoints.card.metadata.metadata", lambda name: fields)
     assert project() == "`dulbe_peft`"
     fields["Project-URL"] = "Source, somewhere://else"
     assert project() == "[`dulbe_peft`](somewhere://else)"

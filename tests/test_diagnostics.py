@@ -18,16 +18,16 @@ from tiny_encoders import IMAGE_ONLY, IMAGE_SIZE, WITH_TEXT, make_model
 from torch.nn import functional as F
 
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.backbone import unit_image_embeds
 from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.cli import main
-from dulbe_peft.closing import ClosingPass
-from dulbe_peft.diagnostics import depth_accuracy, layer_demands, reliability_profile
-from dulbe_peft.feature_drift import coordinate_drift, coordinate_plane, cosines, drift_by_task, rank_similarity
-from dulbe_peft.inspection import inspect_task, relevance_maps, token_relevance
-from dulbe_peft.recording import TaskFeatures, read_features
+from dulbe_peft.classifiers.teaching import ClosingPass
+from dulbe_peft.commands.main import main
+from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.metrics.diagnostics import depth_accuracy, layer_demands, reliability_profile
+from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, cosines, drift_by_task, rank_similarity
+from dulbe_peft.metrics.features import TaskFeatures, read_features
 from dulbe_peft.report import read_changes, read_run, write_figures, write_report
 from dulbe_peft.report.change_figures import capture_figure, layer_figure, relevance_figure
+from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.report.page import percent
 
 
@@ -302,7 +302,7 @@ def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     monkeypatch.setattr(
-        "dulbe_peft.backbone._unit", lambda out: F.normalize(getattr(out, "pooler_output", out), dim=1)
+        "dulbe_peft.encoders.loading._unit", lambda out: F.normalize(getattr(out, "pooler_output", out), dim=1)
     )
     pixels, prototypes = torch.randn(2, 3, 16, 16, dtype=torch.float64), unit(3, 16).double()
     found = token_relevance(model, pixels, prototypes)

@@ -19,8 +19,8 @@ from failing_files import ERRORS, Failing
 from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora
-from dulbe_peft.checkpoint import read_manifest
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
+from dulbe_peft.utils.folders import read_manifest
 
 HOW_MANY = os.environ.get("DULBE_PEFT_DISKS", "4")
 MACHINE = {"device": "cpu", "progress": False}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dulbe_peft.distributed import (
+from dulbe_peft.utils.processes import (
     gather_rows,
     on_main_process,
     padded_shard,
@@ -98,7 +98,7 @@ SKETCHES = """
 import torch
 from torch import distributed
 from dulbe_peft import OccupationStatistics
-from dulbe_peft.distributed import leave, shard
+from dulbe_peft.utils.processes import leave, shard
 distributed.init_process_group("gloo")
 tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
 tokens[:, :3] *= 10
@@ -152,7 +152,7 @@ def test_one_process_gets_back_what_it_gives():
 def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     shares, parts = [], []
     for rank in range(3):
-        monkeypatch.setattr("dulbe_peft.distributed.world", lambda rank=rank: (rank, 3))
+        monkeypatch.setattr("dulbe_peft.utils.processes.world", lambda rank=rank: (rank, 3))
         shares.append(padded_shard(range(count)))
         parts += shard(range(count))
     assert len({len(share) for share in shares}) == 1
@@ -193,7 +193,7 @@ def test_a_tensor_sharded_by_fsdp2_is_refused():
         "import torch\n"
         "from torch import distributed, nn\n"
         "from torch.distributed.fsdp import fully_shard\n"
-        "from dulbe_peft.distributed import refuse_sharded\n"
+        "from dulbe_peft.utils.processes import refuse_sharded\n"
         "distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)\n"
         "model = nn.Linear(4, 4)\n"
         "fully_shard(model, mesh=distributed.init_device_mesh('cpu', (1,)))\n"
@@ -208,7 +208,7 @@ def test_a_tensor_sharded_by_fsdp2_is_refused():
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_a_launch_that_shards_is_refused(monkeypatch, kind):
-    from dulbe_peft.devices import choose_device
+    from dulbe_peft.utils.devices import choose_device
 
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(ValueError, match=kind):

@@ -30,7 +30,8 @@ from dulbe_peft import (
     load_clip,
     load_dual_encoder,
 )
-from dulbe_peft.backbone import (
+from dulbe_peft.commands.main import main
+from dulbe_peft.encoders.loading import (
     ImageOnlyProcessor,
     embed_dim,
     encoder_of,
@@ -42,8 +43,7 @@ from dulbe_peft.backbone import (
     unit_image_embeds,
     unit_text_embeds,
 )
-from dulbe_peft.cli import main
-from dulbe_peft.encoders import ENCODERS
+from dulbe_peft.encoders.registry import ENCODERS
 
 EVERY = [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY]
 PROMPTS = ["a photo of the cat.", "dog", "a digit of zero-one", "the low bird"]

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
-from dulbe_peft.files import read_csv, write_csv
+from dulbe_peft.metrics.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
+from dulbe_peft.utils.files import read_csv, write_csv
 
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
 

@@ -45,9 +45,9 @@ from dulbe_peft import (
     route_gradients,
     slerp,
 )
-from dulbe_peft.checkpoint import json_sha256, read_manifest
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft.utils.folders import json_sha256, read_manifest
 
 LAYER = "vision_model.encoder.layers.0.mlp.fc1"
 
@@ -1032,7 +1032,7 @@ def test_an_eigendecomposition_that_fails(monkeypatch, failures):
 
     gradient = torch.randn(6, 5)
     expected = allocate_modes({"l": gradient}, None, 1, 2)["l"].shared
-    monkeypatch.setattr("dulbe_peft.decompositions.linalg.eigh", failing)
+    monkeypatch.setattr("dulbe_peft.subspaces.decompositions.linalg.eigh", failing)
     if failures == 2:
         monkeypatch.setattr(torch.linalg, "eigh", failing)
         with pytest.raises(ValueError, match="eigendecomposition of .*'l'.* failed"):

@@ -13,9 +13,10 @@ from lives import stream, tiny_learner
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.comparison.cells import _digests, _drop_earlier_tasks, answers_path, ask, read_answers, read_cell
 from dulbe_peft.comparison.plan import Row, _plan
-from dulbe_peft.comparison.statistics import Difference
 from dulbe_peft.comparison.table import MEASURES, Entry, Scope, Table, read_table, refuse_others, write_table
-from dulbe_peft.files import read_json, read_tensors, write_json, write_tensors
+from dulbe_peft.metrics.bootstrap import Difference
+from dulbe_peft.utils.files import read_json, write_json
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
 METHOD = "methods: {frozen: {strategy: frozen}}\n"
@@ -159,7 +160,7 @@ def test_a_finished_run_whose_learner_is_gone_is_still_in_the_table(cell, tmp_pa
     ],
 )
 def test_a_forged_table_of_a_comparison_is_named(tmp_path, capsys, path, value):
-    from dulbe_peft.cli import main
+    from dulbe_peft.commands.main import main
 
     gap = Difference(0.0, -0.1, 0.1)
     figures = [dict.fromkeys(MEASURES, value) for value in (0.5, 0.1, gap)]
@@ -182,7 +183,7 @@ def test_a_forged_table_of_a_comparison_is_named(tmp_path, capsys, path, value):
     "text", ["mine", '{"mine": 1}', "stream,mine\n1,2\n", '"entries scope settings classifiers"', ""]
 )
 def test_a_comparison_replaces_no_table_of_others(tmp_path, capsys, name, text):
-    from dulbe_peft.cli import main
+    from dulbe_peft.commands.main import main
 
     (tmp_path / name).write_text(text)
     (tmp_path / "c.yaml").write_text(STREAM + METHOD)

@@ -7,17 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dulbe_peft.functional import (
-    allocate_layer,
-    bidirectional_kl,
-    bridge_prototypes,
-    cross_modal_loss,
-    historical_support,
-    orthonormal_complement,
-    reliability,
-    reliability_weights,
-    slerp,
-)
+from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability, reliability_weights, slerp
+from dulbe_peft.strategies.losses import bidirectional_kl, cross_modal_loss
+from dulbe_peft.subspaces.support import allocate_layer, historical_support, orthonormal_complement
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)

@@ -17,25 +17,25 @@ from PIL import Image
 
 from dulbe_peft import ImageFolder, LearnerArguments
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.checkpoint import CheckpointError, json_sha256
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.commands.outputs import check_outputs
-from dulbe_peft.commands.settings import read_yaml
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.data.folders import Found
+from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.samples import dataset_class_names, dataset_labels
+from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.deployment.classifier import checked_formula, class_facts
-from dulbe_peft.files import read_json, read_lines, write_json
-from dulbe_peft.progress import read_progress
 from dulbe_peft.report import write_figures
 from dulbe_peft.report.collect import _examples
+from dulbe_peft.runs.progress import read_progress
+from dulbe_peft.runs.settings import read_yaml
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.streams.folders import Found
-from dulbe_peft.streams.gallery import Gallery
-from dulbe_peft.streams.names import check_class_names
 from dulbe_peft.streams.protocols import rename_classes
-from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
-from dulbe_peft.streams.splits import open_stream_data
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
+from dulbe_peft.utils.files import read_json, read_lines, write_json
+from dulbe_peft.utils.folders import CheckpointError, json_sha256
 
 STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
 METHOD = "methods: {frozen: {strategy: frozen}}\n"
@@ -88,7 +88,7 @@ def run(tmp_path_factory):
 
 
 def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(run, tmp_path):
-    from dulbe_peft.cli import main
+    from dulbe_peft.commands.main import main
 
     page, link = tmp_path / "page.html", tmp_path / "link.html"
     page.write_text("old")
@@ -200,7 +200,7 @@ def test_no_more_processes_than_batches(monkeypatch):
     learner = learned(tiny_learner(), 1)
     started = []
     monkeypatch.setattr(
-        "dulbe_peft.encoder.DataLoader", lambda *_, num_workers, **__: started.append(num_workers) or []
+        "dulbe_peft.encoders.encoder.DataLoader", lambda *_, num_workers, **__: started.append(num_workers) or []
     )
     learner.encoder.args = replace(learner.args, num_workers=1000)
     list(learner.encoder.batches(learner.encoder.images(images_of(0, 1)), ""))

@@ -31,9 +31,9 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
 )
-from dulbe_peft.backbone import pixel_values
-from dulbe_peft.checkpoint import json_sha256
 from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.encoders.loading import pixel_values
+from dulbe_peft.utils.folders import json_sha256
 
 ADAPTER, STATISTICS = "adapter_model.safetensors", "statistics.safetensors"
 
@@ -235,7 +235,7 @@ def test_card_is_written_from_the_data(hub, learned):
 
 
 def test_card_names_a_base_model_of_the_hub(learner, monkeypatch):
-    from dulbe_peft.card import model_card
+    from dulbe_peft.checkpoints.card import model_card
 
     monkeypatch.setattr(learner.model.active_peft_config, "base_model_name_or_path", "openai/clip-vit-base-patch16")
     card = ModelCard(model_card(learner.state, "someone/learner"))

@@ -30,8 +30,8 @@ from lives import (
 )
 
 from dulbe_peft import ClassIncrementalLearner, export_lora
-from dulbe_peft.checkpoint import read_manifest
 from dulbe_peft.strategies import STRATEGIES
+from dulbe_peft.utils.folders import read_manifest
 
 HOW_MANY = os.environ.get("DULBE_PEFT_INTERRUPTS", "3")
 MORE = images_of(1, 2, seed=7)

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.report import write_report
 

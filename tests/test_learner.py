@@ -28,12 +28,12 @@ from dulbe_peft import (
     allocate_modes,
     class_incremental_tasks,
     load_clip,
-    saving,
 )
-from dulbe_peft.backbone import unit_image_embeds, unit_text_embeds
+from dulbe_peft.checkpoints import saving
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.images import PixelDataset
-from dulbe_peft.training import TaskTrainer, epoch_order
+from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 

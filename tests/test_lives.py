@@ -22,14 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from interrupts import Interrupting
 from lives import content, differences, everything, images_of, learned, tiny_base, tiny_learner
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    OccupationStatistics,
-    Task,
-    collect_statistics,
-    export_lora,
-)
-from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft import ClassIncrementalLearner, OccupationStatistics, Task, collect_statistics, export_lora
+from dulbe_peft.encoders.loading import unit_image_embeds
 
 LIVES = int(os.environ.get("DULBE_PEFT_LIVES", "0"))
 PROBES = [image for image, _ in images_of(0, 1, 2, seed=99)]

@@ -7,10 +7,10 @@ import scipy.linalg
 import torch
 from stepping import adapted, begin, end, features, new_task, train, update
 
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
 from dulbe_peft.strategies.occupation import occupied
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 WIDTH = 10
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stepping import adapted, begin, end, features, images, learn, new_task, train, update
 
-from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
 from dulbe_peft.strategies.lora_sub import leading_space

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 
-from dulbe_peft.streams.metrics import (
+from dulbe_peft.metrics.accuracy import (
     accuracy_matrix,
     average_accuracy,
     backward_transfer,

@@ -10,13 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, checkpoint, load_clip, saving
-from dulbe_peft.backbone import unit_image_embeds
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft.checkpoints import saving
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.demo import demo_model_folder, digit_tasks
+from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import NewTask
 from dulbe_peft.strategies.mg_clip import MgClip
-from dulbe_peft.training import TaskTrainer, epoch_order
+from dulbe_peft.training.trainer import TaskTrainer, epoch_order
+from dulbe_peft.utils import folders
 
 ARGS = LearnerArguments(
     epochs=2, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
@@ -132,7 +134,7 @@ def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
     assert lengths == [4, 2]
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert again.memory == {"epochs": torch.tensor(2)}
-    checkpoint.commit_folder(
+    folders.commit_folder(
         tmp_path / "published", lambda folder: saving.write(again.state, folder, statistics=False), {}
     )
     with pytest.raises(ValueError, match="without"):

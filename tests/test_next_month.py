@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
 PAGE = (Path(__file__).parents[1] / "docs" / "next-month.md").read_text(encoding="utf-8")

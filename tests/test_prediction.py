@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip, load_data
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.gallery import Gallery
 from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.streams.gallery import Gallery
 from dulbe_peft.streams.tasks import select_classes
 
 

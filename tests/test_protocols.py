@@ -15,17 +15,18 @@ from PIL import Image
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.backbone import pixel_values
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.cli import main, make_parser
-from dulbe_peft.commands.run import stream_tasks
-from dulbe_peft.commands.settings import StreamArguments, pick, settings_of
-from dulbe_peft.commands.sources import open_source
+from dulbe_peft.commands.flags import settings_of
+from dulbe_peft.commands.main import main, make_parser
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.specs import split_specs
+from dulbe_peft.encoders.loading import pixel_values
+from dulbe_peft.runs.settings import StreamArguments, pick
+from dulbe_peft.runs.setup import stream_tasks
+from dulbe_peft.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.streams.folders import ImageFolder
 from dulbe_peft.streams.protocols import check_counts, rename_classes
+from dulbe_peft.utils.specs import split_specs
 
 FOLDER = Path(__file__).parents[1] / "examples" / "protocols"
 FILES = sorted(path.stem for path in FOLDER.glob("[ab]-*.yaml"))

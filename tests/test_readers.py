@@ -20,11 +20,11 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image
 
-from dulbe_peft.streams.fingerprint import fingerprint
-from dulbe_peft.streams.gallery import Gallery
-from dulbe_peft.streams.inventory import inspect_images
-from dulbe_peft.streams.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data, to_rgb
-from dulbe_peft.streams.samples import read_sample
+from dulbe_peft.data.fingerprint import fingerprint
+from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.inventory import inspect_images
+from dulbe_peft.data.readers import HubImages, ImageFolder, NpzImages, decode_image, load_data, to_rgb
+from dulbe_peft.data.samples import read_sample
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 

@@ -12,9 +12,9 @@ import yaml
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.cli import main, make_parser
-from dulbe_peft.commands.settings import StreamArguments, fields_of
+from dulbe_peft.commands.main import main, make_parser
 from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.runs.settings import StreamArguments, fields_of
 from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]

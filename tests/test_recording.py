@@ -10,7 +10,7 @@ from peft import get_peft_model
 from small_runs import QUICK, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.recording import TaskFeatures, learn_from_features, read_features
+from dulbe_peft.metrics.features import TaskFeatures, learn_from_features, read_features
 
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
 

@@ -26,15 +26,15 @@ from dulbe_peft import (
     load_clip,
 )
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.evaluation import ImageResult
+from dulbe_peft.metrics.accuracy import METHODS
+from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_changes, read_run, write_report
 from dulbe_peft.report.collect import class_table, confusion, data_name
 from dulbe_peft.report.figures import SERIES, accuracy_figure, inline_svg, matrix_figure
 from dulbe_peft.report.page import percent, points
 from dulbe_peft.report.tables import best, compare, differences, group_runs, latex_text
-from dulbe_peft.streams.metrics import METHODS
 from dulbe_peft.streams.tasks import Task
 
 OLD = Path(__file__).parent / "saved" / "0.1" / "run"

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from dulbe_peft.evaluation import Evaluation
-from dulbe_peft.progress import read_progress
-from dulbe_peft.results import class_figures, progress_row, stream_results
+from dulbe_peft.metrics.evaluation import Evaluation
+from dulbe_peft.runs.progress import read_progress
+from dulbe_peft.runs.results import class_figures, progress_row, stream_results
 
 CLASSES = [["a", "b"], ["c", "d"], ["e"]]
 SETTINGS = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}

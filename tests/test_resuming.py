@@ -13,17 +13,12 @@ from peft import get_peft_model
 from PIL import Image
 from small_runs import QUICK
 
-from dulbe_peft import (
-    CheckpointError,
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-)
-from dulbe_peft.checkpoint import json_sha256, read_manifest
-from dulbe_peft.progress import Past, read_progress, spread
-from dulbe_peft.resuming import read_listing
-from dulbe_peft.streams.listing import differences
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.data.listing import differences
+from dulbe_peft.runs.progress import Past, read_progress, spread
+from dulbe_peft.runs.resume import read_listing
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.utils.folders import json_sha256, read_manifest
 
 NAMES = ["one", "three", "two", "zero", "five", "four"]
 

@@ -12,13 +12,13 @@ from small_runs import tasks_of
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.backbone import load_dual_encoder, pixel_values, tokenize
-from dulbe_peft.cli import main
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.results import stream_results
-from dulbe_peft.retention import zero_shot_retention
-from dulbe_peft.streams.metrics import transfer_measures
-from dulbe_peft.streams.readers import load_data
+from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
+from dulbe_peft.metrics.accuracy import transfer_measures
+from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.runs.results import stream_results
 
 QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress": False}
 

@@ -25,8 +25,8 @@ from dulbe_peft import (
     DualModeLoraConfig,
     LearnerArguments,
 )
-from dulbe_peft.checkpoint import json_sha256, library_versions, read_manifest
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.utils.folders import json_sha256, library_versions, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tm
 def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
     output = shutil.copytree(finished, tmp_path / "run")
     monkeypatch.setattr(
-        "dulbe_peft.resuming.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
+        "dulbe_peft.runs.resume.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
     )
     make_learner(base).run(tasks_of(photos), output)
     assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out
@@ -275,7 +275,9 @@ def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-@pytest.mark.parametrize("writer", ["dulbe_peft.files.save_file", "peft.peft_model.safe_save_file", "os.replace"])
+@pytest.mark.parametrize(
+    "writer", ["dulbe_peft.utils.files.save_file", "peft.peft_model.safe_save_file", "os.replace"]
+)
 def test_a_full_disk_is_an_error_with_the_path_and_the_last_commit_is_intact(
     base, photos, finished, tmp_path, monkeypatch, number, writer
 ):

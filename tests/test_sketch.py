@@ -13,14 +13,14 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
     load_clip,
-    saving,
 )
-from dulbe_peft.allocation import allocate_modes
-from dulbe_peft.checkpoint import CheckpointError
-from dulbe_peft.decompositions import cut
+from dulbe_peft.checkpoints import saving
 from dulbe_peft.demo import DigitImages, demo_model_folder
-from dulbe_peft.functional import historical_support
-from dulbe_peft.statistics import FORMAT, SKETCH_FORMAT, OccupationStatistics
+from dulbe_peft.subspaces.allocation import allocate_modes
+from dulbe_peft.subspaces.decompositions import cut
+from dulbe_peft.subspaces.occupation import FORMAT, SKETCH_FORMAT, OccupationStatistics
+from dulbe_peft.subspaces.support import historical_support
+from dulbe_peft.utils.folders import CheckpointError
 
 WIDTH, ROWS = 60, 16
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from dulbe_peft.specs import closest, convert, format_spec, parse_spec
+from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec
 
 
 @dataclass(frozen=True)

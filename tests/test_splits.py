@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft.streams import inventory
-from dulbe_peft.streams.fingerprint import fingerprint
-from dulbe_peft.streams.inventory import inspect_images, without
-from dulbe_peft.streams.readers import ImageFolder, NpzImages
-from dulbe_peft.streams.splits import draw_per_class, hold_out, open_stream_data
+from dulbe_peft.data import inventory
+from dulbe_peft.data.fingerprint import fingerprint
+from dulbe_peft.data.inventory import inspect_images, without
+from dulbe_peft.data.readers import ImageFolder, NpzImages
+from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -134,7 +134,7 @@ def test_an_inventory_of_npz_files_tasks_and_lists(tmp_path):
 
 def test_an_inventory_of_a_hugging_face_dataset(tmp_path):
     datasets = pytest.importorskip("datasets")
-    from dulbe_peft.streams.readers import HubImages
+    from dulbe_peft.data.readers import HubImages
 
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
     good = photo(tmp_path / "a.png")

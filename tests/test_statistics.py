@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import dulbe_peft.collecting
-import dulbe_peft.statistics
-from dulbe_peft.collecting import collect_statistics
-from dulbe_peft.statistics import OccupationStatistics
+import dulbe_peft.subspaces.inputs
+import dulbe_peft.subspaces.occupation
+from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def randn(*shape, seed=0):
@@ -168,13 +168,13 @@ def test_collected_matrices_are_exactly_symmetric_after_every_pass():
 
 
 def test_what_was_collected_is_kept_and_not_copied(monkeypatch):
-    collected, totals = [], dulbe_peft.collecting._Collector.totals
+    collected, totals = [], dulbe_peft.subspaces.inputs._Collector.totals
 
     def record(self):
         collected.append(totals(self))
         return collected[-1]
 
-    monkeypatch.setattr(dulbe_peft.collecting._Collector, "totals", record)
+    monkeypatch.setattr(dulbe_peft.subspaces.inputs._Collector, "totals", record)
     stats = collect_statistics(Tower(), batches(), run, into=OccupationStatistics())
     assert all(stats[names[0]] is matrix for names, matrix in collected[0].items())
 
@@ -247,8 +247,8 @@ def test_sharing_is_by_identity_and_not_by_a_recycled_address():
 
 
 def test_a_shared_input_is_multiplied_once_a_batch(monkeypatch):
-    calls, accumulate = [], dulbe_peft.collecting.accumulate
-    monkeypatch.setattr(dulbe_peft.collecting, "accumulate", lambda *args: calls.append(1) or accumulate(*args))
+    calls, accumulate = [], dulbe_peft.subspaces.inputs.accumulate
+    monkeypatch.setattr(dulbe_peft.subspaces.inputs, "accumulate", lambda *args: calls.append(1) or accumulate(*args))
     collect_statistics(Tower(), batches(3), run, into=OccupationStatistics())
     assert len(calls) == 3 * 6
 
@@ -378,8 +378,8 @@ def test_collect_refuses_another_sharing_than_before():
 
 def test_a_sketch_collects_exactly_and_is_cut_once_a_pass(monkeypatch):
     model, exact, stats = Tower(), OccupationStatistics(), OccupationStatistics(sketch_rows=6)
-    calls, cut = [], dulbe_peft.statistics.cut
-    monkeypatch.setattr(dulbe_peft.statistics, "cut", lambda *args: calls.append(1) or cut(*args))
+    calls, cut = [], dulbe_peft.subspaces.occupation.cut
+    monkeypatch.setattr(dulbe_peft.subspaces.occupation, "cut", lambda *args: calls.append(1) or cut(*args))
     collect_statistics(model, batches(), run, into=exact)
     for number in (1, 2):
         collect_statistics(model, batches(), run, into=stats)
@@ -437,13 +437,13 @@ def test_a_failed_save_leaves_the_old_file(stats, tmp_path, monkeypatch):
         filename.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(dulbe_peft.files, "save_file", full)
+    monkeypatch.setattr(dulbe_peft.utils.files, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         stats.save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-FORMAT = dulbe_peft.statistics.FORMAT
+FORMAT = dulbe_peft.subspaces.occupation.FORMAT
 GOOD = {FORMAT: '[["k", "v"]]'}
 
 

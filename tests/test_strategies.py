@@ -152,7 +152,11 @@ def test_frozen_trains_nothing(tasks, monkeypatch, tmp_path):
     def forbidden(*_, **__):
         raise AssertionError("the training-free learner must not come here")
 
-    for name in ("torch.Tensor.backward", "torch.optim.Adam.__init__", "dulbe_peft.training.collect_statistics"):
+    for name in (
+        "torch.Tensor.backward",
+        "torch.optim.Adam.__init__",
+        "dulbe_peft.training.trainer.collect_statistics",
+    ):
         monkeypatch.setattr(name, forbidden)
     learner = make_learner("frozen")
     learner.run(tasks, tmp_path / "run")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dulbe_peft.streams.names import check_class_names, format_class_name, format_prompts
+from dulbe_peft.data.names import check_class_names, format_class_name, format_prompts
+from dulbe_peft.data.samples import dataset_class_names, dataset_labels
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
-from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
 

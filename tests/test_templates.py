@@ -11,11 +11,12 @@ from peft import get_peft_model
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
-from dulbe_peft.backbone import tokenize
-from dulbe_peft.cli import make_parser
-from dulbe_peft.commands.settings import pick, settings_of
+from dulbe_peft.commands.flags import settings_of
+from dulbe_peft.commands.main import make_parser
 from dulbe_peft.demo import DIGITS, DigitImages
 from dulbe_peft.deployment.classifier import class_facts
+from dulbe_peft.encoders.loading import tokenize
+from dulbe_peft.runs.settings import pick
 
 TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False}

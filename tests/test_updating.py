@@ -10,12 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-    class_incremental_tasks,
-)
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.demo import DigitImages
 from dulbe_peft.streams.tasks import select_classes
 
@@ -88,9 +83,9 @@ def test_half_and_half_is_as_all_at_once_where_nothing_is_trained(base, digits):
 
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
 def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
-    from dulbe_peft.backbone import unit_image_embeds
-    from dulbe_peft.collecting import collect_statistics
-    from dulbe_peft.statistics import OccupationStatistics
+    from dulbe_peft.encoders.loading import unit_image_embeds
+    from dulbe_peft.subspaces.inputs import collect_statistics
+    from dulbe_peft.subspaces.occupation import OccupationStatistics
 
     first, more, *_ = digits
     learner = taught(base, first, strategy=strategy)
@@ -197,8 +192,8 @@ def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits,
 
 
 def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, tmp_path):
-    from dulbe_peft import saving
-    from dulbe_peft.checkpoint import commit_folder
+    from dulbe_peft.checkpoints import saving
+    from dulbe_peft.utils.folders import commit_folder
 
     learner = taught(base, digits[0], strategy="dulbe")
     commit_folder(tmp_path / "published", lambda folder: saving.write(learner.state, folder, statistics=False), {})

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft.checkpoint import read_manifest
-from dulbe_peft.evaluation import ImageResult
-from dulbe_peft.views import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
+from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.report.views import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
+from dulbe_peft.utils.folders import read_manifest
 
 
 def rows(count):

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dulbe_peft.encoders import ENCODERS
+from dulbe_peft.encoders.registry import ENCODERS
 
 IMAGE_SIZE = 16
 LONGEST = 24

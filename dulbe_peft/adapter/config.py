@@ -15,9 +15,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dulbe_peft.adapter.expressions import check_expression
 from dulbe_peft.adapter.registration import DULBE
-from dulbe_peft.checks import check_int, check_number, is_int
-from dulbe_peft.files import tensor_shapes
-from dulbe_peft.hub import has_file
+from dulbe_peft.utils.checks import check_int, check_number, is_int
+from dulbe_peft.utils.hub import has_file
+from dulbe_peft.utils.tensors import tensor_shapes
 
 MAX_HISTORY_RANK = 2**20  # 100,000 tasks; no model grows more, and a file that claims more is refused
 

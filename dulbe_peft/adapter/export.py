@@ -17,9 +17,10 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.checkpoint import commit_export
-from dulbe_peft.checks import check_int
-from dulbe_peft.files import write_json, write_tensors
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.folders import commit_export
+from dulbe_peft.utils.tensors import write_tensors
 
 COMPRESSION_FILE = "compression.json"
 

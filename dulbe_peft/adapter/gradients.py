@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.checks import check_number, is_int
-from dulbe_peft.undoing import evaluating
+from dulbe_peft.utils.checks import check_number, is_int
+from dulbe_peft.utils.undoing import evaluating
 
 
 def probe_gradients(

@@ -35,8 +35,8 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, updated_linear
-from dulbe_peft.functional import without_autocast
-from dulbe_peft.undoing import undoing
+from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.undoing import undoing
 
 # The layers whose modes are off, one set for each block. A context variable, so that threads do not see each other's.
 _RESTING: ContextVar[tuple[frozenset[DualModeLinear], ...]] = ContextVar("_RESTING", default=())

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dulbe_peft.functional import without_autocast
+from dulbe_peft.utils.precision import without_autocast
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]
 

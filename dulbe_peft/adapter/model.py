@@ -16,14 +16,14 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import MAX_HISTORY_RANK, DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear, resting
-from dulbe_peft.adapter.modes import ModeBases, check_modes
 from dulbe_peft.adapter.registration import DULBE, PREFIX
 from dulbe_peft.adapter.saved import KEY_RENAMES, check_saved
 from dulbe_peft.adapter.targets import check_target, check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.checks import check_number
-from dulbe_peft.encoders import CLIP_VISION_TYPES, ENCODERS
-from dulbe_peft.undoing import undoing
+from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
+from dulbe_peft.subspaces.modes import ModeBases, check_modes
+from dulbe_peft.utils.checks import check_number
+from dulbe_peft.utils.undoing import undoing
 
 
 class DualModeLoraModel(BaseTuner):

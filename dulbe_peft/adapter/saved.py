@@ -15,7 +15,7 @@ from torch import nn
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
-from dulbe_peft.files import read_tensors, tensor_shapes
+from dulbe_peft.utils.tensors import read_tensors, tensor_shapes
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.encoders import CLIP_TEXT_TARGETS, ENCODERS, find_record
+from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_record
 
 # The projection of a text's features stands beside the tower, and images do not pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.functional import without_autocast
+from dulbe_peft.utils.precision import without_autocast
 
 
 class TextLoraLinear(DualModeLayer):

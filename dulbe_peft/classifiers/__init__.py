@@ -17,7 +17,7 @@ from dulbe_peft.classifiers.rapf import RapfClassifier
 from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
-from dulbe_peft.specs import closest, convert, format_spec, parse_spec
+from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec
 
 CLASSIFIERS: dict[str, type[Classifier]] = {}
 Kind = TypeVar("Kind", bound=type[Classifier])

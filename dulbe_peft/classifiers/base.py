@@ -20,13 +20,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
 from dulbe_peft.classifiers.checks import check_labels, positive
 from dulbe_peft.classifiers.files import SavedState
 from dulbe_peft.classifiers.formula import AFFINE, affine
-from dulbe_peft.functional import without_autocast
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.precision import without_autocast
 
 MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
 

@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.classifiers.checks import check_unit_rows, positive
 from dulbe_peft.classifiers.evidence import Regression, best_step, log_evidence
 from dulbe_peft.classifiers.ranpac import random_layer
 from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
+from dulbe_peft.utils.checks import check_int, check_number
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
 STEPS = len(RIDGES) - 1  # of the grid, up or down

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.checks import check_unit_rows
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.utils.checks import check_int
 
 
 class BofaClassifier(PrototypeClassifier):

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions, check_symmetric, check_unit_rows, class_sums, positive
 from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
-from dulbe_peft.functional import bridge_prototypes, reliability, reliability_weights
+from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability, reliability_weights
+from dulbe_peft.utils.checks import check_int
 
 MAX_DEPTHS = 1000
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.checks import is_number
+from dulbe_peft.utils.checks import is_number
 
 FOLDS = 5
 # Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.

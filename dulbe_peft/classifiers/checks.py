@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.checks import check_number
+from dulbe_peft.utils.checks import check_number
 
 
 def positive(name: str, value: Any, tiny: bool = False) -> float:

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from dulbe_peft import hub
 from dulbe_peft.classifiers.calibration import read_temperatures, write_temperatures
 from dulbe_peft.classifiers.state import EXTRA_STATE, GrowingState, encode_extra_state
-from dulbe_peft.files import read_json, read_tensors, tensor_shapes, write_json, write_tensors
-from dulbe_peft.specs import setting_names
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.utils import hub
+from dulbe_peft.utils.files import read_json, write_json
+from dulbe_peft.utils.specs import setting_names
+from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, write_tensors
 
 COMMON_FIELDS = ("format", "embed_dim", "logit_scale", "class_names")
 OPTIONAL_FIELDS = ("calibration", "source")

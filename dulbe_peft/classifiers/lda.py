@@ -11,10 +11,10 @@ from typing import Literal
 
 import torch
 
-from dulbe_peft.checks import is_number
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_counts, check_symmetric, class_sums
 from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
+from dulbe_peft.utils.checks import is_number
 
 
 class LdaClassifier(Classifier):

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.ridge import RidgeSums
+from dulbe_peft.utils.checks import check_int
 
 
 class RanpacClassifier(RidgeSums):

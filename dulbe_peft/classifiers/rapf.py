@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.checks import check_int
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_unit_rows, positive
 from dulbe_peft.classifiers.fitting import gradients, minibatches
+from dulbe_peft.utils.checks import check_int
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth

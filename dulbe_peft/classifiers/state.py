@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.classifiers.calibration import TaskTemperature, read_temperatures, write_temperatures
-from dulbe_peft.streams.names import check_class_names
+from dulbe_peft.data.names import check_class_names
 
 EXTRA_STATE = "_extra_state"
 

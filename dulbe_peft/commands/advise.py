@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.commands.settings import add_settings, settings_of
+from dulbe_peft.commands.flags import add_settings, settings_of
 
 EXAMPLE = """example:
   dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos --output advice
@@ -51,8 +51,8 @@ def advise(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
     from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, advise, format_advice
     from dulbe_peft.comparison.table import ADVICE_FILE, refuse_others
-    from dulbe_peft.files import write_json
-    from dulbe_peft.specs import split_specs
+    from dulbe_peft.utils.files import write_json
+    from dulbe_peft.utils.specs import split_specs
 
     settings = {name: value for name, value in settings_of(arguments).items() if name not in _HIDDEN}
     for name in ("model", "data"):

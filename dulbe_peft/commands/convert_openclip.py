@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Write the folder."""
-    from dulbe_peft.openclip import save_open_clip
+    from dulbe_peft.encoders.openclip import save_open_clip
 
     model: Any = save_open_clip(
         arguments.checkpoint,

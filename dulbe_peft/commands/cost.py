@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.commands.loading import adapted
+from dulbe_peft.commands.flags import add_flags, settings_of
 from dulbe_peft.commands.outputs import check_outputs, output_file
-from dulbe_peft.commands.settings import StreamArguments, add_flags, fields_of, pick, settings_of
+from dulbe_peft.runs.settings import StreamArguments, fields_of, pick
+from dulbe_peft.runs.setup import adapted
 
 EXAMPLE = """example:
   dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
@@ -45,12 +46,12 @@ def show_cost(arguments: argparse.Namespace) -> int:
     check_outputs(("--json", arguments.json, ".json"), inputs=[arguments.config])
     import torch
 
-    from dulbe_peft.backbone import embed_dim, empty_encoder, has_text
-    from dulbe_peft.checks import check_int
     from dulbe_peft.classifiers import CLASSIFIERS, make_classifiers
-    from dulbe_peft.cost import cost, format_cost
-    from dulbe_peft.specs import split_specs
+    from dulbe_peft.encoders.loading import embed_dim, empty_encoder, has_text
+    from dulbe_peft.metrics.cost import cost, format_cost
     from dulbe_peft.strategies import make_strategy
+    from dulbe_peft.utils.checks import check_int
+    from dulbe_peft.utils.specs import split_specs
 
     classes = arguments.classes if arguments.classes is not None else stream.expected_classes or 100
     check_int("classes", classes, 1)

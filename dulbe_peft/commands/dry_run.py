@@ -14,7 +14,7 @@ import numpy as np
 
 def describe_tasks(tasks: Sequence[Any]) -> str:
     """One line for each task: its classes and how many images it has."""
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
 
     lines = []
     for number, task in enumerate(tasks, 1):
@@ -30,8 +30,8 @@ def describe_model(model: Any, strategy: Any) -> str:
     """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
     if not strategy.adapts:
         return "nothing is trained, no layer is adapted"
-    from dulbe_peft.cost import shared_inputs, statistics_bytes, trainable_parameters
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.metrics.cost import shared_inputs, statistics_bytes, trainable_parameters
 
     config, layers = model.active_peft_config, model.dual_mode_layers()
     # Raises where an image does not pass through a layer: better now than after the first task.
@@ -61,9 +61,9 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
         args: the settings of the run.
         tasks: the stream.
     """
-    from dulbe_peft.backbone import image_size
-    from dulbe_peft.cost import memory_bytes
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.encoders.loading import image_size
+    from dulbe_peft.metrics.cost import memory_bytes
 
     most = max(len(task.train) for task in tasks)
     reads_once = args.num_workers == 0 and args.teacher == "cached"
@@ -93,8 +93,8 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
     """`size` images of the first task and of the second, so that there are old classes; or twice of a single one."""
-    from dulbe_peft.streams.samples import dataset_labels
-    from dulbe_peft.streams.tasks import ClassSubset
+    from dulbe_peft.data.samples import dataset_labels
+    from dulbe_peft.data.subset import ClassSubset
 
     groups = [(task.train, np.arange(len(task.class_names))) for task in tasks[:2]]
     if len(groups) == 1 and len(groups[0][1]) > 1:
@@ -112,7 +112,7 @@ def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
 
 def _estimate(learner: Any, part: Any, args: Any, tasks: Sequence[Any]) -> float:
     """Seconds of the whole run, from the phases of the task that was just learned."""
-    from dulbe_peft.backbone import has_text
+    from dulbe_peft.encoders.loading import has_text
 
     spent, size = dict(learner.profile.seconds), len(part)
     read, again = _passes(learner, part)
@@ -133,7 +133,7 @@ def _estimate(learner: Any, part: Any, args: Any, tasks: Sequence[Any]) -> float
 
 def _passes(learner: Any, part: Any) -> tuple[float, float]:
     """Seconds of a pass that reads the images, and of a second one as it closes a task."""
-    from dulbe_peft.training import TaskTrainer
+    from dulbe_peft.training.trainer import TaskTrainer
 
     images = learner.encoder.images(part, part.labels, keep=True)
     trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda figures, steps: None)

@@ -6,7 +6,7 @@ import argparse
 import platform
 from typing import Any
 
-from dulbe_peft.checkpoint import library_versions
+from dulbe_peft.utils.folders import library_versions
 
 
 def add(commands: Any) -> None:

@@ -40,10 +40,10 @@ def add(commands: Any) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
-    from dulbe_peft.evaluation import BASELINES
-    from dulbe_peft.streams.inventory import counted
-    from dulbe_peft.streams.names import spelled_as
-    from dulbe_peft.streams.samples import dataset_class_names, dataset_labels
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.data.names import spelled_as
+    from dulbe_peft.data.samples import dataset_class_names, dataset_labels
+    from dulbe_peft.metrics.evaluation import BASELINES
     from dulbe_peft.streams.tasks import select_classes
 
     if arguments.scale and not arguments.zero_shot:
@@ -93,8 +93,8 @@ def _zero_shot(
     arguments: argparse.Namespace, learner: Any, data: Any, known: list[str], unknown: list[str]
 ) -> dict[str, Any]:
     """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
-    from dulbe_peft.retention import zero_shot_retention
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.metrics.retention import zero_shot_retention
     from dulbe_peft.streams.tasks import select_classes
 
     if not unknown:

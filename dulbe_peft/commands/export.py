@@ -42,7 +42,7 @@ def export(arguments: argparse.Namespace) -> int:
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
-    from dulbe_peft.files import read_json
+    from dulbe_peft.utils.files import read_json
 
     learner = load_learner(arguments)
     folder = export_learner(learner, arguments.output, arguments.format, arguments.classifier, arguments.compress_to)

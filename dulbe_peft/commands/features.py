@@ -42,8 +42,8 @@ def features(arguments: argparse.Namespace) -> int:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     import numpy as np
 
-    from dulbe_peft.files import replacing
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.utils.files import replacing
 
     data = load_labelled(arguments)
     template = {} if arguments.prompt_template is None else {"prompt_template": arguments.prompt_template}
@@ -68,8 +68,8 @@ def feature_arrays(learner: Any, data: Any, scale: float = 1.0) -> dict[str, Any
     """
     import numpy as np
 
-    from dulbe_peft.backbone import has_text
-    from dulbe_peft.streams.samples import item_name, named_labels
+    from dulbe_peft.data.samples import item_name, named_labels
+    from dulbe_peft.encoders.loading import has_text
 
     names, labels = named_labels(data)
     with learner.scaled(scale):

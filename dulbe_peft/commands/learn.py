@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.commands.data import check_run_folder, say
+from dulbe_peft.commands.flags import add_flags
 from dulbe_peft.commands.loading import add_learner, load_learner
 from dulbe_peft.commands.parser import Parser
-from dulbe_peft.commands.settings import StreamArguments, add_flags
-from dulbe_peft.commands.sources import open_source, reopen_tests, source_of
+from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.runs.setup import check_run_folder
+from dulbe_peft.runs.sources import open_source, reopen_tests, say, source_of
 
 EXAMPLE = """example:
   dulbe-peft learn june --data july-photos --output july
@@ -40,10 +41,10 @@ def add(commands: Any) -> None:
 
 def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
-    from dulbe_peft.distributed import leave, world
+    from dulbe_peft.data.names import spelled_as
+    from dulbe_peft.data.samples import dataset_class_names
     from dulbe_peft.report import format_summary
-    from dulbe_peft.streams.names import spelled_as
-    from dulbe_peft.streams.samples import dataset_class_names
+    from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(arguments.learner, arguments.output)
     check_run_folder(arguments.data, arguments.output)
@@ -96,7 +97,7 @@ def check_other_folder(learner: str, output: str) -> None:
 
 def _gain(before: dict[str, Any], after: dict[str, Any]) -> str:
     """What further images of known classes changed, where both rows are of tests of the same tasks."""
-    from dulbe_peft.streams.metrics import percent
+    from dulbe_peft.metrics.accuracy import percent
 
     tested = [[value is None for value in row.get("accuracy_by_task", ())] for row in (before, after)]
     if tested[0] != tested[1] or not tested[0]:
@@ -111,7 +112,7 @@ def _gain(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def _check_known(learner: Any, known: list[str]) -> None:
     """Raise a ValueError where the learner cannot take in more images of known classes."""
-    from dulbe_peft.updating import check_update
+    from dulbe_peft.training.updating import check_update
 
     try:
         check_update(learner.state, known)
@@ -123,7 +124,7 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
     from dulbe_peft.streams.tasks import select_classes
 
     images = select_classes(train, known)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.commands.flags import add_flags
 from dulbe_peft.commands.parser import Parser
-from dulbe_peft.commands.settings import add_flags
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 
@@ -38,7 +37,7 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
     """
     if arguments.learner is None and arguments.model is None:
         raise ValueError("name a saved learner, or a pristine model with --model")
-    from dulbe_peft.backbone import load_dual_encoder
+    from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
     given = defaults | {name: value for name, value in vars(arguments).items() if name in _MACHINE}
@@ -47,21 +46,3 @@ def load_learner(arguments: argparse.Namespace, **defaults: Any) -> Any:
         return ClassIncrementalLearner(model, processor, args=LearnerArguments(**given), strategy="frozen")
     base = None if arguments.model is None else load_dual_encoder(arguments.model)[0]
     return ClassIncrementalLearner.from_pretrained(arguments.learner, base_model=base, machine=given)
-
-
-def adapted(model: Any, config: DualModeLoraConfig, strategy: Any, revision: str | None = None) -> Any:
-    """The model with the adapter that a strategy trains; the model itself where it trains nothing.
-
-    Args:
-        model: the pristine model.
-        config: of the adapter; it gets the strategy's target modules where it names none.
-        strategy: what trains the model.
-        revision: of the model on the Hub, to be noted in the configuration.
-    """
-    if not strategy.adapts:
-        return model
-    from peft import get_peft_model
-
-    if config.target_modules is None and strategy.target_modules is not None:
-        config.target_modules = sorted(strategy.target_modules)
-    return get_peft_model(model, config, revision=revision)

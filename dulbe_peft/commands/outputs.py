@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from dulbe_peft.checkpoint import (
+from dulbe_peft.utils.folders import (
     LEARNER_FILE,
     MANIFEST,
     PROGRESS_FILE,
@@ -76,7 +76,7 @@ def output_file(path: str) -> Iterator[IO[str]]:
     if path == "-":
         yield sys.stdout
         return
-    from dulbe_peft.files import replacing
+    from dulbe_peft.utils.files import replacing
 
     file = Path(path).resolve()
     if file.exists() and not file.is_file():

@@ -15,7 +15,7 @@ from dulbe_peft.commands.outputs import check_outputs, output_file
 from dulbe_peft.commands.parser import Parser
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
-    from dulbe_peft.prediction import Prediction
+    from dulbe_peft.metrics.prediction import Prediction
 
 EXAMPLE = """examples:
   dulbe-peft predict out photo.jpg
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the answers; returns 2 where no image could be read."""
-    from dulbe_peft.streams.inventory import counted
+    from dulbe_peft.data.inventory import counted
 
     check_outputs(("--csv", arguments.csv, ".csv"), ("--json", arguments.json, ".json"))
     images = list(_images(arguments.paths))
@@ -87,7 +87,7 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
     """The paths, with the image or the paths that standard input holds in place of "-"."""
     from PIL import UnidentifiedImageError
 
-    from dulbe_peft.streams.decoding import open_image
+    from dulbe_peft.data.decoding import open_image
 
     for path in paths:
         if path != "-":
@@ -116,7 +116,7 @@ def _line(row: Prediction) -> str:
 
 def _write_csv(file: IO[str], rows: Iterable[Prediction]) -> None:
     """One line for each class of each image; an unknown image has one line, without a class."""
-    from dulbe_peft.files import write_rows
+    from dulbe_peft.utils.files import write_rows
 
     lines: list[list[Any]] = []
     for row in rows:

@@ -22,8 +22,8 @@ from scipy.stats import binomtest
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
-from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
-from dulbe_peft.specs import parse_spec
+from dulbe_peft.metrics.bootstrap import Difference, image_shares, paired_difference
+from dulbe_peft.utils.specs import parse_spec
 
 CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {

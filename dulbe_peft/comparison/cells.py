@@ -21,22 +21,23 @@ from urllib.parse import quote
 
 import torch
 
-from dulbe_peft.backbone import has_text
-from dulbe_peft.checkpoint import MANIFEST, RESULTS_FILE, TIMINGS_FILE, file_sha256, json_sha256, task_folders
-from dulbe_peft.checks import check_int, check_number
 from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
 from dulbe_peft.classifiers import spec as spec_of
-from dulbe_peft.commands.run import set_up
-from dulbe_peft.commands.settings import validated
-from dulbe_peft.commands.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.comparison.plan import Cell, Row
-from dulbe_peft.cost import memory_bytes, trainable_parameters
-from dulbe_peft.files import damage, read_json, read_tensors, write_json, write_tensors
-from dulbe_peft.recording import FEATURES_FOLDER, SUFFIX, Answers, learn_from_features, read_features
-from dulbe_peft.retention import zero_shot_retention
-from dulbe_peft.specs import parse_spec
-from dulbe_peft.streams.fingerprint import fingerprint
+from dulbe_peft.data.fingerprint import fingerprint
+from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
+from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, Answers, learn_from_features, read_features
+from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.runs.settings import validated
+from dulbe_peft.runs.setup import set_up
+from dulbe_peft.runs.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.files import damage, read_json, write_json
+from dulbe_peft.utils.folders import MANIFEST, RESULTS_FILE, TIMINGS_FILE, file_sha256, json_sha256, task_folders
+from dulbe_peft.utils.specs import parse_spec
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 CELL_FILE = "cell.json"
 ANSWERS_FOLDER = "answers"

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import check_outside_learners
-from dulbe_peft.checks import check_int
-from dulbe_peft.commands.data import check_run_folder
 from dulbe_peft.comparison.cells import is_done, read_answers
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
-from dulbe_peft.comparison.statistics import image_shares
 from dulbe_peft.comparison.table import Entry, Scope, Table, make_table, refuse_others, write_table
+from dulbe_peft.metrics.bootstrap import image_shares
+from dulbe_peft.runs.setup import check_run_folder
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.folders import check_outside_learners
 
 Work = list[tuple[Cell, list[Row]]]
 

@@ -29,11 +29,11 @@ from dulbe_peft.comparison.table import (
     read_table,
     write_table_csv,
 )
-from dulbe_peft.files import replacing
+from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.figures import inline_svg
 from dulbe_peft.report.page import render_page
 from dulbe_peft.report.tables import flat, write_latex
-from dulbe_peft.streams.metrics import percent, signed
+from dulbe_peft.utils.files import replacing
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
-from dulbe_peft.checks import check_number, is_int
 from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
-from dulbe_peft.commands.settings import read_yaml, setting_values, validated
-from dulbe_peft.specs import closest, parse_spec
+from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.utils.checks import check_number, is_int
+from dulbe_peft.utils.specs import closest, parse_spec
 
 DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.checks import check_number, read_typed
 from dulbe_peft.comparison.cells import answers_path, check_retention, has_settings_of, read_answers, read_cell
 from dulbe_peft.comparison.plan import Cell, Plan, Row
-from dulbe_peft.comparison.statistics import Difference, image_shares, paired_difference
-from dulbe_peft.files import read_csv, read_json, write_csv, write_json
-from dulbe_peft.streams.metrics import calibration_error, percent, signed
+from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
+from dulbe_peft.metrics.bootstrap import Difference, image_shares, paired_difference
+from dulbe_peft.utils.checks import check_number, read_typed
+from dulbe_peft.utils.files import read_csv, read_json, write_csv, write_json
 
 TABLE_FILE, CSV_FILE, ADVICE_FILE = "comparison.json", "comparison.csv", "advice.json"
 MEASURES = {"last": "A_last", "average": "A_bar"}
@@ -62,7 +62,7 @@ class Entry:
         trainable_parameters: that a task trains.
         kept_bytes: that method and classifier keep between tasks, without the model and its adapter.
         retention: accuracy on classes in no stream, "before" all tasks and "after" them, and "scales" where the stream
-            asks for them, see `dulbe_peft.retention`; means over the seeds. None where not measured.
+            asks for them, see `dulbe_peft.metrics.retention`; means over the seeds. None where not measured.
     """
 
     stream: str

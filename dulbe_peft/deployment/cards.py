@@ -9,14 +9,14 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from dulbe_peft.backbone import encoder_of, has_text
-from dulbe_peft.card import fenced, is_repo_id, project
+from dulbe_peft.checkpoints.card import fenced, is_repo_id, project
+from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
 from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE, INPUT
 from dulbe_peft.deployment.pixels import pixel_values, rgb
-from dulbe_peft.saving import PROCESSOR_FOLDER
-from dulbe_peft.state import LearnerState
+from dulbe_peft.encoders.loading import encoder_of, has_text
+from dulbe_peft.training.state import LearnerState
 
 FOLDER = "path/to/this/folder"
 INSTALL = {

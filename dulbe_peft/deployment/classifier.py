@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.backbone import has_text
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.classifiers.formula import random_features, same_scores
-from dulbe_peft.files import write_json, write_tensors
-from dulbe_peft.state import LearnerState
-from dulbe_peft.streams.names import format_prompts
+from dulbe_peft.data.names import format_prompts
+from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.tensors import write_tensors
 
 TENSORS_FILE = "classifier.safetensors"
 FACTS_FILE = "classifier.json"

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.adapter.export import write_lora
-from dulbe_peft.checkpoint import MODEL_CARD, commit_export
-from dulbe_peft.checks import check_int
+from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.cards import export_card, onnx_code, torch_code
 from dulbe_peft.deployment.classifier import choose_classifier, write_classifier
 from dulbe_peft.deployment.graph import write_graph
 from dulbe_peft.deployment.merged import merged_model
-from dulbe_peft.saving import PROCESSOR_FOLDER
-from dulbe_peft.state import LearnerState
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.folders import MODEL_CARD, commit_export
 
 FORMATS = ("lora", "transformers", "onnx")
 

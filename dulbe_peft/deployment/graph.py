@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.backbone import image_size
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.classifier import class_facts
 from dulbe_peft.deployment.merged import PixelsToProbabilities, merged_model
 from dulbe_peft.deployment.pixels import processor_steps
-from dulbe_peft.files import write_json
-from dulbe_peft.state import LearnerState
+from dulbe_peft.encoders.loading import image_size
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import write_json
 
 GRAPH_FILE = "model.onnx"
 GRAPH_FACTS_FILE = "model.json"

@@ -9,9 +9,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from dulbe_peft.backbone import unit_image_embeds
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.state import LearnerState
+from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.training.state import LearnerState
 
 
 def merged_model(state: LearnerState) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.diagnostics import DepthAccuracy, LayerDemand, ReliabilityProfile
+from dulbe_peft.metrics.diagnostics import DepthAccuracy, LayerDemand, ReliabilityProfile
 from dulbe_peft.report.figures import INK, SERIES, new_figure
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from dulbe_peft import checkpoint
-from dulbe_peft.checkpoint import newest_task
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
-from dulbe_peft.feature_drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
-from dulbe_peft.files import replacing, write_json
-from dulbe_peft.recording import FEATURES_FOLDER, TaskFeatures, read_features
+from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
+from dulbe_peft.metrics.drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
+from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.report.change_figures import arrow_figure, capture_figure, depth_figure
 from dulbe_peft.report.collect import Run, as_written, read_run
 from dulbe_peft.report.figures import inline_svg
+from dulbe_peft.utils import folders
+from dulbe_peft.utils.files import replacing, write_json
+from dulbe_peft.utils.folders import newest_task
 
 _MOST_ARROWS = 400  # that a picture still shows one by one
 
@@ -123,7 +123,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     if changes.profile is not None:
         figures["depths"] = depth_figure(changes.profile, changes.accuracy)
     figures |= _arrows(changes.tasks)
-    checkpoint.check_outside_learners(target, "write figures")
+    folders.check_outside_learners(target, "write figures")
     files = [target / "diagnostics.json", *(target / f"{name}.png" for name in figures)]
     taken = [path for path in files if path.exists()]
     if taken and not files[0].exists():

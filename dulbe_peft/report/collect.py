@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoint import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
-from dulbe_peft.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.files import read_json
-from dulbe_peft.progress import read_progress
-from dulbe_peft.results import stream_results
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
+from dulbe_peft.runs.progress import read_progress
+from dulbe_peft.runs.results import stream_results
+from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.folders import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"

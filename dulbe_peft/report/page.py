@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.files import replacing
+from dulbe_peft.metrics import accuracy
+from dulbe_peft.metrics.accuracy import METHODS, result_rows
 from dulbe_peft.report.changes import changes_view
 from dulbe_peft.report.collect import Run, as_written, class_table, confusion, data_name, read_run
 from dulbe_peft.report.figures import accuracy_figure, inline_svg, loss_figure
@@ -25,8 +26,7 @@ from dulbe_peft.report.tables import (
     write_comparison_csv,
     write_comparison_latex,
 )
-from dulbe_peft.streams import metrics
-from dulbe_peft.streams.metrics import METHODS, result_rows
+from dulbe_peft.utils.files import replacing
 
 # What the first lines compare the classifier with.
 _NEAREST_MEAN = "which takes an image for the class whose mean image is nearest"
@@ -133,12 +133,12 @@ def render_page(template: str, content: dict[str, Any]) -> str:
 
 def percent(fraction: float | None, digits: int = 2) -> str:
     """A fraction as people read it, in percent; empty where there is none."""
-    return "" if fraction is None else metrics.percent(fraction, digits)
+    return "" if fraction is None else accuracy.percent(fraction, digits)
 
 
 def points(fraction: float | None) -> str:
     """A difference of two fractions in percentage points, with its sign; empty where there is none."""
-    return "" if fraction is None else metrics.signed(fraction, 2)
+    return "" if fraction is None else accuracy.signed(fraction, 2)
 
 
 def _phase_order(name: str) -> tuple[int, str]:

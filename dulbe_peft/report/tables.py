@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.files import replacing, write_csv
+from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.report.collect import Run
-from dulbe_peft.streams.metrics import percent, result_rows
+from dulbe_peft.utils.files import replacing, write_csv
 
 # What `results.json` calls a measure, and what people call it.
 MEASURES = {

@@ -7,8 +7,6 @@ import sys
 import typing
 from typing import Any, TypeVar
 
-from dulbe_peft.checks import is_number
-from dulbe_peft.specs import closest, convert, parse_spec
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
@@ -23,6 +21,8 @@ from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
+from dulbe_peft.utils.checks import is_number
+from dulbe_peft.utils.specs import closest, convert, parse_spec
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import torch
 
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.distributed import world
-from dulbe_peft.statistics import OccupationStatistics
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.processes import world
 
 # What a strategy keeps between tasks: occupation statistics, or named tensors of its own.
 Memory = OccupationStatistics | dict[str, torch.Tensor]

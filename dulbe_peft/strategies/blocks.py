@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dulbe_peft.undoing import undoing
+from dulbe_peft.utils.undoing import undoing
 
 
 def block_of(name: str) -> int:

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.decompositions import eigh, fix_signs, to_float64
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.occupation import OccupationStrategy
+from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:

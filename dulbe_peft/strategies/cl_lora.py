@@ -38,11 +38,11 @@ from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.checks import check_number
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.blocks import early_exit, lower_and_upper
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.checks import check_number
 
 WEIGHTS = "block_weights"
 

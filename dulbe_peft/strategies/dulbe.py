@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 
 from dulbe_peft.adapter.gradients import route_gradients
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.allocation import allocate_modes
-from dulbe_peft.functional import bidirectional_kl
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import GRADIENTS, TEACHER, NewTask, Step
+from dulbe_peft.strategies.losses import bidirectional_kl
 from dulbe_peft.strategies.occupation import OccupationStrategy
+from dulbe_peft.subspaces.allocation import allocate_modes
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.decompositions import to_float64
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Strategy
 from dulbe_peft.strategies.subspaces import Subspace, check_packed, dual_gpm, nothing, pack, top_directions, unpack
+from dulbe_peft.subspaces.decompositions import to_float64
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.decompositions import to_float64
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask, Strategy
 from dulbe_peft.strategies.subspaces import (
     OCCUPIED,
@@ -44,6 +41,9 @@ from dulbe_peft.strategies.subspaces import (
     top_directions,
     unpack,
 )
+from dulbe_peft.subspaces.decompositions import to_float64
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def principal_directions(weight: torch.Tensor, share: float, name: str = "W") -> torch.Tensor:

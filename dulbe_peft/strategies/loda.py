@@ -34,13 +34,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.checks import check_number
-from dulbe_peft.decompositions import fix_signs, to_float64, top_eigenvectors
-from dulbe_peft.functional import orthonormal_complement
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
 from dulbe_peft.strategies.occupation import OccupationStrategy, occupation, occupied
+from dulbe_peft.subspaces.decompositions import fix_signs, to_float64, top_eigenvectors
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.subspaces.support import orthonormal_complement
+from dulbe_peft.utils.checks import check_number
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:

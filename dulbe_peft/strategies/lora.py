@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
 from dulbe_peft.strategies.base import NewTask, Strategy
+from dulbe_peft.subspaces.modes import ModeBases
 
 
 def uniform_bases(task: NewTask, bound: Callable[[int], float]) -> dict[str, torch.Tensor]:

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.checks import check_number
-from dulbe_peft.decompositions import eigh, fix_signs, to_float64
 from dulbe_peft.strategies.base import INPUTS, NewTask
 from dulbe_peft.strategies.lora import MergedLora, kaiming_bases
+from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.utils.checks import check_number
 
 
 def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:

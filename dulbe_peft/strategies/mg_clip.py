@@ -34,11 +34,11 @@ import torch
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.adapter.modes import ModeBases
-from dulbe_peft.checks import check_number
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 from dulbe_peft.strategies.lora import uniform_bases
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.checks import check_number
 
 
 @dataclass(frozen=True)

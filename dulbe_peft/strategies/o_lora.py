@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.checks import check_number
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.lora import MergedLora
+from dulbe_peft.utils.checks import check_number
 
 
 def overlap(earlier: torch.Tensor, current: torch.Tensor) -> torch.Tensor:

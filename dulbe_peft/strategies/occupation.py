@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.decompositions import to_float64
-from dulbe_peft.statistics import OccupationStatistics
 from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+from dulbe_peft.subspaces.decompositions import to_float64
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:

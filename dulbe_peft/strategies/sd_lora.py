@@ -30,9 +30,9 @@ import torch
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.checks import check_number
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.lora import MergedLora
+from dulbe_peft.utils.checks import check_number
 
 
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.checks import check_int, is_int
-from dulbe_peft.streams.names import spelled_as
+from dulbe_peft.data.names import spelled_as
+from dulbe_peft.utils.checks import check_int, is_int
 
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
 # fmt: off

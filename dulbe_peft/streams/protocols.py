@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.files import read_lines
-from dulbe_peft.streams.names import check_class_names, spelled_as
-from dulbe_peft.streams.samples import carried_class_names, dataset_labels
-from dulbe_peft.streams.tasks import ClassSubset
+from dulbe_peft.data.names import check_class_names, spelled_as
+from dulbe_peft.data.samples import carried_class_names, dataset_labels
+from dulbe_peft.data.subset import ClassSubset
+from dulbe_peft.utils.files import read_lines
 
 
 def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:

@@ -1,0 +1,150 @@
+"""The geodesic from a visual prototype to its text embedding, and how reliable each depth of it is."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.utils.precision import without_autocast
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor) -> torch.Tensor:
+    """Points on the great circle from one unit vector to another, at equal angular speed.
+
+    Finite and of unit norm for every pair: equal vectors give `start`; for exactly opposite ones a fixed great circle
+    is taken.
+
+    Args:
+        start: (..., d), unit vectors, d >= 2.
+        end: (..., d), unit vectors; broadcasts with `start`.
+        fraction: how far to go, 0 is `start`, 1 is `end`; a number, or a tensor that broadcasts with the vectors and
+            whose last dimension is 1.
+
+    Returns:
+        Unit vectors of the broadcast shape, in the vectors' promoted dtype; computed in at least float32.
+
+    Raises:
+        ValueError: a vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
+        TypeError: the vectors are not floating-point tensors, or the fraction is no number or tensor.
+
+    Reference:
+        "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq.
+        bridge_calibrated_depth.
+    """
+    if start.ndim < 1 or end.ndim < 1 or start.shape[-1] != end.shape[-1] or start.shape[-1] < 2:
+        shapes = f"{tuple(start.shape)} and {tuple(end.shape)}"
+        raise ValueError(f"start and end must be (..., d) with the same d >= 2, got {shapes}")
+    dtype = torch.promote_types(start.dtype, end.dtype)
+    if not dtype.is_floating_point:
+        raise TypeError(f"start and end must be floating-point tensors, got {start.dtype} and {end.dtype}")
+    working = torch.promote_types(dtype, torch.float32)
+    start = _check_unit(start.to(working), "start")
+    end = _check_unit(end.to(working), "end")
+    try:
+        alpha = torch.as_tensor(fraction, device=start.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"fraction must be a number or a tensor, got {fraction!r:.100}") from error
+    if alpha.ndim and alpha.shape[-1] != 1:
+        raise ValueError(
+            f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
+        )
+    try:
+        torch.broadcast_shapes(start.shape, end.shape, alpha.shape)
+    except RuntimeError as error:
+        shapes = f"{tuple(start.shape)}, {tuple(end.shape)} and {tuple(alpha.shape)}"
+        raise ValueError(f"start, end and fraction must broadcast, got shapes {shapes}") from error
+    if not ((alpha >= 0) & (alpha <= 1)).all():
+        raise ValueError(f"fraction must lie in [0, 1], got {fraction!r}")
+    alpha = alpha.to(working)
+    start, end = torch.broadcast_tensors(start, end)
+    cosine = (start * end).sum(-1, keepdim=True)
+    across = end - cosine * start
+    across = across - (across * start).sum(-1, keepdim=True) * start
+    sine = across.norm(dim=-1, keepdim=True)
+    # Below rounding the direction of `across` is noise that need not be orthogonal to `start`: take a fixed one.
+    degenerate = sine < 8 * torch.finfo(working).eps
+    axis = F.one_hot(start.abs().argmin(-1), start.shape[-1]).to(working)
+    across = torch.where(degenerate, axis, across / sine.clamp(min=torch.finfo(working).tiny))
+    for _ in range(2):
+        across = F.normalize(across - (across * start).sum(-1, keepdim=True) * start, dim=-1)
+    angle = alpha * torch.atan2(sine, cosine)
+    return F.normalize(angle.cos() * start + angle.sin() * across, dim=-1).to(dtype)
+
+
+def _check_unit(vectors: torch.Tensor, name: str) -> torch.Tensor:
+    """The vectors at exactly unit norm; half-precision inputs are off by up to a few thousandths."""
+    norms = vectors.norm(dim=-1, keepdim=True)
+    off = ~((norms - 1).abs() < 1e-2)
+    if off.any():
+        raise ValueError(f"{name} must hold finite unit vectors, got one of norm {norms[off][0].item():.4g}")
+    return vectors / norms
+
+
+def bridge_prototypes(
+    visual_prototypes: torch.Tensor, text_embeds: torch.Tensor, depths: torch.Tensor
+) -> torch.Tensor:
+    """Every class's bridge at every depth: (C, d) and (C, d) unit vectors and (K_b,) depths to (C, K_b, d).
+
+    Reference:
+        "Reliability-Guided Bridge-Prototype Ensemble", b_c(alpha_k).
+    """
+    return slerp(visual_prototypes[:, None], text_embeds[:, None], depths[:, None])
+
+
+def reliability(
+    image_embeds: torch.Tensor,
+    labels: torch.Tensor,
+    bridges: torch.Tensor,
+    logit_scale: float,
+    first_class: int = 0,
+    chunk_elements: int = 2**24,
+) -> torch.Tensor:
+    """Mean probability of a class over its own images, under the classifier of each depth over all classes.
+
+    Args:
+        image_embeds: (n, d), unit features.
+        labels: (n,), integers, rows of `bridges`, all at least `first_class`.
+        bridges: (C, K_b, d), bridge prototypes of all seen classes.
+        logit_scale: tau.
+        first_class: row of the first class to measure; each from there on needs at least one image.
+        chunk_elements: how many logits to hold at a time.
+
+    Returns:
+        rho, (C - first_class, K_b), float32, in [0, 1].
+
+    Raises:
+        ValueError: a measured class has no image.
+
+    Reference:
+        "Reliability-Guided Bridge-Prototype Ensemble", rho_c(alpha_k).
+    """
+    classes, num_depths, _ = bridges.shape
+    rows = max(1, chunk_elements // classes)
+    chunks = []
+    with without_autocast(image_embeds):
+        for features, own in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
+            probabilities = []
+            for depth in range(num_depths):
+                logits = logit_scale * features @ bridges[:, depth].float().T
+                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+            chunks.append(torch.cat(probabilities, dim=1))
+    confidence = torch.cat(chunks)
+    means = []
+    for index in range(first_class, classes):
+        own_rows = confidence[labels == index]
+        if not len(own_rows):
+            raise ValueError(f"class {index} has no image: its reliability cannot be measured")
+        means.append(own_rows.mean(dim=0))
+    return torch.stack(means)
+
+
+def reliability_weights(rho: torch.Tensor, temperature: float) -> torch.Tensor:
+    """pi_c = softmax over the depths of rho_c / beta; (C, K_b) to (C, K_b).
+
+    Reference:
+        "Reliability-Guided Bridge-Prototype Ensemble", pi_c(alpha_k).
+    """
+    # A smaller beta is 0 in the tensor's type, and 0 / 0 is no number. The limit is the same: the best depth alone.
+    return (rho / max(temperature, torch.finfo(rho.dtype).tiny)).softmax(dim=1)

@@ -1,0 +1,176 @@
+"""Images and class names on their way through the model: in which batches, in which process, in which precision."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch._functorch.config
+from accelerate.utils import send_to_device
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.names import format_prompts
+from dulbe_peft.encoders.loading import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.encoders.pixels import UNREADABLE, PixelDataset, ReadableImages
+from dulbe_peft.utils.processes import gather_rows, padded_shard, raise_in_all, shard, sum_over_processes, world
+from dulbe_peft.utils.profiling import Profile
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _leave_signals_to_the_main_process(_: int) -> None:
+    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+class Encoder:
+    """A dual encoder's two towers over data sets and class names.
+
+    Args:
+        clip: the model, with its adapters.
+        processor: its processor.
+        args: batch sizes, workers, cache, precision, prompts.
+        device: where the model is.
+    """
+
+    def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
+        self.clip = clip
+        self.processor = processor
+        self.args = args
+        self.device = device
+        self.profile = Profile()
+        self._trained_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
+
+    @property
+    def embed_dim(self) -> int:
+        """d, width of the features."""
+        return embed_dim(self.clip)
+
+    def autocast(self) -> torch.autocast:
+        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+
+    def retain_graphs(self) -> AbstractContextManager[None]:
+        """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
+        # Else the first backward pass may write over it; torch has no public name for this.
+        return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
+
+    # ------------------------------------------------------------------ images
+
+    def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
+        """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
+        kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
+        size = image_size(self.clip, self.processor)
+        cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
+        return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
+
+    def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
+        """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
+        size = self.args.batch_size
+        starts = range(0, len(order), size)
+        # All at once: of a step's own copies only the pixels' come from pinned memory.
+        indices = torch.tensor(order, device=self.device)
+        labels = torch.as_tensor(images.labels).to(self.device)[indices]
+        loaded = iter(self._load(images, title, [padded_shard(order[start : start + size]) for start in starts]))
+        for start in starts:
+            with raise_in_all():
+                pixels, _, _ = next(loaded)
+            rows = slice(start, start + size)
+            yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
+        # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
+        next(loaded, None)
+
+    def batches(self, images: PixelDataset | ReadableImages, title: str) -> Iterator[Batch]:
+        """Batches of this process's part of the images."""
+        size, part = self.args.eval_batch_size, shard(range(len(images)))
+        batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
+        for batch in self._load(images, title, batches):
+            yield send_to_device(batch, self.device, non_blocking=True)
+
+    def _load(self, images: PixelDataset | ReadableImages, title: str, batches: list[list[int]]) -> Iterable[Batch]:
+        # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
+        loader: Any = DataLoader(
+            images,
+            batch_sampler=batches,
+            num_workers=min(self.args.num_workers, len(batches)),  # a further one would have nothing to read
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_main_process,
+        )
+        hidden = not self.args.progress or world()[0] > 0
+        bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
+        return cast(Iterable[Batch], bar)
+
+    def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Unit features of pixel values, (rows, d) in float32."""
+        # Other passes differ in what they switch off or listen to, and would be compiled each for itself.
+        training = self.clip.training and torch.is_grad_enabled()
+        tower = self._trained_tower if training else unit_image_embeds
+        with self.autocast():
+            return tower(self.clip, pixels)
+
+    def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
+        """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
+        return gather_rows(self.image_embeds(pixels), total)
+
+    @torch.no_grad()
+    def dataset_embeds(self, images: PixelDataset | ReadableImages, title: str = "encode") -> torch.Tensor:
+        """Unit features of all images, (n, d); of `ReadableImages`, zeros for one that cannot be read."""
+        features = torch.zeros(len(images), self.embed_dim, device=self.device)
+        with raise_in_all():
+            for pixels, labels, index in self.batches(images, title):
+                features[index] = self.image_embeds(pixels) * (labels != UNREADABLE)[:, None]
+        sum_over_processes([features])
+        return features
+
+    def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
+        """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
+        readable = ReadableImages(images)
+        features = self.dataset_embeds(readable, title)
+        missing = (features == 0).all(dim=1).nonzero()[:, 0].tolist()
+        return features, {index: readable.reason(index) for index in missing}
+
+    # ------------------------------------------------------------------ class names
+
+    def tokens(self, names: Sequence[str], template: str | None = None) -> dict[str, torch.Tensor]:
+        """What the text tower takes for the names' prompts, those of training where no template is given."""
+        args = self.args
+        prompts = format_prompts(names, template or args.training_template or args.templates[0], args.class_name_style)
+        batch = tokenize(self.processor, prompts, self.clip)
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def check_prompts(self, names: Sequence[str]) -> None:
+        """Raise a `ValueError` where a prompt is too long, or two classes give the same one, with any template."""
+        for template in (None, *self.args.templates):
+            self.tokens(names, template)
+
+    def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
+        total = len(tokens["input_ids"])
+        rows = padded_shard(range(total))
+        if len(rows) < total:
+            tokens = {name: tensor[rows] for name, tensor in tokens.items()}
+        with self.autocast():
+            return gather_rows(unit_text_embeds(self.clip, tokens), total)
+
+    def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
+        """Unit text embeddings of classes, (classes, d), encoded in chunks.
+
+        Args:
+            names: of the classes.
+            training: with the template of training, as losses see the classes. Else the mean over all templates of
+                their unit embeddings, brought to unit length again, as classifiers see the classes.
+        """
+        templates = (None,) if training else self.args.templates
+        chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
+        each = [
+            torch.cat([self.token_embeds(self.tokens(chunk, template)) for chunk in chunks]) for template in templates
+        ]
+        return each[0] if len(each) == 1 else F.normalize(torch.stack(each).mean(dim=0), dim=1)

@@ -1,0 +1,385 @@
+"""The encoder underneath: loading it with its processor, and unit features from it.
+
+Nothing here knows of adapters. What differs between the families of encoders stands in their records, in `encoders`.
+Images go through the processor that belongs to the model. Where a model folder carries none, the family's own image
+processor is used at the model's image size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from tokenizers import normalizers
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
+
+from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, served, type_of
+from dulbe_peft.utils.undoing import evaluating
+
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class ImageOnlyProcessor:
+    """The processor of an encoder without a text tower: an image processor, and no tokenizer.
+
+    Attributes:
+        image_processor: transformers' image processor.
+    """
+
+    image_processor: Any
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write `preprocessor_config.json`, as the image processor itself does."""
+        self.image_processor.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load_dual_encoder(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[Any, Any]:
+    """A served encoder in float32 and its processor, from a folder or the Hub.
+
+    Served are CLIP, SigLIP, SigLIP 2 of a fixed resolution, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
+    encoders DINOv2 and ViT.
+
+    Args:
+        name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
+        revision: Hub revision.
+        attn_implementation: transformers' name of the attention kernel. None: "eager" without an accelerator, whose
+            backward pass is the faster one on a CPU, else transformers' default.
+
+    Returns:
+        The model in evaluation mode, and the family's processor; a `backbone.ImageOnlyProcessor` where the model has
+        no text tower.
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: the model there is of a type that is not served; the message lists the served ones.
+
+    Example:
+        >>> model, processor = load_dual_encoder("google/siglip2-base-patch16-224")  # doctest: +SKIP
+        >>> embed_dim(model), image_size(model)  # doctest: +SKIP
+        (768, 224)
+    """
+    name = _checked_name(name_or_path)
+    record = _record(name, revision)
+    if attn_implementation is None and not torch.accelerator.is_available():
+        attn_implementation = "eager"
+    model = getattr(transformers, record.model).from_pretrained(
+        name,
+        revision=revision or "main",
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        **({"add_pooling_layer": False} if record.unused_pooler else {}),
+    )
+    return model.eval(), load_processor(name, model, revision)
+
+
+def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
+    """A served encoder on the meta device: the shapes that its `config.json` asks for, without weights.
+
+    Args:
+        name_or_path: folder, or Hub id; no weight of it is read or downloaded.
+        revision: Hub revision.
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: the model there is of a type that is not served.
+    """
+    name = _checked_name(name_or_path)
+    kind = getattr(transformers, _record(name, revision).model)
+    config = kind.config_class.from_pretrained(name, revision=revision or "main")
+    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
+        return kind._from_config(config, attn_implementation="eager").eval()
+
+
+def load_clip(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[CLIPModel, CLIPProcessor]:
+    """A CLIP model in float32 and its processor, from a folder or the Hub; see [`load_dual_encoder`].
+
+    Raises:
+        FileNotFoundError: `name_or_path` looks like a folder and is none.
+        ValueError: what is there is not a CLIP model.
+    """
+    name = _checked_name(name_or_path)
+    model_type = _model_type(name, revision)
+    if model_type != "clip":
+        raise ValueError(
+            f"{name!r} holds a model of type {model_type!r}, expected 'clip'; load_dual_encoder loads other types"
+        )
+    return load_dual_encoder(name, revision, attn_implementation)
+
+
+def demo_model_folder() -> Path:
+    """Folder of the packaged tiny CLIP, pretrained on rendered glyphs and never on handwritten digits."""
+    return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
+
+
+def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
+    name = str(name_or_path)
+    if name == "demo" and not Path(name).exists():
+        return str(demo_model_folder())
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"model folder {name!r} does not exist")
+    return name
+
+
+def _record(name: str, revision: str | None) -> DualEncoder:
+    model_type = _model_type(name, revision)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    return ENCODERS[model_type]
+
+
+def _model_type(name: str, revision: str | None) -> str | None:
+    # The plain file: transformers' own reader raises on a type that it does not know, without naming what is served.
+    try:
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        reason = str(error).partition("\n")[0]
+        raise FileNotFoundError(f"{name!r} is no folder here, and no model of the Hub was found: {reason}") from error
+
+
+def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
+    """The processor in the folder or repository `name`, of the class that the model's record names.
+
+    Where a folder carries no image processor, the family's own is made at the model's image size.
+    """
+    record = encoder_of(model)
+    kind = getattr(transformers, record.image_processor)
+    if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
+        image_processor = kind.from_pretrained(name, revision=revision or "main")
+    else:
+        size = image_size(model)
+        square = {"height": size, "width": size}
+        if "shortest_edge" in kind.size:
+            image_processor = kind(size={"shortest_edge": size}, crop_size=square)
+        else:
+            image_processor = kind(size=square)
+    if record.processor is None:
+        return ImageOnlyProcessor(image_processor)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one where it cannot look for a file
+        raise OSError(f"{name} gives a tokenizer without words: its files cannot be read")
+    if record.padding == "max_length":
+        _match_training(tokenizer)
+    return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def _match_training(tokenizer: Any) -> None:
+    """Let the tokenizer give what SigLIP and SigLIP 2 were trained on: no mask, and lower case."""
+    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    if type(tokenizer).__name__ == "GemmaTokenizer":  # SigLIP 2's; SigLIP's own lowers the case itself
+        backend = tokenizer.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
+
+
+# ---------------------------------------------------------------------- facts about a model
+
+
+def encoder_of(model: Any) -> DualEncoder:
+    """The record of the model's type; a type that is not served is a `ValueError`."""
+    model_type = type_of(model)
+    if model_type not in ENCODERS:
+        raise ValueError(f"{type(model).__name__} is of type {model_type!r}; the served types are {served()}")
+    return ENCODERS[model_type]
+
+
+def check_encoder(model: nn.Module) -> None:
+    """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower or without."""
+    found = ENCODERS.get(type_of(model))
+    if not hasattr(model, "get_image_features") and not (found and found.image_only):
+        raise ValueError(
+            f"{type(model).__name__} has no get_image_features: a whole encoder is needed, of the types {served()}"
+        )
+    record = encoder_of(model)
+    if not isinstance(model, getattr(transformers, record.model)):
+        raise ValueError(f"{type(model).__name__} is not the whole {record.title} encoder: give a {record.model}")
+
+
+def check_dual_encoder(model: nn.Module) -> None:
+    """Raise a `ValueError` unless `model` encodes images and texts into one space."""
+    check_encoder(model)
+    _check_text(model)
+
+
+def has_text(model: Any) -> bool:
+    """Whether the model has a text tower."""
+    return not encoder_of(model).image_only
+
+
+def _check_text(model: Any) -> None:
+    if not has_text(model):
+        with_text = [f"{name!r}" for name, record in ENCODERS.items() if not record.image_only]
+        raise ValueError(
+            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type "
+            f"{', '.join(with_text)}, or strategies and classifiers that need no text"
+        )
+
+
+def check_processor(processor: Any, model: Any) -> None:
+    """Raise a `TypeError` unless `processor` has the image processor, and the tokenizer, that the model needs."""
+    record = encoder_of(model)
+    kind = record.processor or ImageOnlyProcessor.__name__
+    for name in ("image_processor",) if record.image_only else ("image_processor", "tokenizer"):
+        if not hasattr(processor, name):
+            raise TypeError(f"processor must be a {kind} or like one, got {processor!r:.100} without {name}")
+
+
+def check_statistics_tokens(model: Any, tokens: str) -> None:
+    """Raise a `ValueError` where `tokens` asks for a class token, or leaves it out, and images have none."""
+    if tokens != "all" and not encoder_of(model).cls_token:
+        raise ValueError(
+            f"statistics_tokens is {tokens!r}, but a {type(model).__name__} has no class token among an image's "
+            "tokens: take 'all'"
+        )
+
+
+def embed_dim(model: Any) -> int:
+    """Width d of the features; of images and texts alike where the model encodes both."""
+    return int(_configured(model, encoder_of(model).embed_dim))
+
+
+def logit_scale(model: Any) -> float:
+    """tau itself, the factor before cosines; 1.0 for an image-only model, which has learned none."""
+    name = encoder_of(model).logit_scale
+    return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
+
+
+def image_size(model: Any, processor: Any = None) -> int:
+    """Height and width of the images in pixels.
+
+    Args:
+        model: a served encoder.
+        processor: its processor. It decides the size where the model takes images of any size.
+    """
+    record = encoder_of(model)
+    if record.any_image_size and processor is not None:
+        return int(pixel_values(processor, Image.new("RGB", (256, 256))).shape[-1])
+    size = _configured(model, record.image_size)
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _configured(model: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), model.config)
+
+
+def longest_text(model: Any) -> int:
+    """How many tokens of a text the model takes, the special ones included."""
+    text = model.config.text_config
+    return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
+
+
+# ---------------------------------------------------------------------- features
+
+
+def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width).
+
+    An image-only model gives its class token after the last normalisation.
+    """
+    if encoder_of(model).image_only:
+        return _unit(model(pixel_values=pixel_values).last_hidden_state[:, 0])
+    return _unit(model.get_image_features(pixel_values=pixel_values))
+
+
+def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
+    _check_text(model)
+    record = encoder_of(model)
+    # A class has one text, so it has one embedding at every step: the text tower drops nothing.
+    still = evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext()
+    with still:
+        return _unit(model.get_text_features(**tokens))
+
+
+def _unit(output: Any) -> torch.Tensor:
+    features = getattr(output, "pooler_output", output)
+    return F.normalize(features.float(), dim=-1)
+
+
+def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
+    """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
+
+    The model's record decides the length, the longest prompt's or a fixed one. A causal tower that is read at the
+    first end token never sees the padding behind it, and gets no mask. A tower that was trained to read its padding
+    gets no mask either.
+
+    Raises:
+        ValueError: the model has no text tower, the tokenizer cannot read a prompt, a prompt has more tokens than the
+            tower takes, or two prompts give the same tokens.
+    """
+    _check_text(model)
+    record, longest = encoder_of(model), longest_text(model)
+    try:
+        rows = processor.tokenizer(list(prompts))["input_ids"]
+    except Exception as error:  # tokenizers raise a bare Exception, such as over a sign that they do not know
+        raise ValueError(f"the tokenizer cannot read one of the prompts {prompts!r:.200}: {error}") from error
+    seen: dict[tuple[int, ...], str] = {}
+    for prompt, ids in zip(prompts, rows, strict=True):
+        if len(ids) > longest:
+            raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {longest}: shorten it")
+        if tuple(ids) in seen:
+            other = seen[tuple(ids)]
+            raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
+        seen[tuple(ids)] = prompt
+    batch = processor.tokenizer.pad(
+        {"input_ids": rows},
+        padding=record.padding,
+        max_length=longest if record.padding == "max_length" else None,
+        padding_side=record.padding_side,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
+    return {name: batch[name] for name in names}
+
+
+def pixel_values(processor: Any, image: Any) -> torch.Tensor:
+    """One image as the model takes it, (3, height, width) in float32.
+
+    Args:
+        processor: has an `image_processor`.
+        image: a PIL image, or a float tensor (3, height, width) that is already preprocessed.
+
+    Raises:
+        TypeError: the image is something else; a path or an address is never opened.
+        ValueError: the tensor is not floating point or not (3, height, width), or not finite.
+    """
+    if isinstance(image, torch.Tensor):
+        if not image.is_floating_point() or image.ndim != 3 or image.shape[0] != 3:
+            raise ValueError(
+                f"a tensor image must be preprocessed, float (3, height, width), got {image.dtype} "
+                f"{tuple(image.shape)}; pass PIL images to have them preprocessed"
+            )
+        image = image.float()
+        if not torch.isfinite(image).all():
+            raise ValueError("a tensor image holds NaN or infinity")
+        return image
+    if not isinstance(image, Image.Image):
+        raise TypeError(
+            f"it is {image!r:.100}, a {type(image).__name__}; a PIL image or a preprocessed tensor is needed"
+        )
+    return processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]

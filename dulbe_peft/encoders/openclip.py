@@ -1,0 +1,291 @@
+"""OpenCLIP's ViT checkpoints in the layout of transformers.
+
+    open_clip                                   transformers
+    visual.conv1                                vision_model.embeddings.patch_embedding
+    transformer.resblocks.0.attn.in_proj_weight text_model.encoder.layers.0.self_attn.{q,k,v}_proj.weight
+    transformer.resblocks.0.mlp.c_fc            text_model.encoder.layers.0.mlp.fc1
+    visual.proj (width, d)                      visual_projection.weight (d, width)
+
+Sizes are read off the tensors. What no tensor tells is the number of heads and the activation.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
+
+from dulbe_peft.encoders.pixels import with_image_resize
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.folders import commit_export
+from dulbe_peft.utils.tensors import read_tensors
+
+ACTIVATIONS = ("gelu", "quick_gelu")
+HEAD_WIDTH = 64
+# ViT-H, ViT-g and ViT-bigG have wider heads in their vision tower.
+VISION_HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
+# OpenAI's own checkpoints hold these three numbers beside the weights, and older ones the causal mask.
+_NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask")
+_TOP = {
+    "logit_scale": "logit_scale",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "text_projection": "text_projection.weight",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "visual.proj": "visual_projection.weight",
+}
+_TRANSPOSED = ("text_projection", "visual.proj")
+_BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_TOWERS = {"visual.transformer": "vision_model.encoder", "transformer": "text_model.encoder"}
+_IN_BLOCK = re.compile(r"((?:visual\.)?transformer)\.resblocks\.(\d+)\.(.+)")
+
+
+def convert_open_clip(
+    checkpoint: Mapping[str, torch.Tensor] | str | Path,
+    activation: str = "gelu",
+    vision_heads: int | None = None,
+    text_heads: int | None = None,
+) -> CLIPModel:
+    """A CLIPModel in float32 with the weights of an open_clip ViT.
+
+    Args:
+        checkpoint: open_clip's state dict, or its file: `.safetensors`, or `.bin` and `.pt`, which are read by
+            torch's restricted reader.
+        activation: "gelu", or "quick_gelu" for OpenAI's weights and what was trained on from them.
+        vision_heads: attention heads of the vision tower; None: its width / 64, and 16 in ViT-H, g and bigG.
+        text_heads: attention heads of the text tower; None: its width / 64.
+
+    Returns:
+        The model in evaluation mode. Its end token is the last one of the vocabulary. open_clip reads a text at its
+        largest token id, which is that token.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a tensor is missing, unknown or of an unfit shape, the message names it; or the file is damaged or
+            could hold more than tensors.
+
+    Example:
+        >>> model = convert_open_clip("open_clip_model.safetensors")  # doctest: +SKIP
+        >>> model.save_pretrained("openclip-vit-b-16")  # doctest: +SKIP
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    state = _weights(_read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint)
+    config = _config(state, activation, vision_heads, text_heads)
+    absent = [name for name in _needed(config) if name not in state]
+    if absent:
+        raise ValueError(f"the checkpoint lacks {len(absent)} tensors of an open_clip ViT, the first is {absent[0]!r}")
+    renamed: dict[str, torch.Tensor] = {}
+    sources: dict[str, str] = {}
+    for name, tensor in state.items():
+        for new, part in _renamed(name, tensor).items():
+            renamed[new], sources[new] = part, name
+    # No memory for weights that are replaced at once.
+    with torch.device("meta"):
+        made = CLIPModel(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    for name, tensor in renamed.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"tensor {sources[name]!r} gives {name} the shape {tuple(tensor.shape)}, the other tensors ask for "
+                f"{expected[name]}"
+            )
+    with torch.random.fork_rng(devices=[]):
+        model = CLIPModel(config)
+    model.load_state_dict(renamed, strict=False)
+    return model.eval()
+
+
+def save_open_clip(
+    checkpoint: Mapping[str, torch.Tensor] | str | Path,
+    folder: str | Path,
+    tokenizer: str | Path,
+    resize: str = "crop",
+    **facts: Any,
+) -> CLIPModel:
+    """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
+
+    Args:
+        checkpoint: as in `convert_open_clip`.
+        folder: where to write; only what an earlier call wrote is replaced.
+        tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
+        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
+        facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileExistsError: the folder holds something else; nothing is changed.
+        ValueError: the checkpoint does not fit, or the tokenizer does not fit its vocabulary.
+    """
+    model: Any = convert_open_clip(checkpoint, **facts)
+    reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+    vocabulary, end = model.config.text_config.vocab_size, model.config.text_config.eos_token_id
+    if len(reader) != vocabulary or reader.eos_token_id != end:
+        raise ValueError(
+            f"the tokenizer {str(tokenizer)!r} has {len(reader)} tokens and the end token {reader.eos_token_id}, the "
+            f"model has {vocabulary} and {end}: it is the tokenizer of another model"
+        )
+    processor = with_image_resize(CLIPProcessor(CLIPImageProcessorPil(), reader), model, resize)
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        processor.save_pretrained(temporary)
+
+    commit_export(folder, "open_clip", write)
+    return model
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"checkpoint {str(path)!r} is no file")
+    if path.suffix == ".safetensors":
+        return read_tensors(path)[0]
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"checkpoint {str(path)!r} could not be read as tensors alone: {reason}. Give a state dict, best as a "
+            ".safetensors file"
+        ) from error
+    # open_clip's training writes its state dict beside the epoch and the optimiser's.
+    state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(state, dict):
+        raise ValueError(f"checkpoint {str(path)!r} holds a {type(state).__name__}, expected names and tensors")
+    return state
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights in float32, without the prefix that data parallelism adds and without what is no weight."""
+    weights = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("module.")
+        if name in _NO_WEIGHTS:
+            continue
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise ValueError(f"entry {name!r} of the checkpoint must be a floating-point tensor, got {tensor!r:.100}")
+        weights[name] = tensor.float()
+    return weights
+
+
+def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | None, text: int | None) -> Any:
+    """The configuration that the tensors' shapes ask for."""
+    width, channels, patch, _ = _shape(state, "visual.conv1.weight", 4)
+    positions, _ = _shape(state, "visual.positional_embedding", 2)
+    vocabulary, text_width = _shape(state, "token_embedding.weight", 2)
+    context, _ = _shape(state, "positional_embedding", 2)
+    _, features = _shape(state, "visual.proj", 2)
+    side = round((positions - 1) ** 0.5)
+    if side**2 != positions - 1:
+        raise ValueError(
+            f"tensor 'visual.positional_embedding' has {positions} rows, expected a square number of patches and one "
+            "class token"
+        )
+    inner, _ = _shape(state, "visual.transformer.resblocks.0.mlp.c_fc.weight", 2)
+    text_inner, _ = _shape(state, "transformer.resblocks.0.mlp.c_fc.weight", 2)
+    return CLIPConfig(
+        text_config={
+            "vocab_size": vocabulary,
+            "hidden_size": text_width,
+            "intermediate_size": text_inner,
+            "num_hidden_layers": _layers(state, "transformer"),
+            "num_attention_heads": _heads("text_heads", text, text_width, HEAD_WIDTH),
+            "max_position_embeddings": context,
+            "hidden_act": activation,
+            "bos_token_id": vocabulary - 2,
+            "eos_token_id": vocabulary - 1,
+            "pad_token_id": vocabulary - 1,
+            "projection_dim": features,
+        },
+        vision_config={
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_hidden_layers": _layers(state, "visual.transformer"),
+            "num_attention_heads": _heads("vision_heads", vision, width, VISION_HEAD_WIDTHS.get(width, HEAD_WIDTH)),
+            "num_channels": channels,
+            "image_size": side * patch,
+            "patch_size": patch,
+            "hidden_act": activation,
+            "projection_dim": features,
+        },
+        projection_dim=features,
+    )
+
+
+def _needed(config: Any) -> list[str]:
+    """The names that open_clip gives to the tensors of such a model."""
+    names = list(_TOP)
+    for tower, part in (("visual.transformer", config.vision_config), ("transformer", config.text_config)):
+        for layer in range(part.num_hidden_layers):
+            block = f"{tower}.resblocks.{layer}"
+            names += [f"{block}.attn.in_proj_{kind}" for kind in ("weight", "bias")]
+            names += [f"{block}.{module}.{kind}" for module in _BLOCK for kind in ("weight", "bias")]
+    return names
+
+
+def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    if name not in state:
+        raise ValueError(f"the checkpoint has no tensor {name!r}: it is not the state dict of an open_clip ViT")
+    if state[name].ndim != dimensions:
+        found = tuple(state[name].shape)
+        raise ValueError(f"tensor {name!r} must have {dimensions} dimensions, its shape is {found}")
+    return tuple(state[name].shape)
+
+
+def _layers(state: Mapping[str, torch.Tensor], tower: str) -> int:
+    found = (_IN_BLOCK.fullmatch(name) for name in state)
+    return 1 + max(int(match[2]) for match in found if match and match[1] == tower)
+
+
+def _heads(name: str, given: int | None, width: int, head_width: int) -> int:
+    heads = max(1, width // head_width) if given is None else check_int(name, given, 1)
+    if width % heads:
+        raise ValueError(f"{name} is {heads}, which does not divide the tower's width of {width}: give {name}")
+    return heads
+
+
+# ---------------------------------------------------------------------- renaming
+
+
+def _renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Names and tensors of transformers for one of open_clip's; the packed attention weight gives three."""
+    if name in _TOP:
+        return {_TOP[name]: tensor.T if name in _TRANSPOSED else tensor}
+    match = _IN_BLOCK.fullmatch(name)
+    if match:
+        layer = f"{_TOWERS[match[1]]}.layers.{match[2]}"
+        packed = re.fullmatch(r"attn\.in_proj_(weight|bias)", match[3])
+        if packed:
+            if len(tensor) % 3:
+                raise ValueError(f"tensor {name!r} holds q, k and v, but has {len(tensor)} rows, no multiple of 3")
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            return {f"{layer}.self_attn.{part}_proj.{packed[1]}": rows for part, rows in parts}
+        module, _, kind = match[3].rpartition(".")
+        if module in _BLOCK and kind in ("weight", "bias"):
+            return {f"{layer}.{_BLOCK[module]}.{kind}": tensor}
+    raise ValueError(f"tensor {name!r} is unknown: the checkpoint is not the state dict of an open_clip ViT")

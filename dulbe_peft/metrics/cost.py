@@ -1,0 +1,237 @@
+"""What a model, an adapter and classifiers cost, counted from their shapes: nothing is trained, and no weight is read.
+
+The model may be on the meta device, where tensors have a shape and take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.encoders.loading import has_text, image_size, longest_text, unit_image_embeds, unit_text_embeds
+from dulbe_peft.strategies.base import Memory, Strategy
+from dulbe_peft.subspaces.inputs import listening
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+
+FLOAT32 = 4  # bytes
+
+
+def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
+    """How many parameters a task trains, by part.
+
+    Args:
+        model: a model from `get_peft_model`.
+        strategy: what trains it.
+
+    Returns:
+        `shared` and `residual`, the up-projections B of the two modes; `bases`, the P of strategies that train it;
+        `other`, the text tower's LoRA and modules that are trained in full; and `total`. What a strategy trains
+        beside the adapter is not among them.
+    """
+    layers = model.dual_mode_layers().values()
+    counts = {
+        "shared": sum(p.numel() for p in model.shared_parameters()),
+        "residual": sum(p.numel() for p in model.residual_parameters()),
+        "bases": sum(layer.dulbe_P["default"].numel() for layer in layers) * strategy.trains_bases,
+    }
+    every = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts["other"] = every - counts["shared"] - counts["residual"]
+    return counts | {"total": every + counts["bases"]}
+
+
+def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int]:
+    """How many numbers an adapter that is not merged keeps for use; a merged one keeps none.
+
+    Args:
+        model: a model from `get_peft_model`.
+        strategy: what trained it.
+        tasks: how many tasks it has learned.
+
+    Returns:
+        `history`, P and B of all tasks, or one pair where the strategy trains on the same from task to task; `text`,
+        the text tower's LoRA; and `total`.
+    """
+    layers = model.dual_mode_layers().values()
+    rank = sum(layer.dulbe_P["default"].shape[1] * (layer.in_features + layer.out_features) for layer in layers)
+    text = sum(p.numel() for name, p in model.named_parameters() if ".dulbe_text_" in name)
+    history = rank * (tasks if strategy.folds else 1)
+    return {"history": history, "text": text, "total": history + text}
+
+
+def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
+    """Multiply-adds of one image and of one text of the longest length, found by a forward pass of each.
+
+    Args:
+        model: a model from `get_peft_model`, or a base model.
+        adapted: with the adapter's modes beside the weights; else as a merged adapter or the base model runs.
+
+    Returns:
+        `image`, and `text` where the model reads texts. A FLOP count that takes a multiply-add for two has twice as
+        many. Matrix products, convolutions and attention are counted; normalisations and activations are not.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    device, size = next(base.parameters()).device, image_size(base)
+    passes = {"image": partial(unit_image_embeds, base, torch.zeros(1, 3, size, size, device=device))}
+    if has_text(base):
+        ids = torch.zeros(1, longest_text(base), dtype=torch.int64, device=device)
+        passes["text"] = partial(unit_text_embeds, base, {"input_ids": ids})
+    counts = {}
+    for name, forward in passes.items():
+        # torch's counter does not know the product in place, with which the adapter adds its update.
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _added_product})
+        with torch.no_grad(), counter:
+            if adapted or base is model:
+                forward()
+            else:
+                with model.disable_adapter():
+                    forward()
+        counts[name] = counter.get_total_flops() // 2
+    return counts
+
+
+def _added_product(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
+    """The adapted layers by the tensor that they read, with its width d_in, found by one image.
+
+    Args:
+        model: a model from `get_peft_model`.
+
+    Raises:
+        ValueError: an image does not pass through a layer.
+    """
+    read: dict[str, torch.Tensor] = {}
+    base, layers = model.get_base_model(), model.dual_mode_layers()
+    size = image_size(base)
+    with listening(layers, read.__setitem__), torch.no_grad():
+        unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
+    unreached = [name for name in layers if name not in read]
+    if unreached:
+        raise ValueError(f"an image never reaches layer {unreached[0]!r} ({len(unreached)} such layers)")
+    groups: dict[int, list[str]] = {}
+    for name, tensor in read.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {tuple(names): layers[names[0]].in_features for names in groups.values()}
+
+
+def statistics_bytes(widths: Iterable[int], support_rank: int) -> dict[str, int]:
+    """Bytes of the occupation statistics, which do not grow with the tasks.
+
+    Args:
+        widths: d_in of each matrix; layers that read one tensor share one.
+        support_rank: K_h.
+
+    Returns:
+        `exact`, S of every matrix, and `sketch`, at most 2 K_h rows of each.
+    """
+    widths = list(widths)
+    return {
+        "exact": sum(FLOAT32 * width * width for width in widths),
+        "sketch": sum(FLOAT32 * min(width, 2 * support_rank) * width for width in widths),
+    }
+
+
+def memory_bytes(memory: Memory | None) -> int:
+    """Bytes of what a strategy keeps between tasks."""
+    if isinstance(memory, OccupationStatistics):
+        return memory.nbytes
+    return sum(tensor.nbytes for tensor in (memory or {}).values())
+
+
+def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:
+    """Bytes that a classifier keeps with so many classes: in `total`, and `without_texts`.
+
+    Every classifier of a run can share the text embeddings, so tables of memory often leave them out.
+    """
+    total = classifier.nbytes_with(classes)
+    texts = classifier.tensors().get("text_embeds")
+    shared = 0 if texts is None else classes * texts.shape[1] * texts.element_size()
+    return {"total": total, "without_texts": total - shared}
+
+
+def cost(
+    model: Any, strategy: Strategy, classifiers: Mapping[str, Classifier], classes: int = 100, tasks: int = 10
+) -> dict[str, Any]:
+    """All of it as plain data.
+
+    Args:
+        model: a model from `get_peft_model`, or a base model where the strategy trains nothing; on any device.
+        strategy: what trains it.
+        classifiers: by name, with or without classes.
+        classes: how many classes the classifiers are to have.
+        tasks: how many tasks the history is to have.
+
+    Returns:
+        `model`, the base model's parameters; `multiply_adds` and `multiply_adds_unmerged`; `classifiers`, their
+        bytes; and for an adapter `layers`, how many are adapted, `trainable`, `kept` and `statistics`. The latter is
+        there for every strategy, also for those that keep no statistics.
+
+    Example:
+        >>> from dulbe_peft.encoders.loading import empty_encoder
+        >>> from dulbe_peft.demo import demo_model_folder
+        >>> from dulbe_peft.strategies import make_strategy
+        >>> found = cost(empty_encoder(demo_model_folder()), make_strategy("frozen"), {})
+        >>> found.get("multiply_adds")
+        {'image': 6150912, 'text': 4689600}
+    """
+    base = model.get_base_model() if strategy.adapts else model
+    found: dict[str, Any] = {
+        "strategy": strategy.name,
+        "classes": classes,
+        "tasks": tasks,
+        "model": sum(p.numel() for name, p in base.named_parameters() if "dulbe" not in name),
+        "multiply_adds": multiply_adds(model),
+        "classifiers": {name: classifier_bytes(one, classes) for name, one in classifiers.items()},
+    }
+    if strategy.adapts:
+        found |= {
+            "layers": len(model.dual_mode_layers()),
+            "trainable": trainable_parameters(model, strategy),
+            "kept": kept_parameters(model, strategy, tasks),
+            "multiply_adds_unmerged": multiply_adds(model, adapted=True),
+            "statistics": statistics_bytes(shared_inputs(model).values(), model.active_peft_config.support_rank),
+        }
+    return found
+
+
+def format_cost(found: Mapping[str, Any]) -> str:
+    """`cost`'s figures as lines for a person."""
+
+    def mib(size: int) -> str:
+        return f"{size / 2**20:.2f} MiB"
+
+    def giga(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{count / 1e9:.4f} for one {what}" for what, count in counts.items())
+
+    lines = [f"parameters of the model: {found['model']:,}", f"strategy {found['strategy']}"]
+    if "trainable" in found:
+        parts = {name: count for name, count in found["trainable"].items() if count and name != "total"}
+        listed = ", ".join(f"{count:,} {name}" for name, count in parts.items())
+        kept = found["kept"]
+        lines += [
+            f"  adapted layers: {found['layers']}",
+            f"  trainable parameters in a task: {found['trainable']['total']:,} ({listed})",
+            f"  kept for use, merged into the weights: 0; not merged, after {found['tasks']} tasks: "
+            f"{kept['total']:,} ({kept['history']:,} history, {kept['text']:,} text)",
+            f"  occupation statistics: {mib(found['statistics']['exact'])}, as sketches "
+            f"{mib(found['statistics']['sketch'])}",
+        ]
+    lines += [
+        "billions of multiply-adds (GMACs; many papers write GFLOPs for them, others for twice as many)",
+        f"  the model, or with the adapter merged: {giga(found['multiply_adds'])}",
+    ]
+    if "multiply_adds_unmerged" in found:
+        lines.append(f"  with the adapter not merged: {giga(found['multiply_adds_unmerged'])}")
+    if found["classifiers"]:
+        lines.append(f"classifiers with {found['classes']} classes, with and without the text embeddings")
+        width = max(map(len, found["classifiers"]))
+        for name, size in found["classifiers"].items():
+            lines.append(f"  {name:<{width}}  {mib(size['total']):>12}  {mib(size['without_texts']):>12}")
+    return "\n".join(lines)

@@ -1,0 +1,196 @@
+"""The measures behind the paper's diagnostic figures: functions of tensors that give numbers, without any drawing.
+
+demand    gradient of a new task: how large, and which part the modes and the occupied directions take
+depths    bridge ensemble: what each depth alone tells, and which depths each class trusts
+
+`feature_drift` has a third: features and prototypes of old classes before and after a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.geodesics import bridge_prototypes
+from dulbe_peft.subspaces.allocation import modes_beside, occupied_directions
+
+# ---------------------------------------------------------------------- demand
+
+
+@dataclass(frozen=True)
+class LayerDemand:
+    """How much a new task wants to change one layer, and along which directions.
+
+    All shares are parts of |G|^2, in [0, 1]. They are 0 where G is zero.
+
+    Attributes:
+        energy: |G|^2, the squared Frobenius norm of the prospective gradient.
+        shared: part along the shared mode, |G P_S|^2 / |G|^2.
+        residual: part along the residual modes, |G P_R|^2 / |G|^2.
+        occupied: part along the occupied directions U, |G U|^2 / |G|^2; None where no task has been learned.
+        chance: K / d_in, the part that K random directions would take on average; None where `occupied` is.
+    """
+
+    energy: float
+    shared: float
+    residual: float
+    occupied: float | None = None
+    chance: float | None = None
+
+    @property
+    def neither(self) -> float:
+        """The part that neither the shared nor the residual modes take: the task cannot write there."""
+        return max(0.0, 1.0 - self.shared - self.residual)
+
+
+@torch.no_grad()
+def layer_demands(
+    gradients: Mapping[str, torch.Tensor],
+    stats: Mapping[str, torch.Tensor] | None,
+    shared_rank: int = 1,
+    residual_rank: int = 8,
+    support_rank: int = 128,
+) -> dict[str, LayerDemand]:
+    """The gradient energy of every layer, and its parts along the modes and along the occupied directions.
+
+    Args:
+        gradients: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
+        stats: layer name -> S, (d_in, d_in), or a sketch of it; None or empty at the first task.
+        shared_rank: r_S.
+        residual_rank: r_R.
+        support_rank: K_h, how many eigenvectors of S are called occupied, at most.
+
+    Returns:
+        Layer name -> its `LayerDemand`, in the order of `gradients`.
+
+    Raises:
+        ValueError: as `allocate_modes` does.
+        TypeError: as `allocate_modes` does.
+
+    Reference:
+        Appendix "Gradient-space alignment", rho_S and rho_R, and figure "gradient-space diagnostics" (a) and (b);
+        figure "Motivating observations" (a) for the occupied part and K_h / d.
+
+    >>> gradient, history = {"layer": torch.diag(torch.tensor([3.0, 0.0, 4.0]))}, torch.diag(torch.tensor([9.0, 1, 0]))
+    >>> demand = layer_demands(gradient, {"layer": history}, 1, 1, support_rank=1)["layer"]
+    >>> demand.energy, round(demand.occupied, 2), round(demand.chance, 2), round(demand.residual, 2)
+    (25.0, 0.36, 0.33, 0.64)
+    """
+    supports = occupied_directions(gradients, stats, shared_rank, residual_rank, support_rank)
+    modes = modes_beside(gradients, supports, shared_rank, residual_rank)
+    found = {}
+    for name, gradient in gradients.items():
+        matrix = gradient.double()
+        energy = float(matrix.square().sum())
+        occupied = chance = None
+        if name in supports:
+            support = supports[name].double()
+            occupied = min(1.0, float((matrix @ support).square().sum()) / energy) if energy else 0.0
+            chance = support.shape[1] / support.shape[0]
+        plan = modes[name]
+        found[name] = LayerDemand(energy, plan.shared_capture, plan.residual_capture, occupied, chance)
+    return found
+
+
+# ---------------------------------------------------------------------- depths
+
+
+@dataclass(frozen=True)
+class DepthAccuracy:
+    """How many images are named right at every bridge depth, and by all depths together. Shares are in [0, 1].
+
+    Attributes:
+        depths: (K,), 0 is the visual end and 1 the text.
+        alone: (K,), accuracy of the classifier that has this one depth.
+        classes: (C, K), the same for the images of each class; NaN for a class without images.
+        uniform: accuracy of the mean over the head's own depths.
+        weighted: accuracy of the head itself, which weighs its depths by their reliability.
+    """
+
+    depths: torch.Tensor
+    alone: torch.Tensor
+    classes: torch.Tensor
+    uniform: float
+    weighted: float
+
+
+@torch.no_grad()
+def depth_accuracy(
+    head: BridgeEnsembleHead, features: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor | None = None
+) -> DepthAccuracy:
+    """Accuracy against bridge depth.
+
+    Args:
+        head: the bridge ensemble.
+        features: (n, d), unit features of images.
+        labels: (n,), integers that index the head's classes.
+        depths: (K,), each in [0, 1], for the curves; None takes the head's own depths.
+
+    Raises:
+        ValueError: there is no image, or a label is not one of the head's classes.
+
+    Reference:
+        Table "Ablation of the bridge-prototype ensemble"; figures "accuracy across bridge depths" (data set and
+        class) and "Effect of fixed bridge depth".
+
+    >>> fine = depth_accuracy(head, features, labels, depths=torch.linspace(0, 1, 21))  # doctest: +SKIP
+    >>> float(fine.depths[fine.alone.argmax()])  # doctest: +SKIP
+    0.35
+    """
+    count = len(head.class_names)
+    if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < count:
+        raise ValueError(f"labels must index the head's {count} classes, and not be empty")
+    labels = labels.long().to(head.device)
+    features = features.to(head.device, torch.float32)
+    images, visual, texts = head._compared(features, {})
+    own = head.depths.float()
+    wanted = own if depths is None else depths.to(own)
+    at_depths = bridge_prototypes(visual, texts, wanted).transpose(0, 1)
+    right = torch.stack([(images @ bridges.T).argmax(dim=1) == labels for bridges in at_depths], dim=1)
+    mean = bridge_prototypes(visual, texts, own).mean(dim=1)
+    return DepthAccuracy(
+        depths=wanted.cpu(),
+        alone=right.double().mean(dim=0).cpu(),
+        classes=torch.stack([right[labels == index].double().mean(dim=0) for index in range(count)]).cpu(),
+        uniform=float(((images @ mean.T).argmax(dim=1) == labels).double().mean()),
+        weighted=float((head(features).argmax(dim=1) == labels).double().mean()),
+    )
+
+
+@dataclass(frozen=True)
+class ReliabilityProfile:
+    """Which depths the classes trust.
+
+    Attributes:
+        depths: (K_b,).
+        mean: (K_b,), mean over the classes of pi_c; sums to 1.
+        spread: (K_b,), standard deviation over the classes, with C in the denominator.
+        expected: (C,), expected depth of each class.
+    """
+
+    depths: torch.Tensor
+    mean: torch.Tensor
+    spread: torch.Tensor
+    expected: torch.Tensor
+
+
+@torch.no_grad()
+def reliability_profile(head: BridgeEnsembleHead) -> ReliabilityProfile:
+    """The reliability of every depth over the classes of a bridge ensemble.
+
+    Reference:
+        Figure "Effect of the reliability temperature" (a), the expected depths of the classes and their weights.
+
+    >>> reliability_profile(learner.head).mean  # doctest: +SKIP
+    tensor([0.0871, 0.1034, ...], dtype=torch.float64)
+    """
+    if not head.class_names:
+        raise ValueError("the head has no class: there is no reliability to look at")
+    weights = head.reliability.double().cpu()
+    expected = head.expected_depth().double().cpu()
+    return ReliabilityProfile(
+        head.depths.double().cpu(), weights.mean(dim=0), weights.std(dim=0, correction=0), expected
+    )

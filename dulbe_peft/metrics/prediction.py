@@ -1,0 +1,64 @@
+"""The answers of a classifier for images that nobody has labelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.utils.checks import check_int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer for one image.
+
+    Attributes:
+        image: the image's path, or what else names it.
+        classes: the most likely classes, the best first; empty where the image could not be read.
+        probabilities: their calibrated probabilities.
+        known: False where the best probability is too small for any of the classes.
+        error: why the image could not be read, or None.
+    """
+
+    image: str
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    known: bool = True
+    error: str | None = None
+
+
+@torch.no_grad()
+def predict_images(
+    encoder: Encoder, classifier: Classifier, gallery: Gallery, top_k: int = 1, reject: float | None = None
+) -> list[Prediction]:
+    """The most likely classes of every image; one that cannot be read is stepped over.
+
+    Args:
+        encoder: the model's towers.
+        classifier: gives the probabilities.
+        gallery: the images.
+        top_k: how many classes, at most.
+        reject: share of images of known classes that may be taken for unknown ones, see
+            `Classifier.rejection_threshold`; None takes every image for a known class.
+
+    Raises:
+        TypeError: `top_k` is not an int.
+        ValueError: `top_k` is below 1, or there is nothing to choose the threshold by.
+    """
+    count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
+    threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
+    if not len(gallery):
+        return []
+    features, unreadable = encoder.readable_embeds(encoder.images(gallery), "predict")
+    readable = [index for index in range(len(gallery)) if index not in unreadable]
+    rows = [Prediction(gallery.item_name(index), error=unreadable.get(index)) for index in range(len(gallery))]
+    for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
+        best, chosen = classifier.probabilities(features[chunk.to(features.device)]).topk(count, dim=1)
+        for index, values, classes in zip(chunk.tolist(), best.tolist(), chosen.tolist(), strict=True):
+            names = tuple(classifier.class_names[label] for label in classes)
+            rows[index] = Prediction(rows[index].image, names, tuple(values), values[0] >= threshold)
+    return rows

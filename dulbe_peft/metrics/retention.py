@@ -1,0 +1,119 @@
+"""How well a model still tells classes by their names alone, also classes that it never learned.
+
+All figures are of the text classifier: the class whose text embedding is nearest to the image's feature. A test set is
+a pair of images and the class names that their labels index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dulbe_peft.data.samples import checked_labels, named_labels
+from dulbe_peft.utils.checks import check_number
+
+Tests = Sequence[tuple[Any, Sequence[str]]]
+
+
+def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
+    """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is.
+
+    Args:
+        learner: a `ClassIncrementalLearner`.
+        tests: in order; None in place of the images where there are none.
+
+    Returns:
+        A_t in [0, 1]; None where there is no image up to t.
+    """
+    text, encoded = _encoded(learner, tests)
+    rows: list[float | None] = []
+    seen = 0
+    for step, (_, names) in enumerate(tests, 1):
+        seen += len(names)
+        right = [hits for part in encoded[:step] if part is not None for hits in _right(part, text[:seen])]
+        rows.append(sum(right) / len(right) if right else None)
+    return rows
+
+
+def each_accuracy(learner: Any, tests: Tests) -> list[float | None]:
+    """Accuracy on each test set, among the classes of all of them, by the model as it is; None without images."""
+    text, encoded = _encoded(learner, tests)
+    return [None if part is None else sum(_right(part, text)) / len(part[1]) for part in encoded]
+
+
+def zero_shot_retention(
+    learner: Any,
+    dataset: Any,
+    class_names: Sequence[str] | None = None,
+    scales: Sequence[float] = (1.0,),
+    learned: Tests = (),
+) -> dict[str, Any]:
+    """What a learner still knows of classes that it never learned, and what a smaller scale would give and cost.
+
+    Args:
+        learner: a `ClassIncrementalLearner` with a text tower.
+        dataset: images of classes that were not learned. The classifier chooses among these classes.
+        class_names: what the labels index; None: the names that the data set carries.
+        scales: how much of the learned update to use, see `ClassIncrementalLearner.scaled`. The two ends, 0 and 1,
+            are measured in any case.
+        learned: test sets of learned classes; the classifier chooses among their classes.
+
+    Returns:
+        "before", accuracy of the pristine model on `dataset`; "after", that of the model as it has learned; "scales",
+        from 0 to 1 for each scale: "scale", "unlearned", the accuracy on `dataset`, and "learned", that on `learned`
+        together or None. All accuracies are between 0 and 1.
+
+    Raises:
+        ValueError: the model has no text tower, a scale is not between 0 and 1, the data set is empty or nobody
+            names its classes, or an adapter is merged.
+
+    Example:
+        >>> _, half, _ = zero_shot_retention(learner, other_photos, scales=[0.5])["scales"]  # doctest: +SKIP
+        >>> half  # doctest: +SKIP
+        {'scale': 0.5, 'unlearned': 0.81, 'learned': 0.9}
+
+    Reference:
+        Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: the curve over the scale.
+    """
+    names, _ = named_labels(dataset, class_names)
+    for scale in scales:
+        check_number("scale", scale, least=0, most=1)
+    groups = ([(dataset, names)], learned) if learned else ([(dataset, names)],)
+
+    def measured(scale: float) -> dict[str, Any]:
+        if scale == 0:
+            found = [learner.zero_shot(tests)[-1] for tests in groups]
+        else:
+            with learner.scaled(scale):
+                found = [seen_accuracies(learner, tests)[-1] for tests in groups]
+        return {"scale": float(scale), "unlearned": found[0], "learned": found[1] if learned else None}
+
+    rows = [measured(scale) for scale in sorted({0.0, 1.0, *scales})]
+    return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}
+
+
+_Encoded = tuple[torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[_Encoded | None]]:
+    """Text embeddings of all classes, (C, d), and of each test set its features, (n, d), and labels among them."""
+    text = learner.encoder.text_embeds([name for _, names in tests for name in names])
+    encoded: list[_Encoded | None] = []
+    first = 0
+    for dataset, names in tests:
+        if dataset is None or not names:
+            encoded.append(None)
+        else:
+            labels = torch.as_tensor(checked_labels(dataset, names)) + first
+            encoded.append((learner.image_embeds(dataset), labels.to(text.device)))
+        first += len(names)
+    return text, encoded
+
+
+def _right(part: _Encoded, text: torch.Tensor) -> list[bool]:
+    features, labels = part
+    found: list[bool] = ((features @ text.T).argmax(dim=1) == labels).tolist()
+    return found

@@ -1,0 +1,139 @@
+"""What needs a learner and images: how a new task would change its layers, and which patches of an image count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.samples import named_labels
+from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
+from dulbe_peft.learner import ClassIncrementalLearner, in_turn
+from dulbe_peft.metrics.diagnostics import LayerDemand, layer_demands
+from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.utils.undoing import undoing
+
+
+@in_turn
+def inspect_task(
+    learner: ClassIncrementalLearner, dataset: Any, class_names: Sequence[str] | None = None
+) -> dict[str, LayerDemand]:
+    """How much a task that the learner has not learned asks of every layer, and which part the modes would take.
+
+    The learner stays as it is. The probe runs every image once forward and backward.
+
+    Args:
+        learner: with an adapter. One that keeps other things than occupation statistics is judged without a history.
+        dataset: as `learn_task` takes it.
+        class_names: as `learn_task` takes them.
+
+    Returns:
+        Layer name -> its `LayerDemand`.
+
+    Raises:
+        ValueError: the model has no adapter, or the data set is not one that `learn_task` takes.
+
+    Reference:
+        Figures "gradient-space diagnostics" and "Motivating observations" (a).
+
+    >>> demands = inspect_task(learner, photos, ["cat", "dog"])  # doctest: +SKIP
+    >>> {name: (demand.occupied, demand.chance) for name, demand in demands.items()}  # doctest: +SKIP
+    """
+    state = learner.state
+    if state.adapter is None:
+        raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
+    names, labels = named_labels(dataset, class_names)
+    trainer = TaskTrainer(state, learner.encoder, learner.logit_scale, lambda *_: None)
+    gradients, _ = trainer.probe(learner.encoder.images(dataset, labels), names)
+    config = state.adapter.active_config
+    return layer_demands(gradients, learner.statistics, config.shared_rank, config.residual_rank, config.support_rank)
+
+
+@in_turn
+def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: torch.Tensor) -> torch.Tensor:
+    """Which patches of an image make it similar to a prototype: gradient times activation, patch by patch.
+
+    The activations A are the normalised tokens that the attention of the last vision block reads. Neither the block's
+    output nor its input would do. An encoder with a class token reads this token alone behind the block, so the
+    gradient there is zero at every patch. And the patches enter the block through a layer norm, which does not see a
+    token's length: the gradient of its input is at right angles to the token, and their product is always zero.
+
+        r_p = sum over the width of A_p * d cos(z, b) / d A_p
+
+    Args:
+        learner: its model is used as it is; take learners from before and after a task to compare.
+        images: whatever `predict` takes.
+        prototypes: b, (P, d), of any length but 0: text embeddings, visual prototypes, or bridge prototypes at a
+            depth, `head.bridge_prototypes()[c]`.
+
+    Returns:
+        (images, P, grid_h, grid_w), float32 on the CPU. Above 0 the patch makes the image more similar to the
+        prototype.
+
+    Raises:
+        ValueError: the prototypes do not have the width of the features, or an image cannot be read.
+
+    Reference:
+        Appendix "Bridge-depth attribution", figure "Prototype-conditioned Layer Grad x Act maps". The paper does not
+        name its layer; the choice is ours.
+
+    >>> relevance_maps(learner, "photo.jpg", learner.text_embeds(["cat", "dog"])).shape  # doctest: +SKIP
+    torch.Size([1, 2, 14, 14])
+    """
+    width = learner.encoder.embed_dim
+    if prototypes.ndim != 2 or prototypes.shape[1] != width:
+        raise ValueError(f"prototypes must be (P, {width}) as the features, got shape {tuple(prototypes.shape)}")
+    directions = nn.functional.normalize(prototypes.to(learner.device, torch.float32), dim=1)
+    pixels = learner.encoder.images(Gallery(images))
+    maps = [
+        token_relevance(learner.clip, pixels[index][0][None].to(learner.device), directions)
+        for index in range(len(pixels))
+    ]
+    return torch.cat(maps).cpu()
+
+
+def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
+    """`relevance_maps` of a model by itself.
+
+    Args:
+        model: a served encoder in evaluation mode, with or without adapters.
+        pixels: (n, 3, height, width).
+        prototypes: b, (P, d), unit vectors.
+
+    Returns:
+        (n, P, grid_h, grid_w), in the type of the tokens.
+    """
+    tokens: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        tokens.append(output.detach().requires_grad_())
+        return tokens[0]
+
+    handle = _last_norm(model).register_forward_hook(keep)
+    with torch.enable_grad(), undoing(handle.remove):
+        similarity = unit_image_embeds(model, pixels) @ prototypes.T
+    maps = []
+    for column in similarity.sum(dim=0):  # one image does not depend on another
+        (slope,) = torch.autograd.grad(column, tokens[0], retain_graph=True)
+        maps.append((tokens[0] * slope).sum(dim=-1).detach())
+    relevance = torch.stack(maps, dim=1)
+    config: Any = model.config
+    vision = getattr(config, "vision_config", config)
+    grid = [side // vision.patch_size for side in pixels.shape[-2:]]
+    # The class token and registers come first.
+    return relevance[:, :, -grid[0] * grid[1] :].unflatten(-1, grid)
+
+
+def _last_norm(model: nn.Module) -> nn.Module:
+    """The layer norm before the attention of the vision tower's last block."""
+    text = encoder_of(model).text_tower
+    towers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and (text is None or text not in name.split("."))
+    ]
+    # Every served block has two norms, and declares the attention's before the MLP's.
+    return next(module for module in max(towers, key=len)[-1].modules() if isinstance(module, nn.LayerNorm))

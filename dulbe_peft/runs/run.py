@@ -1,0 +1,374 @@
+"""A whole class-incremental stream: learn, test, commit a folder per task, resume, write `results.json`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm.auto import tqdm
+
+from dulbe_peft.checkpoints import saving
+from dulbe_peft.classifiers.teaching import ClosingPass
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.metrics.accuracy import percent
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
+from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
+from dulbe_peft.metrics.retention import each_accuracy
+from dulbe_peft.report.views import VIEWS, write_views
+from dulbe_peft.runs.progress import (
+    PROGRESS_FILE,
+    SOURCES_FILE,
+    Past,
+    Row,
+    line,
+    padded,
+    read_entries,
+    read_progress,
+    spread,
+    written,
+)
+from dulbe_peft.runs.results import progress_row, stream_results
+from dulbe_peft.runs.resume import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
+from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.trainer import TaskRecord
+from dulbe_peft.utils import folders
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.folders import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
+from dulbe_peft.utils.processes import on_main_process, world
+from dulbe_peft.utils.profiling import Profile, forget_peak_memory, peak_memory
+
+LOCK_FILE = ".dulbe_peft.lock"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
+
+
+class StreamLearner(Protocol):
+    """What a stream needs of a learner."""
+
+    state: LearnerState
+    past: Past
+
+    @property
+    def profile(self) -> Profile: ...
+    def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
+    @property
+    def record(self) -> TaskRecord | None: ...
+    @property
+    def closing(self) -> ClosingPass | None: ...
+    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
+    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
+    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]: ...
+
+
+def run_stream(
+    learner: StreamLearner,
+    tasks: Iterable[Task],
+    output_dir: str | Path,
+    resume: bool = True,
+    known_tests: Sequence[Any] | None = None,
+    source: dict[str, Any] | None = None,
+    keep_features: bool = False,
+    check_zero_shot: Callable[[float | None], None] | None = None,
+    test_ahead: bool = False,
+) -> dict[str, Any]:
+    """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
+    stream, output = list(tasks), Path(output_dir)
+    if not stream and not learner.state.tasks:
+        raise ValueError("tasks is empty: a stream needs at least one task")
+    for index, task in enumerate(stream):
+        if not isinstance(task, Task):
+            raise TypeError(f"tasks[{index}] must be a Task(train, test, class_names), got a {type(task).__name__}")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
+    folders.check_outside_learners(output, "write a run")
+    untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
+    if 0 < len(untested) < len(stream):
+        raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
+    if test_ahead and (untested or not has_text(learner.state.base)):
+        raise ValueError("test_ahead needs test data of all tasks, and a model with a text tower")
+    with ExitStack() as held:
+        held.enter_context(_dead_readers_named(output))
+        on_main_process(partial(_lock_folder, output, held))
+        run = _open_run(learner, stream, output, resume, known_tests, source)
+        run.keep_features, run.test_ahead = keep_features, test_ahead
+        return run.finish(check_zero_shot)
+
+
+def _lock_folder(output: Path, held: ExitStack) -> None:
+    """Keep other runs out of the folder, and remove what killed ones left in it."""
+    held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    files = map(re.escape, (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS))
+    folders.clear_leftovers(output, "|".join([TASK_FOLDER, *files]))
+
+
+@contextmanager
+def _dead_readers_named(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"a process that reads images died ({error}); finished tasks are kept in {output}, run again to go on"
+        ) from error
+
+
+@dataclass
+class Run:
+    """A run on its way: the tasks that its learner had learned before it, and its own.
+
+    Attributes:
+        learner: what learns.
+        known: class names of the tasks that were learned before the run.
+        known_tests: test data of each of them, None where there is none.
+        own: the run's tasks.
+        output: its folder.
+        identity: what must be the same for a run to be the same one, see `resuming`.
+        past: what is known of the tasks that are learned so far.
+        source: where the data of the run's tasks came from, JSON-ready; None: unknown.
+        new: whether nothing of it is in the folder yet.
+        evaluations: number of a task -> what was said of its test images after the newest task.
+        keep_features: whether to write what the classifiers saw of each task.
+        test_ahead: whether to test, after each task, also on those that are still to come.
+    """
+
+    learner: StreamLearner
+    known: list[tuple[str, ...]]
+    known_tests: list[Any]
+    own: list[Task]
+    output: Path
+    identity: dict[str, Any]
+    past: Past
+    source: dict[str, Any] | None
+    new: bool
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    keep_features: bool = False
+    test_ahead: bool = False
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self.own)
+
+    @property
+    def look(self) -> bool:
+        """Whether fingerprints look at images: an online teacher is there for images that differ each time."""
+        return self.learner.state.args.teacher == "cached"
+
+    def tests(self) -> list[tuple[Any, tuple[str, ...]]]:
+        """Test data or None, and class names, of every task."""
+        before = list(zip(self.known_tests, self.known, strict=True))
+        return [*before, *((task.test, task.class_names) for task in self.own)]
+
+    def measured(self, count: int) -> Row:
+        """What is measured after the first `count` tasks, on those of them that have test data."""
+        tests = self.tests()[:count]
+        tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
+        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
+        row = spread(progress_row(list(self.evaluations.values())), tested, count)
+        if self.test_ahead:
+            # By name, so that a run that goes on with other tasks does not take these figures for theirs.
+            to_come = self.tests()[count:]
+            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
+            row["ahead"] = {"classes": [list(names) for _, names in to_come], "accuracy": found}
+        return row
+
+    def zero_shot(self) -> list[float | None]:
+        """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
+        tests = self.tests()
+        if not has_text(self.learner.state.base) or all(test is None for test, _ in tests):
+            return [None] * len(self)
+        figures = self.learner.zero_shot(tests)
+        if figures[-1] is not None:
+            _print_once(f"zero-shot over all classes, before any training: {percent(figures[-1], 2)} %")
+        before = padded(self.past.zero_shot, len(self))
+        return [new if old is None else old for old, new in zip(before, figures, strict=True)]
+
+    def finish(self, check_zero_shot: Callable[[float | None], None] | None = None) -> dict[str, Any]:
+        """Learn what is not learned yet, and write the results."""
+        if len(self.past.tasks) < len(self) or self.new:
+            zero_shot = self.zero_shot()
+            if check_zero_shot is not None:
+                check_zero_shot(zero_shot[-1])
+            self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
+            if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
+                changed = any(update["after"] == len(self.known) for update in self.learner.state.updates)
+                self.past.rows[-1] = self.measured(len(self.known)) or ({} if changed else self.past.rows[-1])
+                self.commit(None)
+            for index in range(len(self.past.tasks), len(self)):
+                self.learn(index, zero_shot[index])
+        self.learner.past = self.past
+        self.write_sources()
+        state = self.learner.state
+        names, versions = list(state.classifiers), library_versions()
+        found = stream_results(written(self.past), self.identity, state.tasks, names, versions, len(self.known))
+        on_main_process(partial(write_json, self.output / RESULTS_FILE, found))
+        tests = [test for test, _ in self.tests()]
+        on_main_process(partial(write_views, self.output, self.newest, tests, found))
+        return found
+
+    @property
+    def newest(self) -> Path:
+        """The folder of the newest task."""
+        return self.output / f"task-{len(self.learner.state.tasks):03d}"
+
+    def learn(self, index: int, zero_shot: float | None) -> None:
+        """Learn, test and commit the task at a place among all; where one of these fails, the task is not learned."""
+        with self.learner.transaction():
+            self._learn(index, zero_shot)
+
+    def _learn(self, index: int, zero_shot: float | None) -> None:
+        started = time.perf_counter()
+        learner, past, task = self.learner, self.past, self.own[index - len(self.known)]
+        fingerprints = on_main_process(partial(task_fingerprints, task, self.look))
+        forget_peak_memory(learner.state.device)
+        learner.learn_task(task.train, task.class_names)
+        self.identity["classes"].append(list(task.class_names))
+        self.identity["data"].append(fingerprints)
+        past.tasks.append(task.class_names)
+        past.zero_shot.append(zero_shot)
+        past.records.append(None if learner.record is None else asdict(learner.record))
+        with learner.profile.phase("test"):
+            past.rows.append(self.measured(index + 1))
+        with learner.profile.phase("save"):
+            if self.keep_features and learner.closing is not None:
+                on_main_process(partial(self.write_features, learner.closing, self.texts()))
+            self.commit(task)
+        seconds = time.perf_counter() - started
+        done = {
+            "seconds": seconds,
+            "phases": dict(learner.profile.seconds),
+            "peak_memory": peak_memory(learner.state.device),
+            "finished": time.strftime(_TIME_FORMAT),
+        }
+        past.timings.append(done)
+        on_main_process(partial(write_json, self.output / TIMINGS_FILE, {"tasks": past.timings}))
+        self.write_sources()
+        said = line(past.rows[index], index + 1, len(self), len(learner.state.class_names))
+        _print_once(f"{said}, {seconds:.1f} s")
+        if learner.state.args.profile:
+            _print_once(learner.profile.table())
+
+    def commit(self, task: Task | None) -> None:
+        """Write the folder of the newest task; None: it was learned before the run."""
+        state, identity = self.learner.state, self.identity
+        if not self.known:
+            identity = {name: value for name, value in identity.items() if name != "start"}
+
+        def write(temporary: Path) -> None:
+            saving.write(state, temporary)
+            write_json(temporary / PROGRESS_FILE, written(self.past))
+            if self.evaluations:
+                write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
+            write_json(temporary / DATA_FILE, task_listing(task))
+
+        fields = {
+            "configuration_sha256": folders.json_sha256([identity["adapter"], identity["arguments"]]),
+            "identity": identity,
+            "tasks": [list(names) for names in state.tasks],
+        }
+        on_main_process(partial(folders.commit_folder, self.newest, write, fields, replace=True))
+
+    def texts(self) -> torch.Tensor | None:
+        """Text embeddings of all seen classes by the model as it is, where it has a text tower."""
+        state = self.learner.state
+        if not has_text(state.base):
+            return None
+        # Old and new classes apart, as the classifiers got them: batches of another size are rounded otherwise.
+        *old, new = state.tasks
+        parts = [tuple(name for task in old for name in task), new]
+        return torch.cat([self.learner.text_embeds(names) for names in parts if names])
+
+    def write_features(self, closing: ClosingPass, texts: torch.Tensor | None) -> None:
+        """Write what the newest task showed; before the commit, so that no finished task is without it."""
+        tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
+        self.newest.parent.joinpath(FEATURES_FOLDER).mkdir(parents=True, exist_ok=True)
+        TaskFeatures(closing, texts, tests).write(self.newest.parent / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}")
+
+    def write_sources(self) -> None:
+        """Note where each finished task's data came from, with what tells its test data from others."""
+        entries = padded(self.past.sources, len(self.past.tasks))
+        for index, (_, test) in enumerate(self.identity["data"], len(self.known)):
+            if entries[index] is None and self.source is not None:
+                entries[index] = self.source | {"test": test}
+        self.past.sources[:] = entries
+        if any(entries):
+            on_main_process(partial(write_json, self.output / SOURCES_FILE, {"tasks": entries}))
+
+
+def _open_run(
+    learner: StreamLearner,
+    own: list[Task],
+    output: Path,
+    resume: bool,
+    known_tests: Sequence[Any] | None,
+    source: dict[str, Any] | None,
+) -> Run:
+    """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
+    look, before = learner.state.args.teacher == "cached", learner.past
+    find = partial(newest_of_run, output, learner.state, own, look, _print_once)
+    found = on_main_process(find) if resume else None
+    if found is None:
+        identity = _begin(learner, own, output, resume)
+        past = before.of(learner.state.tasks)
+    else:
+        folder, identity = found
+        learner.state = _restored(learner.state, folder)
+        _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
+        past = Past(list(learner.state.tasks), **read_progress(folder, len(learner.state.tasks)))
+        # What is written after a commit may be missing; of known tasks the learner may know it.
+        for name, file in (("timings", TIMINGS_FILE), ("sources", SOURCES_FILE)):
+            written = padded(read_entries(output / file), len(past.tasks))
+            known = padded(getattr(before.of(past.tasks), name), len(past.tasks))
+            setattr(past, name, [new if old is None else old for old, new in zip(written, known, strict=True)])
+    known = [tuple(task) for task in identity["start"]["tasks"]]
+    tests = [None] * len(known) if known_tests is None else list(known_tests)
+    if len(tests) != len(known):
+        raise ValueError(
+            f"known_tests has {len(tests)} entries, the learner had learned {len(known)} tasks before the run: give "
+            "test data or None for each of them"
+        )
+    return Run(learner, known, tests, own, output, identity, past, source, new=found is None)
+
+
+def _restored(state: LearnerState, folder: Path) -> LearnerState:
+    """The state in the folder; raises where the learner that is at the same task took something in since then."""
+    own, adapter = beginning(state), saving.adapter_state(state.model)
+    restored = saving.restore(state, folder)
+    if state.tasks and own["tasks"] == [list(task) for task in restored.tasks] and own != beginning(restored):
+        if adapter is not None:
+            saving.set_adapter_state(state.model, adapter)
+        raise ValueError(
+            f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
+            "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "
+            "another output_dir"
+        )
+    return restored
+
+
+def _begin(learner: StreamLearner, own: list[Task], output: Path, resume: bool) -> dict[str, Any]:
+    """The identity of a run that starts in a folder without a whole task."""
+    old = folders.task_folders(output)
+    if old:
+        why = "none of them is valid" if resume else "resume is off"
+        first = old[-1].name
+        raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
+    taken = [name for name in (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS) if (output / name).exists()]
+    if taken:
+        raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
+    seen = list(learner.state.class_names)
+    for task in own:
+        seen += check_class_names(task.class_names, seen)
+    return run_settings(learner.state) | {"classes": [], "data": [], "start": beginning(learner.state)}
+
+
+def _print_once(text: str) -> None:
+    if world()[0] == 0:
+        tqdm.write(text)

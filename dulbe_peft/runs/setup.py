@@ -1,0 +1,173 @@
+"""A run before it begins: its data, its tasks, and the model with its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.runs.settings import StreamArguments, validated
+from dulbe_peft.runs.sources import open_source, say, source_of
+from dulbe_peft.utils.checks import check_int
+
+
+def check_run_folder(data: str, output: str) -> None:
+    """Raise a ValueError where a run would be written among the images that it learns from."""
+    images, run = Path(data).resolve(), Path(output).resolve()
+    if images.is_dir() and (run == images or images in run.parents):
+        raise ValueError(f"--output {output!r} lies in --data {data!r}: its folders would be taken for classes")
+
+
+def fit_increment(increment: int | None, num_classes: int) -> int:
+    """How many classes a task has: what was asked for, as far as there are so many; says what it chose.
+
+    Args:
+        increment: classes per task. None: 10, or about half of the classes where there are fewer than 20.
+        num_classes: how many classes there are.
+    """
+    if increment is None:
+        if num_classes >= 20:
+            return 10
+        chosen = max(1, -(-num_classes // 2))
+        say(f"increment is not set: tasks of {chosen}, about half of the {num_classes} classes")
+        return chosen
+    if increment > num_classes:
+        say(f"increment is {increment}, there are {num_classes} classes: they are learned as one task")
+        return num_classes
+    return increment
+
+
+def adapted(model: Any, config: DualModeLoraConfig, strategy: Any, revision: str | None = None) -> Any:
+    """The model with the adapter that a strategy trains; the model itself where it trains nothing.
+
+    Args:
+        model: the pristine model.
+        config: of the adapter; it gets the strategy's target modules where it names none.
+        strategy: what trains the model.
+        revision: of the model on the Hub, to be noted in the configuration.
+    """
+    if not strategy.adapts:
+        return model
+    from peft import get_peft_model
+
+    if config.target_modules is None and strategy.target_modules is not None:
+        config.target_modules = sorted(strategy.target_modules)
+    return get_peft_model(model, config, revision=revision)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before it begins: its data, and the model with its adapter.
+
+    Attributes:
+        stream: where the stream comes from.
+        args: the learner's settings.
+        strategy: what is trained.
+        model: the adapted model, or the pristine one where nothing is trained.
+        tasks: the stream; None where no data is named.
+        make_learner: makes the learner with some settings.
+    """
+
+    stream: StreamArguments
+    args: LearnerArguments
+    strategy: Any
+    model: Any
+    tasks: Any
+    make_learner: Callable[[LearnerArguments], Any]
+
+    def check_zero_shot(self, found: float | None) -> None:
+        """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
+        from dulbe_peft.streams.protocols import check_zero_shot
+
+        if self.stream.expected_zero_shot is not None:
+            check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
+
+
+def set_up(settings: dict[str, Any]) -> Setup:
+    """Open the data and load the model that the settings name."""
+    stream, config, args = validated(settings)
+    if stream.data and stream.output:
+        check_run_folder(stream.data, stream.output)
+    import torch
+
+    from dulbe_peft.encoders.loading import load_dual_encoder
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.strategies import make_strategy
+    from dulbe_peft.utils.specs import split_specs
+
+    strategy = make_strategy(stream.strategy)
+    classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
+    tasks: Any = stream_tasks(stream) if stream.data else None
+    base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+    torch.manual_seed(args.seed)
+    model = adapted(base, config, strategy, stream.revision)
+
+    def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
+        return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+    return Setup(stream, args, strategy, model, tasks, make_learner)
+
+
+def stream_tasks(stream: StreamArguments) -> Any:
+    """The tasks of the stream that the settings describe."""
+    from dulbe_peft.data.samples import carried_class_names
+    from dulbe_peft.streams.protocols import check_counts
+    from dulbe_peft.streams.tasks import class_incremental_tasks
+    from dulbe_peft.utils.files import read_lines
+
+    train, test = open_source(source_of(stream))
+    check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
+    names = carried_class_names(train)
+    order: Any = stream.class_order
+    if order is not None and order != "icarl":
+        if not Path(order).is_file():
+            raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
+        order = [line.strip() for line in read_lines(order)]
+        if not set(order) <= set(names) and all(line.isdecimal() for line in order):
+            order = [int(line) for line in order]
+    finished = _finished_tasks(stream)
+    asked = _finished_increment(stream, finished) if stream.increment is None else stream.increment
+    increment = fit_increment(asked, len(names))
+    tasks = class_incremental_tasks(
+        train,
+        test,
+        increment=increment,
+        initial_increment=stream.initial_increment,
+        class_order=order,
+        seed=stream.order_seed,
+        first_tasks=finished if _go_on(stream, increment, finished, names) else [],
+    )
+    if stream.max_tasks is not None:
+        tasks = tasks[: check_int("max_tasks", stream.max_tasks, 1)]
+    return tasks
+
+
+def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:
+    """The tasks that a run in the output folder has finished; none where it is not to go on."""
+    from dulbe_peft.runs.resume import finished_tasks
+
+    return finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
+
+
+def _finished_increment(stream: StreamArguments, finished: list[tuple[str, ...]]) -> int | None:
+    """How many classes a finished task had, so that a run whose increment is not set goes on with the same."""
+    tasks = finished[0 if stream.initial_increment is None else 1 :]
+    return len(tasks[0]) if tasks else None
+
+
+def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
+    """Whether the finished tasks stay the first ones, also where classes were added to the data.
+
+    An order that the user gave says itself which classes come first. A task may be smaller than the others: it was
+    the last one once. Where a task is larger, or none has the full size, they are those of another run.
+    """
+    if not finished or stream.class_order is not None or stream.order_seed is not None:
+        return False
+    sizes = [stream.initial_increment or increment, *[increment] * len(finished)]
+    pairs = [(len(task), size) for task, size in zip(finished, sizes, strict=False)]
+    fits = all(found <= size for found, size in pairs)
+    fits = fits and (len(pairs) == 1 or any(found == size for found, size in pairs))
+    return fits and {name for task in finished for name in task} <= set(names)

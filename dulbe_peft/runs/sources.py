@@ -1,0 +1,103 @@
+"""Where images come from: opened for a command, noted in a run's `sources.json`, and opened again later."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
+    from dulbe_peft.runs.progress import Past
+
+DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+_DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
+FIELDS = (*DATA_FIELDS, *_DRAWS)
+
+
+def source_of(settings: Any) -> dict[str, Any]:
+    """What names a command's data, in a form that `open_source` opens from any working directory.
+
+    Args:
+        settings: an object with those of `FIELDS` that the command has.
+    """
+    source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
+    if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
+        source["data"] = str(Path(source["data"]).absolute())
+    if source.get("class_names"):
+        source["class_names"] = str(Path(source["class_names"]).absolute())
+    return source
+
+
+def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
+    """Images to learn from, and images to test on or None; all commands that learn open their data here.
+
+    Args:
+        source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
+        report: say what was found.
+    """
+    from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
+    from dulbe_peft.streams.protocols import rename_classes
+
+    how = (
+        source["train_split"],
+        source["test_split"],
+        source.get("test_fraction"),
+        source.get("skip_unreadable", False),
+    )
+    train, test, found = open_stream_data(source["data"], *how)
+    if report:
+        say(found.format() if found.left_out or found.unreadable else found.summary())
+        if found.unreadable:
+            say("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
+        if test is None:
+            say(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
+    names = source.get("class_names")
+    if names:
+        train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
+    fraction, count, seed = (source.get(name) for name in _DRAWS)
+    if fraction is not None:
+        train, test = hold_out(train, fraction, seed or 0, "validation")
+    if count is not None:
+        train = draw_per_class(train, count, seed or 0)
+    if report and (fraction is not None or count is not None):
+        tested = "" if test is None else f", tested on {len(test)}" + (" of the training images" if fraction else "")
+        say(f"learned from {len(train)} images{tested}")
+    return train, test
+
+
+def reopen_tests(past: Past, look: bool) -> list[Any]:
+    """The test images of each task that was learned before, None where they are gone; says which are, and why.
+
+    Args:
+        past: the tasks, and where the data of each came from.
+        look: whether fingerprints look at images.
+    """
+    from dulbe_peft.data.fingerprint import fingerprint
+    from dulbe_peft.streams.tasks import select_classes
+
+    opened: dict[str, Any] = {}
+    tests: list[Any] = []
+    for number, (names, source) in enumerate(zip(past.tasks, past.sources, strict=True), 1):
+        test = None
+        try:
+            if source is None:
+                raise ValueError("the run did not note where they came from")
+            if names and source["test"] is not None:
+                key = repr({name: source[name] for name in FIELDS if name in source})
+                if key not in opened:
+                    opened[key] = open_source(source, report=False)[1]
+                test = select_classes(opened[key], names)
+                if fingerprint(test, look=look) != source["test"]:
+                    test = None
+                    raise ValueError(f"those in {source['data']} are not the ones of then")
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
+        tests.append(test)
+    return tests
+
+
+def say(text: str) -> None:
+    """Print in the first of several processes alone, also before they have found each other."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)

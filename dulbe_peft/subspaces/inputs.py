@@ -1,0 +1,141 @@
+"""What the adapted layers read while images pass through the model: listening to it, and its sums X'X."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored
+from dulbe_peft.utils.undoing import evaluating, undoing
+
+TOKENS = ("all", "cls", "patch")
+
+
+@torch.no_grad()
+def collect_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward_fn: Callable[[nn.Module, Any], Any],
+    into: OccupationStatistics,
+    tokens: str = "all",
+    max_tokens_per_batch: int | None = None,
+    seed: int = 0,
+) -> OccupationStatistics:
+    """Add the input tokens of every adapted layer, over all batches, to the statistics.
+
+    The sum over the batches is exact; a sketch is cut once, when that sum is added to it. The model runs in
+    evaluation mode and without gradients; the mode of every module is restored.
+
+    Args:
+        model: has `dual_mode_layers()`, a mapping layer name -> module, as a model from `get_peft_model` does.
+        batches: any iterable; each element is handed to `forward_fn`.
+        forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
+        into: statistics to add to, exact or a sketch.
+        tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
+            only the CLS token.
+        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random; None takes all.
+        seed: of that draw.
+
+    Returns:
+        `into`.
+
+    Raises:
+        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached,
+            or layers share inputs otherwise than before. `into` is as it was then.
+
+    Reference:
+        "Historical Visual-Mode Occupation", S_t' = X'X.
+    """
+    if tokens not in TOKENS:
+        raise ValueError(f"tokens must be one of {TOKENS}, got {tokens!r}")
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
+    layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
+    if not layers:
+        raise ValueError("model has no dual-mode layer to collect statistics of")
+    collector = _Collector(tokens, max_tokens_per_batch, seed)
+    count = 0
+    with evaluating(model), listening(layers, collector.add):
+        for batch in batches:
+            forward_fn(model, batch)
+            count += 1
+    if not count:
+        raise ValueError("batches is empty: the statistics need at least one batch of the finished task's data")
+    unreached = [name for name in layers if name not in collector.leader_of]
+    if unreached:
+        raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
+    into._add({names: (total, 0.0) for names, total in collector.totals().items()})
+    return into
+
+
+@contextmanager
+def listening(layers: Mapping[str, nn.Module], hear: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call `hear(name, input)` with what each layer is about to be given, while the block runs."""
+
+    def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hear(name, args[0] if args else next(iter(kwargs.values())))
+
+    def undo() -> None:
+        # By what they call, not by their handles: Ctrl-C may come before a handle is kept.
+        for layer in layers.values():
+            for key, present in list(layer._forward_pre_hooks.items()):
+                if getattr(present, "func", None) is hook:
+                    del layer._forward_pre_hooks[key]
+                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    with undoing(undo):
+        for name, layer in layers.items():
+            layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True)
+        yield
+
+
+class _Collector:
+    """Accumulates X'X once for all layers that are handed the same tensor object."""
+
+    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+        self.generator = torch.Generator().manual_seed(seed)
+        self.leader_of: dict[str, str] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
+        # memory.
+        self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def add(self, name: str, hidden: torch.Tensor) -> None:
+        """Take in what a layer is about to be given."""
+        if name not in self.leader_of:
+            same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
+            self.leader_of[name] = next(same, name)
+        leader = self.leader_of[name]
+        if leader != name:
+            if leader not in self.inputs or self.inputs[leader]() is not hidden:
+                raise ValueError(
+                    f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch"
+                )
+            return
+        self.inputs[name] = weakref.ref(hidden)
+        self.sums[name] = accumulate(self.sums.get(name), self._select(name, hidden))
+
+    def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.ndim == 2 and self.tokens == "patch":
+            raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
+        if hidden.ndim > 2 and self.tokens != "all":
+            hidden = hidden[:, :1] if self.tokens == "cls" else hidden[:, 1:]
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.max_tokens is None or len(rows) <= self.max_tokens:
+            return rows
+        chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
+        return rows[chosen.to(rows.device)]
+
+    def totals(self) -> dict[tuple[str, ...], torch.Tensor]:
+        groups: dict[str, list[str]] = {}
+        for name, leader in self.leader_of.items():
+            groups.setdefault(leader, []).append(name)
+        return {tuple(names): mirrored(self.sums[leader]) for leader, names in groups.items()}

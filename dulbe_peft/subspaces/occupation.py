@@ -1,0 +1,282 @@
+"""What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
+
+Layers that read the same tensor (q, k and v of an attention block) share one matrix.
+
+A sketch, off by default, keeps of each wide S a factor F of fewer rows, with F'F near S. The sums of one task are
+always exact. When they are added, F'F + X'X is cut to its leading directions, and the largest eigenvalue e that the
+cut leaves out is added to a bound: F <- `cut`(F'F + X'X), error <- error + e. Each cut takes away between 0 and e in
+every direction, so after any number of tasks 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from dulbe_peft.subspaces.decompositions import asymmetry, cut, to_float64
+from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.processes import on_main_process, sum_over_processes
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
+
+FORMAT = "dulbe-occupation-statistics-1"
+SKETCH_FORMAT = "dulbe-occupation-sketch-1"
+# S and 0, or F and its error.
+Term = tuple[torch.Tensor, float]
+
+
+class OccupationStatistics(Mapping[str, torch.Tensor]):
+    """Mapping layer name -> S (d_in, d_in), float32: un-centred, un-normalised sums over all tasks so far.
+
+    Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
+
+    Args:
+        sketch_rows: None keeps every S exactly. With a number, a factor F (sketch_rows, d_in), float32, stands for
+            every S wider than that; see the top of this file.
+
+    Raises:
+        ValueError: `sketch_rows` is not positive.
+
+    Reference:
+        "Historical Visual-Mode Occupation", S_<t.
+    """
+
+    def __init__(self, sketch_rows: int | None = None) -> None:
+        if sketch_rows is not None and sketch_rows < 1:
+            raise ValueError(f"sketch_rows must be at least 1 or None, got {sketch_rows}")
+        self.sketch_rows = sketch_rows
+        self._matrices: dict[str, torch.Tensor] = {}
+        self._errors: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._matrices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._matrices)
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    # Mapping compares items, which is ambiguous for tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        size = f"{self.nbytes / 2**20:.2f} MiB"
+        return f"OccupationStatistics({len(self)} layers, {len(self.groups)} matrices, {size})"
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The layers by shared matrix, in the order they came."""
+        groups: dict[int, list[str]] = {}
+        for name, matrix in self._matrices.items():
+            groups.setdefault(id(matrix), []).append(name)
+        return tuple(tuple(names) for names in groups.values())
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Layer name -> the most by which x'Sx exceeds x'F'Fx for a unit x, up to rounding; 0 where S is exact."""
+        return {name: self._errors.get(names[0], 0.0) for names in self.groups for name in names}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct matrices."""
+        return sum(self._matrices[names[0]].nbytes for names in self.groups)
+
+    def update(self, names: str | Sequence[str], tokens: torch.Tensor) -> None:
+        """S += X'X for one layer, or for layers that read the same tensor; a sketch is cut at each call.
+
+        Args:
+            names: one layer's name, or those of all layers that share the matrix.
+            tokens: X, (..., d_in), at least one token.
+
+        Raises:
+            ValueError: tokens are not finite or of another width than before, or the names are shared otherwise than
+                before. Nothing is changed then.
+        """
+        group = (names,) if isinstance(names, str) else tuple(names)
+        if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
+            kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
+            raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
+        self._add({group: (mirrored(accumulate(None, tokens)), 0.0)})
+
+    def merge(self, other: OccupationStatistics) -> None:
+        """Add another's sums, matrix by matrix: exact ones, or sketches of as many rows.
+
+        Raises:
+            ValueError: a layer's width or its sharing differs, a sum overflows, or `other` has sketches and this one
+                is exact or has other rows. Nothing is changed then.
+        """
+        if other.sketch_rows not in (None, self.sketch_rows):
+            raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
+        terms = {names: (other[names[0]], other._errors.get(names[0], 0.0)) for names in other.groups}
+        self._add(terms, copy=True)
+
+    def _add(self, terms: Mapping[tuple[str, ...], Term], copy: bool = False) -> None:
+        """Add terms, all or none; a new one is kept as it is, or as a copy."""
+        sketches: dict[tuple[str, ...], Term] = {}
+        for names, (term, error) in terms.items():
+            self._check(names, term)
+            old = self._matrices.get(names[0])
+            if self.sketch_rows and term.shape[1] > self.sketch_rows and not (old is None and _is_sketch(term)):
+                home = term if old is None else old
+                total = _square(term.to(home.device)) + (0 if old is None else _square(old))
+                factor, lost = cut(total, self.sketch_rows, f"input of layer {names[0]!r}")
+                sketches[names] = factor.to(home), self.errors.get(names[0], 0.0) + error + lost
+        for names, (term, error) in terms.items():
+            if names in sketches:
+                self._set(names, *sketches[names])
+            elif names[0] in self._matrices:
+                self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
+            else:
+                self._set(names, term.clone() if copy else term, error)
+
+    def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
+        """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
+        if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
+        for group in self.groups:
+            if not set(group).isdisjoint(names) and set(group) != set(names):
+                raise ValueError(f"layers {list(names)} read one tensor, but {list(group)} share one matrix so far")
+        old = self._matrices.get(names[0])
+        if old is not None and old.shape[1] != term.shape[1]:
+            raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
+        # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
+        told = term if _is_sketch(term) else term.diagonal()
+        if old is not None and not _is_sketch(old):
+            told = told.to(old.device) + old.diagonal()
+        if not torch.isfinite(told).all():
+            raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
+
+    def _set(self, names: tuple[str, ...], matrix: torch.Tensor, error: float = 0.0) -> None:
+        """Put one matrix in for layers that share it; errors are kept under the name that came first."""
+        self._matrices.update(dict.fromkeys(names, matrix))
+        if _is_sketch(matrix):
+            leader = next(name for name in self._matrices if name in names)
+            self._errors[leader] = error
+
+    def sum_over_processes(self, device: torch.device) -> None:
+        """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
+
+        A process that had no image may be empty; the first one is not.
+
+        Raises:
+            ValueError: these statistics are a sketch.
+        """
+        if self.sketch_rows is not None:
+            raise ValueError(
+                f"statistics with sketch_rows {self.sketch_rows} cannot be summed over processes: collect into "
+                "OccupationStatistics(), sum that, and merge it into the sketch"
+            )
+        layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
+        for names, shape in layout:
+            if names[0] not in self._matrices:
+                self._set(names, torch.zeros(shape, device=device))
+            sum_over_processes([self._matrices[names[0]]])
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, each distinct matrix once, the sharing in its metadata.
+
+        Raises:
+            OSError: the file cannot be written; one that was there is as it was.
+        """
+        tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
+        # One entry: safetensors writes several in an order that changes from file to file.
+        if self.sketch_rows is None:
+            metadata = {FORMAT: json.dumps(self.groups)}
+        else:
+            layout = {"groups": self.groups, "sketch_rows": self.sketch_rows, "errors": self._errors}
+            metadata = {SKETCH_FORMAT: json.dumps(layout)}
+        write_tensors(path, tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> OccupationStatistics:
+        """Read what `save` wrote, onto a device.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged, of another format, or holds something else than finite sums of X'X or
+                sketches of them.
+        """
+        tensors, metadata = read_tensors(path)
+        if len(metadata) != 1 or not metadata.keys() <= {FORMAT, SKETCH_FORMAT}:
+            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r} or {SKETCH_FORMAT!r}")
+        groups, sketch_rows, errors = _read_layout(path, metadata)
+        if {names[0] for names in groups} != set(tensors):
+            raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {[g[0] for g in groups]}")
+        stats = cls(sketch_rows)
+        for names in groups:
+            matrix = tensors[names[0]]
+            height = min(matrix.shape[-1], sketch_rows or matrix.shape[-1]) if matrix.ndim == 2 else 0
+            if matrix.dtype != torch.float32 or matrix.ndim != 2 or len(matrix) != height:
+                shape = f"{tuple(matrix.shape)}, {matrix.dtype}"
+                kind = "square" if sketch_rows is None else f"square or of {sketch_rows} rows and more columns,"
+                raise ValueError(f"{path}: matrix of {names[0]!r} must be {kind} float32, got {shape}")
+            if _is_sketch(matrix) != (names[0] in errors):
+                raise ValueError(f"{path}: sketches have an error each, and no other matrix has; {names[0]!r} differs")
+            if not _is_sketch(matrix) and (
+                (matrix.diagonal() < 0).any() or asymmetry(matrix) > 1e-2 * float(matrix.abs().max())
+            ):
+                raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
+            stats._matrices.update(dict.fromkeys(names, matrix.to(device)))
+        stats._errors = errors
+        return stats
+
+
+def _is_sketch(matrix: torch.Tensor) -> bool:
+    return matrix.shape[0] < matrix.shape[1]
+
+
+def _square(matrix: torch.Tensor) -> torch.Tensor:
+    """S in float64, from S itself or from its factor."""
+    matrix = to_float64(matrix, "statistic")
+    return matrix.T @ matrix if _is_sketch(matrix) else matrix
+
+
+def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """The total plus X'X over all leading dimensions of X, float32; only its upper triangle and diagonal blocks."""
+    with torch.no_grad(), without_autocast(tokens):
+        rows = tokens.detach().reshape(-1, tokens.shape[-1]).float()
+        total = rows.new_zeros(rows.shape[1], rows.shape[1]) if total is None else total
+        for block in _blocks(len(total)):
+            total[block, block.start :].addmm_(rows[:, block].T, rows[:, block.start :])
+    return total
+
+
+def mirrored(total: torch.Tensor) -> torch.Tensor:
+    """The matrix with its upper triangle copied into the lower one, in place."""
+    for block in _blocks(len(total)):
+        square = total[block, block]
+        square.copy_(square.triu() + square.triu(1).T)
+        total[block.stop :, block] = total[block, block.stop :].T
+    return total
+
+
+def _blocks(width: int) -> list[slice]:
+    """Blocks of columns: with fewer, more of the lower triangle is computed; with more, the products are too thin."""
+    size = max(64, width // 6)
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _read_layout(path: str | Path, metadata: dict[str, str]) -> tuple[list[list[str]], int | None, dict[str, float]]:
+    """Groups of layers, rows of a sketch or None, and errors by the first layer of a group."""
+    ((form, text),) = metadata.items()
+    try:
+        layout = json.loads(text)
+        rows, errors = (None, {}) if form == FORMAT else (layout["sketch_rows"], layout["errors"])
+        groups = layout if form == FORMAT else layout["groups"]
+        names = [name for group in groups for name in group]
+        bounded = all(type(error) is float and 0 <= error < math.inf for error in errors.values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: metadata of the shared layers is damaged: {error}") from error
+    well_formed = all(isinstance(group, list) and group for group in groups)
+    if not well_formed or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"{path}: metadata of the shared layers must list each layer once, got {text[:200]}")
+    if form == SKETCH_FORMAT and (type(rows) is not int or rows < 1 or not bounded):
+        raise ValueError(f"{path}: sketches must have rows and errors, numbers from 0 on, got {text[:200]}")
+    if not errors.keys() <= {group[0] for group in groups}:
+        raise ValueError(f"{path}: metadata of the shared layers has errors of other layers: {text[:200]}")
+    return groups, rows, errors

@@ -1,0 +1,333 @@
+"""How an adapted model learns one task: measure, plan, train, fold, and one closing pass. The strategy decides what.
+
+Reference: Appendix "Complete Procedure", Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dulbe_peft.adapter.gradients import probe_gradients
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.encoders.encoder import Batch, Encoder
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
+from dulbe_peft.strategies.losses import cross_modal_loss
+from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.processes import on_main_process, raise_in_all, shard, sum_over_processes
+
+Log = Callable[[dict[str, float], int], None]
+
+
+@dataclass
+class TaskRecord:
+    """What learning one task showed. Time and memory are not among it: the same task gives the same record.
+
+    Attributes:
+        images: class -> number of its training images.
+        loss: mean loss of each epoch.
+        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where the strategy measures
+            none.
+        residual_capture: the same of `ModeBases.residual_capture`.
+        expected_depth: mean over the task's classes of the bridge ensemble's expected depth; None without one.
+    """
+
+    images: dict[str, int]
+    loss: list[float] = field(default_factory=list)
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
+class TaskTrainer:
+    """Learns one task with a strategy.
+
+    Args:
+        state: the learner before the task.
+        encoder: the model's towers.
+        logit_scale: tau.
+        log: called with the figures of every epoch and the number of its steps.
+
+    Attributes:
+        record: what the task shows; complete when `learn` returns, but for what the classifiers add.
+    """
+
+    def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
+        self.model = state.model
+        self.adapter = state.adapter
+        self.strategy = state.strategy
+        self.args = state.args
+        self.memory = state.memory
+        self.seen = state.class_names
+        self.index = len(state.tasks)
+        self.encoder = encoder
+        self.logit_scale = logit_scale
+        self.log = log
+        self.record = TaskRecord({})
+
+    def learn(
+        self, images: PixelDataset, names: Sequence[str]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
+        """Train, fold and close.
+
+        Args:
+            images: the task's images with labels.
+            names: the task's classes.
+
+        Returns:
+            The images' features by the model before the task, (n, d), or None where nobody needs them; their features
+            by the finished model, (n, d); and what the strategy keeps.
+        """
+        counts = np.bincount(images.labels, minlength=len(names)).tolist()
+        self.record = TaskRecord(dict(zip(names, counts, strict=True)))
+        if self.adapter is None or not self.strategy.adapts:
+            with self.encoder.profile.phase("close"):
+                return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
+        task, teacher = self.begin(self.adapter, images, names)
+        with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
+            self.train(task, images, names, teacher)
+        # The last loss is computed before the step that breaks a weight.
+        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+            raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
+        with torch.no_grad():
+            self.strategy.finish(task)
+        if self.strategy.folds:
+            self.adapter.fold_task()
+        with self.encoder.profile.phase("close"):
+            features, inputs = self.encode(images, "close", self.strategy.remembers_inputs)
+            memory = self.strategy.remember(task, inputs)
+        return teacher, features, memory
+
+    def begin(
+        self, adapter: DualModeLoraModel, images: PixelDataset, names: Sequence[str]
+    ) -> tuple[NewTask, torch.Tensor | None]:
+        """Measure the new task and install its bases; returns it with the teacher's features, (n, d), or None."""
+        drifts = self.args.drift != "none" and self.index > 0
+        task = NewTask(self.index, adapter, self.args, self.memory)
+        teacher = self._measure(task, images, names, drifts)
+        with self.encoder.profile.phase("allocate"):
+            modes, task.notes = on_main_process(lambda: self._plan(task))
+            for name, note in task.notes.items():
+                task.notes[name] = note.to(self.encoder.device) if isinstance(note, torch.Tensor) else note
+            if modes is not None:
+                adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+                self._record_capture(list(modes.values()))
+        return task, teacher
+
+    def _plan(self, task: NewTask) -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
+        """The task's bases and the strategy's notes, with tensors on the CPU, as they travel between processes."""
+        modes = self.strategy.plan(task)
+        notes = {name: n.cpu() if isinstance(n, torch.Tensor) else n for name, n in task.notes.items()}
+        if modes is None:
+            return None, notes
+        return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}, notes
+
+    def _record_capture(self, modes: list[ModeBases]) -> None:
+        """Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured."""
+        if any(layer.shared_capture or layer.residual_capture for layer in modes):
+            self.record.shared_capture = sum(layer.shared_capture for layer in modes) / len(modes)
+            self.record.residual_capture = sum(layer.residual_capture for layer in modes) / len(modes)
+
+    def _title(self, phase: str) -> str:
+        return f"task {self.index + 1} {phase}"
+
+    # ------------------------------------------------------------------ passes without a step
+
+    def _measure(self, task: NewTask, images: PixelDataset, names: Sequence[str], drifts: bool) -> torch.Tensor | None:
+        """Fill in the task's gradients and inputs; returns the teacher's features, (n, d), where they are needed."""
+        needs, altered = self.strategy.needs, self.strategy.measuring(task)
+        teacher = None
+        with self.encoder.profile.phase("probe"):
+            with altered or nullcontext():
+                if GRADIENTS in needs:
+                    task.gradients, teacher = self.probe(images, names)
+                if INPUTS in needs:
+                    teacher, task.inputs = self.encode(images, "probe", True)
+            if (teacher is None or altered) and (drifts or TEACHER in needs):
+                teacher, _ = self.encode(images, "probe", False)
+        return teacher
+
+    def probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
+        features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
+        with torch.no_grad():
+            text = self.encoder.text_embeds(names, training=True)
+
+        def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+            pixels, labels, index = batch
+            embeds = self.encoder.gathered_image_embeds(pixels, len(index))
+            features[index] = embeds.detach()
+            return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
+
+        assert self.adapter is not None
+        batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
+        with self.adapter.without_idle_modes(), raise_in_all():
+            gradients = probe_gradients(self.adapter, batches, loss_fn)
+        sum_over_processes(gradients.values())
+        return gradients, features
+
+    def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
+        """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
+        return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, task: NewTask, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor | None) -> None:
+        """All steps of a task, from the bases that `begin` installed."""
+        args, encoder = self.args, self.encoder
+        old_text = self._old_text()
+        tokens, text = encoder.tokens(names), None
+        with ExitStack() as stack:
+            extra = stack.enter_context(self.strategy.training(task))
+            parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
+            optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
+            epoch, epochs = 0, self.strategy.epochs(task)
+            schedule = _Schedule(optimizer, args, epochs, math.ceil(len(images) / args.batch_size))
+            optimizer.zero_grad(set_to_none=True)
+            stack.callback(self.model.eval)
+            wrong_logit = partial(self._wrong_logit, images, names)
+            while not self.strategy.stop_early(task, epoch, wrong_logit) and epoch < epochs:
+                self.model.train()
+                losses = []
+                order = epoch_order(len(images), args.seed, self.index, epoch)
+                title = self._title(f"epoch {epoch + 1}/{epochs}")
+                for batch in encoder.training_batches(images, title, order):
+                    if text is None or text.requires_grad:
+                        text = encoder.token_embeds(tokens)
+                    step = self._step(batch, text, old_text, teacher)
+                    self.strategy.backward(task, step)
+                    sum_over_processes(p.grad for p in parameters if p.grad is not None)
+                    optimizer.step()
+                    with torch.no_grad():
+                        self.strategy.after_step(task)
+                    optimizer.zero_grad(set_to_none=True)
+                    schedule.after_step()
+                    losses.append(step.task_loss.detach())
+                schedule.after_epoch()
+                self._log_epoch(torch.stack(losses), epoch)
+                epoch += 1
+
+    def _step(
+        self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None
+    ) -> Step:
+        pixels, labels, index = batch
+
+        def encode() -> torch.Tensor:
+            return self.encoder.gathered_image_embeds(pixels, len(index))
+
+        def teacher_features() -> torch.Tensor:
+            if teacher is not None and self.args.teacher == "cached":
+                return teacher[index]
+            assert self.adapter is not None
+            with torch.no_grad(), self.adapter.previous_task():
+                return encode()
+
+        features = encode()
+        task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
+        return Step(task_loss, features, labels, text, old_text, encode, teacher_features, self.logit_scale)
+
+    def _old_text(self) -> torch.Tensor | None:
+        """The old classes' text embeddings by the model as it is when this task begins, E_<t.
+
+        A classifier may hold others: a loaded one those of other prompts or of when each class came.
+        """
+        if not self.seen or TEACHER not in self.strategy.needs:
+            return None
+        with torch.no_grad():
+            return self.encoder.text_embeds(self.seen, training=True)
+
+    def _wrong_logit(self, images: PixelDataset, names: Sequence[str]) -> float:
+        """Mean logit of the wrong classes over the task's images, by the model as it is."""
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            text = self.encoder.text_embeds(names, training=True)
+            logits = self.logit_scale * self.encoder.dataset_embeds(images) @ text.T
+            labels = torch.as_tensor(images.labels, device=logits.device)
+            right = logits.gather(1, labels[:, None]).sum()
+        self.model.train(training)
+        return ((logits.sum() - right) / max(1, logits.numel() - len(logits))).item()
+
+    def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
+        finite = torch.isfinite(losses)
+        if not finite.all():
+            step = int((~finite).nonzero()[0])
+            raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
+        self.record.loss.append(losses.mean().item())
+        self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+
+
+def features_and_inputs(
+    adapter: DualModeLoraModel | None, encoder: Encoder, images: PixelDataset, title: str, collect: bool
+) -> tuple[torch.Tensor, OccupationStatistics]:
+    """Features of all images by the model as it is, and on the way, where asked for, what its layers read.
+
+    Args:
+        adapter: the tuner, where the model has one.
+        encoder: the model's towers.
+        images: the images.
+        title: of the progress bar.
+        collect: sum X'X of every adapted layer's inputs; needs an adapter.
+
+    Returns:
+        (n, d), and the sums, which are empty without `collect`.
+    """
+    features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
+    inputs = OccupationStatistics()
+    resting = nullcontext() if adapter is None else adapter.without_idle_modes()
+    if not collect:
+        with resting:
+            return encoder.dataset_embeds(images, title), inputs
+
+    def forward_fn(_: nn.Module, batch: Batch) -> None:
+        pixels, _labels, index = batch
+        features[index] = encoder.image_embeds(pixels)
+
+    assert adapter is not None
+    with resting, raise_in_all():
+        if shard(range(len(images))):
+            batches = encoder.batches(images, title)
+            collect_statistics(adapter, batches, forward_fn, into=inputs, tokens=encoder.args.statistics_tokens)
+    inputs.sum_over_processes(features.device)
+    sum_over_processes([features])
+    return features, inputs
+
+
+def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
+    """The order of a task's images in one epoch, a function of the seed, the task and the epoch alone."""
+    state = np.random.SeedSequence([seed, task, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
+    return torch.randperm(size, generator=generator).tolist()
+
+
+class _Schedule:
+    """Cosine to 0 at every step, or at every epoch to a floor of 1 %."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, args: LearnerArguments, epochs: int, steps: int) -> None:
+        self.per_step = args.lr_schedule == "step"
+        self.cosine: Any = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer,
+            T_max=epochs * steps if self.per_step else epochs,
+            eta_min=0.0 if self.per_step else 0.01 * args.learning_rate,
+        )
+
+    def after_step(self) -> None:
+        if self.per_step:
+            self.cosine.step()
+
+    def after_epoch(self) -> None:
+        if not self.per_step:
+            self.cosine.step()

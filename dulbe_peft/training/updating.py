@@ -1,0 +1,89 @@
+"""What changes a learner without training: further photographs of known classes, and a class that goes.
+
+Both return a new state and leave the given one as it is, so an error changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dulbe_peft.data.names import spelled_as
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.strategies import Memory
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.trainer import features_and_inputs
+from dulbe_peft.utils.specs import closest
+
+
+def check_update(state: LearnerState, names: Sequence[str]) -> None:
+    """Raise a ValueError that names classes which have not been learned, or a classifier that cannot update."""
+    unknown = [name for name in names if name not in set(state.class_names)]
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} classes have not been learned, the first are {unknown[:5]}: learn_task takes new "
+            "classes, update_classes takes further images of known ones"
+        )
+    for classifier in state.classifiers.values():
+        classifier.check_update(names)
+
+
+@torch.no_grad()
+def with_more_images(
+    state: LearnerState, encoder: Encoder, images: PixelDataset, labels: torch.Tensor
+) -> LearnerState:
+    """The state with further images of known classes in its classifiers and in the strategy's memory.
+
+    Args:
+        state: the learner as it is; the model encodes the images as it is, and is not changed.
+        encoder: the model's towers.
+        images: the further images.
+        labels: (n,), integers that index `state.class_names`.
+    """
+    strategy, adapter = state.strategy, state.adapter
+    # A learner that was published without its memory has no sum to add to.
+    collect = strategy.remembers_more and adapter is not None and not state.incomplete
+    features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
+    counts = Counter(state.class_names[label] for label in labels.tolist())
+    labels = labels.to(features.device)
+    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+    for classifier in classifiers.values():
+        classifier.update_classes(features, labels)
+    memory: Memory | None = state.memory
+    if collect and adapter is not None:
+        memory = strategy.remember_more(NewTask(len(state.tasks), adapter, state.args, state.memory), inputs)
+    updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
+    return replace(state, classifiers=classifiers, memory=memory, updates=updates)
+
+
+def without_class(state: LearnerState, name: str) -> LearnerState:
+    """The state in which no classifier knows a class any more.
+
+    The class leaves its task. A task that loses its last class stays, empty, because strategies count tasks. What is
+    noted of updates does not name the class any more.
+
+    Raises:
+        ValueError: the class has not been learned, or it is the only one.
+    """
+    (name,) = spelled_as((name,), state.class_names)
+    if name not in state.class_names:
+        hint = closest(name, state.class_names)
+        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten{hint:.300}")
+    if len(state.class_names) == 1:
+        raise ValueError(f"class {name!r:.100} is the only one that is left: a learner needs at least one class")
+    classifiers = {key: classifier.fork() for key, classifier in state.classifiers.items()}
+    for classifier in classifiers.values():
+        classifier.forget_class(name)
+    tasks = [tuple(other for other in task if other != name) for task in state.tasks]
+    number = next(number for number, task in enumerate(state.tasks, 1) if name in task)
+    updates = [
+        {**update, "images": {other: count for other, count in update["images"].items() if other != name}}
+        for update in state.updates
+    ]
+    updates.append({"after": len(tasks), "images": {}, "forgotten": number})
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates)

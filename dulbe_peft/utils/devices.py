@@ -1,0 +1,82 @@
+"""The device that a learner works on, and what it finds there: random numbers, and torch's own settings."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+from dulbe_peft.utils.undoing import undoing
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a learner; joins the processes that a launcher started.
+
+    Args:
+        name: "auto", "cpu", or an accelerator's type such as "cuda".
+
+    Raises:
+        ValueError: this machine has no such device, or the launch shards the model.
+    """
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
+            raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name not in ("auto", "cpu") and (found is None or found.type != name):
+        kind = "none" if found is None else found.type
+        raise ValueError(f"device {name!r} was asked for, the accelerator of this machine is: {kind}")
+    state = PartialState(cpu=name == "cpu")
+    if state.num_processes > 1:
+        return state.device
+    # accelerate's own device is that of the first learner in this Python process.
+    return torch.device("cpu") if name == "cpu" or found is None else found
+
+
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU.
+
+    A learner says itself where it wants no gradients, or another device. The default type is one for all threads.
+    """
+    dtype = torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu") if elsewhere else nullcontext(),
+        undoing(lambda: torch.set_default_dtype(dtype)),
+    ):
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
+def own_randomness(*entropy: int) -> Iterator[None]:
+    """Seed the generators of Python, numpy and torch while the block runs, and put them back afterwards.
+
+    So images that are augmented at random are the same ones when a task is learned again after a run was stopped.
+
+    Args:
+        entropy: what the seeds follow from, integers of at least 0.
+    """
+    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
+
+    def undo() -> None:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    with undoing(undo):
+        random.seed(seeds[0])
+        np.random.seed(seeds[1])
+        torch.manual_seed(seeds[2])
+        yield

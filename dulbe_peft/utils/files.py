@@ -1,0 +1,162 @@
+"""Files that are whole or not there, on the disk when a call returns, readable by whom the umask allows.
+
+Tensor files are safetensors only, and finite. Cells of CSV files are texts to a spreadsheet, never formulas.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors import SafetensorError
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet may take for the beginning of a formula
+TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
+
+
+def temporary_folder(path: Path) -> Path:
+    """A new folder beside `path`, in which its successor is written."""
+    return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON with sorted keys, whole or not at all."""
+    with replacing(path) as temporary:
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """The lines of somebody's text file in UTF-8 that are not blank, without the mark that some editors put first.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not in UTF-8.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or nested more deeply than anything that this library writes.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(damage(path, error)) from error
+
+
+def damage(path: str | Path, error: Exception) -> str:
+    """What is said of a file that does not hold what it should: the path and the reason, each once."""
+    text = str(error)
+    return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table, whole or not at all, in UTF-8.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are.
+    """
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        write_rows(file, header, rows)
+
+
+def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table into an open text file, as `write_csv` does."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([_guarded(cell) for cell in header])
+    writer.writerows([_guarded(cell) for cell in row] for row in rows)
+
+
+def read_csv(path: Path) -> list[list[str]]:
+    """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not in UTF-8, or no table.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            return [[cell[1:] if _is_guarded(cell) else cell for cell in row] for row in csv.reader(file)]
+        except csv.Error as error:
+            raise ValueError(f"{path} is no CSV file: {error}") from error
+
+
+def _guarded(cell: Any) -> Any:
+    # A text that has apostrophes of its own before the sign gets one more, so that reading takes exactly one away.
+    return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+def _is_guarded(cell: str) -> bool:
+    return cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
+
+    Raises:
+        OSError: the file cannot be written; the message has `path`, and a file that was there is as it was.
+    """
+    path = Path(path)
+    with naming(path):
+        folder = temporary_folder(path)
+        temporary = folder / path.name
+        try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            yield temporary
+            # safetensors writes files that only their owner can read.
+            os.chmod(temporary, mode)
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():  # a disk that failed once may work again
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while something is written into an OSError that names `path`, as a full disk's does not."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except UnicodeEncodeError as error:  # of a file's name that is not UTF-8
+        near = error.object[max(0, error.start - 100) : error.end + 20]
+        raise ValueError(f"{path} cannot be written: {near!r} is not UTF-8; rename what is called so") from error
+    except OSError as error:
+        if isinstance(error, FileExistsError) and error.errno is None:
+            raise  # our own, which names the file
+        if error.errno is None:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"{path} cannot be written: {error}") from error  # what tokenizers raise over a full disk
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of entries, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Files of tensors: safetensors only, whole or not there, and finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from dulbe_peft.utils.files import replacing
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file whole or not at all, with the mode the umask gives."""
+    with replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
+def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file's header; no tensor is read, and no memory is taken for one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no safetensors file.
+    """
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no safetensors file, or a tensor holds NaN or infinity.
+    """
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
+    return tensors, metadata
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
