@@ -40,38 +40,38 @@ from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import TaskRecord, TaskTrainer
 from dulbe_peft.training.updating import check_update, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
+from dulbe_peft.utils.devices import choose_device, evaluating, own_randomness, usual_torch
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.specs import parse_spec
-from dulbe_peft.utils.undoing import evaluating, undoing
 
 T = TypeVar("T")
 _CHANGING = ("learn_task", "update_classes", "forget_class")
 
 
 def in_turn(method: Callable[..., T]) -> Callable[..., T]:
-    """One thread at a time: a pass of another one would be counted among a task's inputs, or see half of a task.
+    """Let one thread at a time call the learner, with torch's usual settings and the model in evaluation mode.
 
-    Whatever the program has set, the call finds torch as usual, and the model in evaluation mode.
-
-    A data set whose items call the learner works in the same thread, in the middle of a call. There it may not change
-    the learner. While the learner changes, it may not use it at all: its images would count among the task's inputs.
+    A data set whose items call the learner does so in the same thread, in the middle of a call. While a task is
+    learned, its images would count among the task's inputs; so a call that changes the learner allows no other inside
+    it, and is allowed inside no other.
     """
     name = method.__name__
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
         with self._turn, usual_torch(), evaluating(self.model):
-            outer = self._calls
-            if outer and (name in _CHANGING or outer[-1] in _CHANGING):
+            outer = self._call
+            if outer and (name in _CHANGING or outer in _CHANGING):
                 raise RuntimeError(
-                    f"{name} is called inside {outer[-1]}, for example by the data set that it reads: call it "
-                    "before or after, or give the data set a copy of the learner (copy.deepcopy)"
+                    f"{name} is called inside {outer}, for example by the data set that it reads: call it before or "
+                    "after, or give the data set a copy of the learner (copy.deepcopy)"
                 )
-            with undoing(lambda: setattr(self, "_calls", outer)):
-                self._calls = (*outer, name)
+            self._call = outer or name
+            try:
                 return method(self, *args, **kwargs)
+            finally:
+                self._call = outer
 
     return call
 
@@ -158,16 +158,14 @@ class ClassIncrementalLearner:
         self.past = Past()
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
-        self._calls: tuple[str, ...] = ()  # those that are being answered, of the thread whose turn it is
+        self._call: str | None = None  # the outermost method that is being answered
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
-        return {
-            name: value for name, value in self.__dict__.items() if name not in ("_turn", "_calls", "_accelerator")
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_call", "_accelerator")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock(), _calls=(), _accelerator=None)
+        self.__dict__.update(state, _turn=threading.RLock(), _call=None, _accelerator=None)
 
     @property
     def model(self) -> Any:
@@ -288,9 +286,19 @@ class ClassIncrementalLearner:
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state = self._learned(state, images, names)
 
-    def transaction(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
         """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
-        return _Transaction(self)
+        before, adapter = (self.state, self.record, self.closing), saving.adapter_state(self.model)
+        try:
+            yield
+        except BaseException:
+            self.state, self.record, self.closing = before
+            if adapter is not None:
+                saving.set_adapter_state(self.model, adapter)
+                self.model.zero_grad(set_to_none=True)
+                self.model.eval()
+            raise
 
     @in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
@@ -676,33 +684,6 @@ class ClassIncrementalLearner:
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         learner.past = (None if origin else read_past(folder)) or Past()
         return learner
-
-
-class _Transaction(AbstractContextManager[None]):
-    """A class and no generator: Python ends a generator that Ctrl-C left behind, at any later time, and with an error.
-    What the learner has learned since then would be taken back."""
-
-    def __init__(self, learner: ClassIncrementalLearner) -> None:
-        self.learner = learner
-        self.before = learner.state, learner.record, learner.closing
-        self.adapter = saving.adapter_state(learner.state.model)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None:
-            return
-        try:
-            self._undo()
-        except BaseException:
-            self._undo()
-            raise
-
-    def _undo(self) -> None:
-        learner = self.learner
-        learner.state, learner.record, learner.closing = self.before
-        if self.adapter is not None:
-            saving.set_adapter_state(learner.model, self.adapter)
-            learner.model.zero_grad(set_to_none=True)
-            learner.model.eval()
 
 
 def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:

@@ -156,6 +156,30 @@ def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
         ClassIncrementalLearner.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monkeypatch, at):
+    """Ctrl-C at an image, and while the classifiers learn what the trained model saw."""
+
+    class Interrupted(list):
+        def __getitem__(self, index):
+            if index == at:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = everything(learner)
+    with pytest.raises(KeyboardInterrupt):
+        learner.learn_task(Interrupted(TASK[0]), TASK[1])
+    assert not differences(everything(learner), before)
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(learner, "_classifiers_after", interrupt)
+        learner.learn_task(*TASK)
+    assert not differences(everything(learner), before)
+    live(learner)
+
+
 def test_threads_that_learn_at_once_lose_nothing(learner):
     def act(number):
         learner.learn_task(images_of(0, 1, seed=number), [f"x{'abc'[number]}", f"y{'abc'[number]}"])

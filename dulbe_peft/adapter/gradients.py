@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.utils.checks import check_number, is_int
-from dulbe_peft.utils.undoing import evaluating
+from dulbe_peft.utils.devices import evaluating
 
 
 def probe_gradients(

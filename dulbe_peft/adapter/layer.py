@@ -36,7 +36,6 @@ from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, updated_linear
 from dulbe_peft.utils.precision import without_autocast
-from dulbe_peft.utils.undoing import undoing
 
 # The layers whose modes are off, one set for each block. A context variable, so that threads do not see each other's.
 _RESTING: ContextVar[tuple[frozenset[DualModeLinear], ...]] = ContextVar("_RESTING", default=())
@@ -49,22 +48,18 @@ def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
 
     Compiled code cannot read a context variable. It reads a count on each layer, which all threads share.
     """
-    block, counted = frozenset(layers), list[DualModeLinear]()
-
-    def undo() -> None:
-        with _COUNTING:
-            while counted:  # no call in here, so that Ctrl-C cannot come between the two lines
-                counted[-1]._rests -= 1
-                del counted[-1]
+    block = frozenset(layers)
+    with _COUNTING:
+        for layer in block:
+            layer._rests += 1
+    _RESTING.set((*_RESTING.get(), block))
+    try:
+        yield
+    finally:
         _RESTING.set(tuple(other for other in _RESTING.get() if other is not block))
-
-    with undoing(undo):
         with _COUNTING:
             for layer in block:
-                layer._rests += 1
-                counted.append(layer)
-        _RESTING.set((*_RESTING.get(), block))
-        yield
+                layer._rests -= 1
 
 
 class DualModeLinear(DualModeLayer):

@@ -23,7 +23,6 @@ from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.undoing import undoing
 
 
 class DualModeLoraModel(BaseTuner):
@@ -307,14 +306,12 @@ class DualModeLoraModel(BaseTuner):
         """
         adapter, layers = self._active(), self.dual_mode_layers()
         bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
-
-        def undo() -> None:
+        try:
+            yield [basis.requires_grad_() for basis in bases]
+        finally:
             for basis in bases:
                 basis.requires_grad_(False)
                 basis.grad = None
-
-        with undoing(undo):
-            yield [basis.requires_grad_() for basis in bases]
 
     def _check_unmerged(self) -> None:
         merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
 
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, served, type_of
-from dulbe_peft.utils.undoing import evaluating
+from dulbe_peft.utils.devices import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 

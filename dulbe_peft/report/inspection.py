@@ -14,7 +14,6 @@ from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner, in_turn
 from dulbe_peft.metrics.diagnostics import LayerDemand, layer_demands
 from dulbe_peft.training.trainer import TaskTrainer
-from dulbe_peft.utils.undoing import undoing
 
 
 @in_turn
@@ -113,8 +112,11 @@ def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Te
         return tokens[0]
 
     handle = _last_norm(model).register_forward_hook(keep)
-    with torch.enable_grad(), undoing(handle.remove):
-        similarity = unit_image_embeds(model, pixels) @ prototypes.T
+    try:
+        with torch.enable_grad():
+            similarity = unit_image_embeds(model, pixels) @ prototypes.T
+    finally:
+        handle.remove()
     maps = []
     for column in similarity.sum(dim=0):  # one image does not depend on another
         (slope,) = torch.autograd.grad(column, tokens[0], retain_graph=True)

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dulbe_peft.utils.undoing import undoing
-
 
 def block_of(name: str) -> int:
     """The number of the block in a layer's dotted name, -1 where there is none.
@@ -44,6 +42,8 @@ def early_exit(model: nn.Module, name: str, count: int) -> Iterator[None]:
     path, _, attribute = name[: name.index(f".{block_of(name)}.")].rpartition(".")
     parent = model.get_submodule(path)
     blocks: nn.ModuleList = getattr(parent, attribute)
-    with undoing(lambda: setattr(parent, attribute, blocks)):
-        setattr(parent, attribute, blocks[:count])
+    setattr(parent, attribute, blocks[:count])
+    try:
         yield
+    finally:
+        setattr(parent, attribute, blocks)

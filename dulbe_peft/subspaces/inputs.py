@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored
-from dulbe_peft.utils.undoing import evaluating, undoing
+from dulbe_peft.utils.devices import evaluating
 
 TOKENS = ("all", "cls", "patch")
 
@@ -81,18 +81,14 @@ def listening(layers: Mapping[str, nn.Module], hear: Callable[[str, torch.Tensor
     def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hear(name, args[0] if args else next(iter(kwargs.values())))
 
-    def undo() -> None:
-        # By what they call, not by their handles: Ctrl-C may come before a handle is kept.
-        for layer in layers.values():
-            for key, present in list(layer._forward_pre_hooks.items()):
-                if getattr(present, "func", None) is hook:
-                    del layer._forward_pre_hooks[key]
-                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
-
-    with undoing(undo):
-        for name, layer in layers.items():
-            layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True)
+    handles = [
+        layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()
+    ]
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Collector:

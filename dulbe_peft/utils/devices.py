@@ -1,4 +1,4 @@
-"""The device that a learner works on, and what it finds there: random numbers, and torch's own settings."""
+"""The device that a learner works on, and torch's own settings while it works: gradients, types, random numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 from accelerate import PartialState
-
-from dulbe_peft.utils.undoing import undoing
+from torch import nn
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a learner; joins the processes that a launcher started.
-
-    Args:
-        name: "auto", "cpu", or an accelerator's type such as "cuda".
-
-    Raises:
-        ValueError: this machine has no such device, or the launch shards the model.
-    """
+    """The device of a learner, "auto", "cpu" or an accelerator's type; joins the processes that a launcher started."""
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
             raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
@@ -38,45 +30,47 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
-def usual_torch() -> Iterator[None]:
-    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU.
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
-    A learner says itself where it wants no gradients, or another device. The default type is one for all threads.
-    """
+
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU."""
     dtype = torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.device("cpu") if elsewhere else nullcontext(),
-        undoing(lambda: torch.set_default_dtype(dtype)),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
         torch.set_default_dtype(torch.float32)
-        yield
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 @contextmanager
 def own_randomness(*entropy: int) -> Iterator[None]:
-    """Seed the generators of Python, numpy and torch while the block runs, and put them back afterwards.
+    """Seed Python, numpy and torch while the block runs, and put their generators back afterwards.
 
-    So images that are augmented at random are the same ones when a task is learned again after a run was stopped.
-
-    Args:
-        entropy: what the seeds follow from, integers of at least 0.
+    Images that are augmented at random are then the same ones when a run that was stopped learns a task again.
     """
     python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-
-    def undo() -> None:
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    torch.manual_seed(seeds[2])
+    try:
+        yield
+    finally:
         random.setstate(python)
         np.random.set_state(array)
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-
-    with undoing(undo):
-        random.seed(seeds[0])
-        np.random.seed(seeds[1])
-        torch.manual_seed(seeds[2])
-        yield
