@@ -30,8 +30,6 @@ from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.runs.progress import Past, read_past
-from dulbe_peft.runs.run import run_stream
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -100,7 +98,8 @@ class ClassIncrementalLearner:
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
-        past: what runs have measured of the learned tasks so far, a `progress.Past`; `run` writes it on.
+        folder: where it was loaded from, or the last task folder that its run wrote; None where there is no such
+            folder. A run looks there for what was measured of the tasks so far.
 
     Raises:
         ValueError: the model does not fit the strategy, or a classifier does not fit the model.
@@ -155,7 +154,7 @@ class ClassIncrementalLearner:
         self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
-        self.past = Past()
+        self.folder: Path | None = None
         self._accelerator: Accelerator | None = None
         self._turn = threading.RLock()
         self._call: str | None = None  # the outermost method that is being answered
@@ -557,7 +556,8 @@ class ClassIncrementalLearner:
 
         Args:
             tasks: the stream; tasks without test data are learned and not tested.
-            output_dir: folder for the committed folders, `results.json` and `timings.json`.
+            output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
+                `report.views.write_views` adds plots and pictures of examples.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
             known_tests: test data, or None, of each task that the learner had learned before the run; None: there is
@@ -581,15 +581,17 @@ class ClassIncrementalLearner:
             ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks
                 (the message names what differs), or holds tasks and `resume` is off.
         """
-        options = (resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
+        from dulbe_peft.runs.run import RunOptions, run_stream
+
+        options = RunOptions(resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
         if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, *options)
+            return run_stream(self, tasks, output_dir, options)
         self._accelerator = Accelerator(
             cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
         )
         self._accelerator.init_trackers("dulbe_peft")
         try:
-            return run_stream(self, tasks, output_dir, *options)
+            return run_stream(self, tasks, output_dir, options)
         finally:
             self._accelerator.end_training()
             self._accelerator = None
@@ -682,7 +684,7 @@ class ClassIncrementalLearner:
             learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=empty)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
-        learner.past = (None if origin else read_past(folder)) or Past()
+        learner.folder = None if origin else folder.resolve()
         return learner
 
 

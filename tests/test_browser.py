@@ -14,6 +14,7 @@ from dulbe_peft.comparison.page import write_comparison_page
 from dulbe_peft.comparison.table import write_table
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
+from dulbe_peft.report.views import write_views
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -50,7 +51,8 @@ def pages(digit_folders, tmp_path_factory):
         args = LearnerArguments(device="cpu", progress=False, seed=seed)
         learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("bridge", "lda"))
         tasks = class_incremental_tasks(load_data(data, "train"), load_data(data, "test"), increment=2)
-        learner.run(tasks, root / f"seed-{seed}")
+        results = learner.run(tasks, root / f"seed-{seed}")
+        write_views(root / f"seed-{seed}", [task.test for task in tasks], results)
     one = write_report(root / "seed-0", root / "one.html")
     two = write_report([root / "seed-0", root / "seed-1"], root / "two.html")
     write_table(made_table(), root)

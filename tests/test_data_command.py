@@ -91,7 +91,7 @@ def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_pa
         return run_stream(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dulbe_peft.learner.run_stream", meanwhile)
+        patch.setattr("dulbe_peft.runs.run.run_stream", meanwhile)
         assert run(photos, "--output", str(out), *FROZEN) == 2
     captured = capsys.readouterr()
     assert "task 1/2" in captured.out and str(bad) in captured.err and (out / "task-001").is_dir()

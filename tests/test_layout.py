@@ -29,8 +29,8 @@ WINGS = [
     {"commands"},
     {"__init__", "__main__"},
 ]
-# A learner's `run` is handed to the wing of runs when it is called. The second one is still to go.
-DOWN = {("learner.py", "runs"), ("runs/run.py", "report")}
+# A learner's `run` is handed to the wing of runs when it is called.
+DOWN = {("learner.py", "runs")}
 RANK = {wing: rank for rank, wings in enumerate(WINGS) for wing in wings}
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 

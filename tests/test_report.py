@@ -35,6 +35,7 @@ from dulbe_peft.report.collect import class_table, confusion, data_name
 from dulbe_peft.report.figures import SERIES, accuracy_figure, inline_svg, matrix_figure
 from dulbe_peft.report.page import percent, points
 from dulbe_peft.report.tables import best, compare, differences, group_runs, latex_text
+from dulbe_peft.report.views import write_views
 from dulbe_peft.streams.tasks import Task
 
 OLD = Path(__file__).parent / "saved" / "0.1" / "run"
@@ -59,7 +60,8 @@ def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
     stream = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
     stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
-    learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
+    results = learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
+    write_views(output, [task.test for task in stream[:tasks]], results)
     return output
 
 
@@ -354,7 +356,7 @@ def test_results_alone_are_enough(runs, tmp_path):
 def test_a_run_of_a_learner_that_had_learned_before(runs, tmp_path):
     """Its first two tasks were learned elsewhere: no test images of theirs are here."""
     learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
-    learner.past = type(learner.past)()
+    learner.folder = None
     last = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2)[2]
     learner.run([last], tmp_path / "run")
     page = Page(write_report(tmp_path / "run", tmp_path / "page.html"))

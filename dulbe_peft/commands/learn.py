@@ -44,6 +44,8 @@ def learn(arguments: argparse.Namespace) -> int:
     from dulbe_peft.data.names import spelled_as
     from dulbe_peft.data.samples import dataset_class_names
     from dulbe_peft.report import format_summary
+    from dulbe_peft.report.views import write_views
+    from dulbe_peft.runs.progress import known_past
     from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(arguments.learner, arguments.output)
@@ -56,7 +58,7 @@ def learn(arguments: argparse.Namespace) -> int:
     new = [name for name in carried if name not in set(known)]
     if not new and (not known or arguments.no_update):
         raise ValueError(f"{arguments.data!r} has nothing to learn: its classes, {list(carried)[:5]} ..., are known")
-    past = learner.past.of(learner.tasks)
+    past = known_past(learner)
     before = past.rows[-1] if past.rows else None
     if known and not arguments.no_update:
         _check_known(learner, known)
@@ -72,9 +74,10 @@ def learn(arguments: argparse.Namespace) -> int:
     tasks = _tasks(train, test, new, arguments.increment) if new else []
     results = learner.run(tasks, arguments.output, known_tests=tests, source=source)
     if world()[0] == 0:
+        write_views(arguments.output, [*tests, *(task.test for task in tasks)], results)
         if results.get("classifiers"):
             print(format_summary(results))
-            gain = "" if new or not before else _gain(before, learner.past.rows[-1])
+            gain = "" if new or not before else _gain(before, known_past(learner).rows[-1])
             if gain:
                 print(gain)
         print(f"written: {Path(arguments.output) / 'results.json'}")

@@ -29,6 +29,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, Answers, learn_from_features, read_features
 from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.report.views import write_views
 from dulbe_peft.runs.settings import validated
 from dulbe_peft.runs.setup import set_up
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, source_of
@@ -131,7 +132,10 @@ def train(cell: Cell, folder: Path) -> dict[str, Any]:
     learner = setup.make_learner(setup.args)
     source, check = source_of(setup.stream), setup.check_zero_shot
     ahead = setup.stream.test_ahead
-    learner.run(setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check, test_ahead=ahead)
+    results = learner.run(
+        setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check, test_ahead=ahead
+    )
+    write_views(folder, [task.test for task in setup.tasks], results)
     content = {
         "stream": cell.stream,
         "method": cell.method,

@@ -1,8 +1,7 @@
-"""What a finished run leaves for people to look at: a table of predictions, pictures of examples, and plots."""
+"""What people look at in a finished run's folder: plots, and pictures of examples."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,29 +19,26 @@ from dulbe_peft.utils.folders import commit_folder
 
 ACCURACY_PLOT = "accuracy.png"
 MATRIX_PLOT = "tasks.png"
-VIEWS = (PREDICTIONS_FILE, ACCURACY_PLOT, MATRIX_PLOT, PICTURES_FOLDER)
 EXAMPLES = 12  # of each kind
 SIDE = 96  # pixels
 
 
-def write_views(output: Path, newest: Path, tests: Sequence[Any], results: dict[str, Any]) -> None:
-    """Write `predictions.csv`, `pictures/`, `accuracy.png` and `tasks.png`, of a stream with test data.
+def write_views(run: str | Path, tests: Sequence[Any], results: dict[str, Any]) -> None:
+    """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
 
     Args:
-        output: the run's folder.
-        newest: the folder of its last task.
+        run: the run's folder.
         tests: the test data of every task, or None.
-        results: what `results.json` holds.
+        results: what `ClassIncrementalLearner.run` returned.
     """
+    output = Path(run)
     if "classifiers" in results:
         with replacing(output / ACCURACY_PLOT) as temporary:
             plot_results(results, temporary)
         with replacing(output / MATRIX_PLOT) as temporary:
             plot_matrix(results, temporary)
-    if (newest / PREDICTIONS_FILE).is_file():  # a run that an earlier version finished has none
-        with replacing(output / PREDICTIONS_FILE) as temporary:
-            shutil.copyfile(newest / PREDICTIONS_FILE, temporary)
-        _write_pictures(output / PICTURES_FOLDER, choose_examples(read_predictions(newest / PREDICTIONS_FILE)), tests)
+    if (output / PREDICTIONS_FILE).is_file():
+        _write_pictures(output / PICTURES_FOLDER, choose_examples(read_predictions(output / PREDICTIONS_FILE)), tests)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:

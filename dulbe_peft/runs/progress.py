@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.utils.files import damage, read_json
 from dulbe_peft.utils.folders import LEARNER_FILE, PROGRESS_FILE, TIMINGS_FILE, CheckpointError
+
+if TYPE_CHECKING:
+    from dulbe_peft.learner import ClassIncrementalLearner
 
 SOURCES_FILE = "sources.json"
 
@@ -58,14 +61,19 @@ def padded(values: Sequence[Any], count: int) -> list[Any]:
     return [*values[:count], *[None] * (count - len(values))]
 
 
-def read_past(folder: Path) -> Past | None:
-    """What a run's task folder, and the run's folder around it, say of the tasks; None for any other folder.
+def known_past(learner: ClassIncrementalLearner) -> Past:
+    """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
+    return (Past() if learner.folder is None else read_past(learner.folder)).of(learner.tasks)
+
+
+def read_past(folder: Path) -> Past:
+    """What a run's task folder, and the run's folder around it, say of the tasks; nothing for any other folder.
 
     Raises:
         CheckpointError: the task folder's record does not have its form.
     """
     if not (folder / PROGRESS_FILE).is_file():
-        return None
+        return Past()
     tasks = read_json(folder / LEARNER_FILE)["tasks"]
     progress = read_progress(folder, len(tasks))
     timings, sources = (read_entries(folder.parent / file) for file in (TIMINGS_FILE, SOURCES_FILE))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -18,16 +19,17 @@ from dulbe_peft.checkpoints import saving
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.metrics.retention import each_accuracy
-from dulbe_peft.report.views import VIEWS, write_views
 from dulbe_peft.runs.progress import (
     PROGRESS_FILE,
     SOURCES_FILE,
     Past,
     Row,
+    known_past,
     line,
     padded,
     read_entries,
@@ -39,46 +41,33 @@ from dulbe_peft.runs.results import progress_row, stream_results
 from dulbe_peft.runs.resume import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.training.trainer import TaskRecord
 from dulbe_peft.utils import folders
-from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
 from dulbe_peft.utils.processes import on_main_process, world
-from dulbe_peft.utils.profiling import Profile, forget_peak_memory, peak_memory
+from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 
 LOCK_FILE = ".dulbe_peft.lock"
+# What a run writes beside the task folders, and what its caller may draw from it.
+OWN_FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE)
+PLOTS = ("accuracy.png", "tasks.png", "pictures")
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
-class StreamLearner(Protocol):
-    """What a stream needs of a learner."""
+@dataclass(frozen=True)
+class RunOptions:
+    """How a stream is run; `ClassIncrementalLearner.run` says what each option does."""
 
-    state: LearnerState
-    past: Past
-
-    @property
-    def profile(self) -> Profile: ...
-    def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None: ...
-    def transaction(self) -> AbstractContextManager[None]: ...
-    @property
-    def record(self) -> TaskRecord | None: ...
-    @property
-    def closing(self) -> ClosingPass | None: ...
-    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
-    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation: ...
-    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]: ...
+    resume: bool = True
+    known_tests: Sequence[Any] | None = None
+    source: dict[str, Any] | None = None
+    keep_features: bool = False
+    check_zero_shot: Callable[[float | None], None] | None = None
+    test_ahead: bool = False
 
 
 def run_stream(
-    learner: StreamLearner,
-    tasks: Iterable[Task],
-    output_dir: str | Path,
-    resume: bool = True,
-    known_tests: Sequence[Any] | None = None,
-    source: dict[str, Any] | None = None,
-    keep_features: bool = False,
-    check_zero_shot: Callable[[float | None], None] | None = None,
-    test_ahead: bool = False,
+    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
@@ -93,20 +82,18 @@ def run_stream(
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
-    if test_ahead and (untested or not has_text(learner.state.base)):
+    if options.test_ahead and (untested or not has_text(learner.state.base)):
         raise ValueError("test_ahead needs test data of all tasks, and a model with a text tower")
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_lock_folder, output, held))
-        run = _open_run(learner, stream, output, resume, known_tests, source)
-        run.keep_features, run.test_ahead = keep_features, test_ahead
-        return run.finish(check_zero_shot)
+        return _open_run(learner, stream, output, options).finish()
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    files = map(re.escape, (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS))
+    files = map(re.escape, (*OWN_FILES, *PLOTS))
     folders.clear_leftovers(output, "|".join([TASK_FOLDER, *files]))
 
 
@@ -134,25 +121,21 @@ class Run:
         output: its folder.
         identity: what must be the same for a run to be the same one, see `resuming`.
         past: what is known of the tasks that are learned so far.
-        source: where the data of the run's tasks came from, JSON-ready; None: unknown.
         new: whether nothing of it is in the folder yet.
         evaluations: number of a task -> what was said of its test images after the newest task.
-        keep_features: whether to write what the classifiers saw of each task.
-        test_ahead: whether to test, after each task, also on those that are still to come.
+        options: how it is run.
     """
 
-    learner: StreamLearner
+    learner: ClassIncrementalLearner
     known: list[tuple[str, ...]]
     known_tests: list[Any]
     own: list[Task]
     output: Path
     identity: dict[str, Any]
     past: Past
-    source: dict[str, Any] | None
     new: bool
+    options: RunOptions
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    keep_features: bool = False
-    test_ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.known) + len(self.own)
@@ -173,7 +156,7 @@ class Run:
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
         self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
         row = spread(progress_row(list(self.evaluations.values())), tested, count)
-        if self.test_ahead:
+        if self.options.test_ahead:
             # By name, so that a run that goes on with other tasks does not take these figures for theirs.
             to_come = self.tests()[count:]
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
@@ -191,12 +174,12 @@ class Run:
         before = padded(self.past.zero_shot, len(self))
         return [new if old is None else old for old, new in zip(before, figures, strict=True)]
 
-    def finish(self, check_zero_shot: Callable[[float | None], None] | None = None) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Learn what is not learned yet, and write the results."""
         if len(self.past.tasks) < len(self) or self.new:
             zero_shot = self.zero_shot()
-            if check_zero_shot is not None:
-                check_zero_shot(zero_shot[-1])
+            if self.options.check_zero_shot is not None:
+                self.options.check_zero_shot(zero_shot[-1])
             self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
             if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
                 changed = any(update["after"] == len(self.known) for update in self.learner.state.updates)
@@ -204,15 +187,20 @@ class Run:
                 self.commit(None)
             for index in range(len(self.past.tasks), len(self)):
                 self.learn(index, zero_shot[index])
-        self.learner.past = self.past
         self.write_sources()
         state = self.learner.state
         names, versions = list(state.classifiers), library_versions()
         found = stream_results(written(self.past), self.identity, state.tasks, names, versions, len(self.known))
         on_main_process(partial(write_json, self.output / RESULTS_FILE, found))
-        tests = [test for test, _ in self.tests()]
-        on_main_process(partial(write_views, self.output, self.newest, tests, found))
+        on_main_process(self.copy_predictions)
+        self.learner.folder = self.newest.resolve()
         return found
+
+    def copy_predictions(self) -> None:
+        """Put the newest task's `predictions.csv` beside the results."""
+        if (self.newest / PREDICTIONS_FILE).is_file():
+            with replacing(self.output / PREDICTIONS_FILE) as temporary:
+                shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
 
     @property
     def newest(self) -> Path:
@@ -238,7 +226,7 @@ class Run:
         with learner.profile.phase("test"):
             past.rows.append(self.measured(index + 1))
         with learner.profile.phase("save"):
-            if self.keep_features and learner.closing is not None:
+            if self.options.keep_features and learner.closing is not None:
                 on_main_process(partial(self.write_features, learner.closing, self.texts()))
             self.commit(task)
         seconds = time.perf_counter() - started
@@ -296,28 +284,21 @@ class Run:
         """Note where each finished task's data came from, with what tells its test data from others."""
         entries = padded(self.past.sources, len(self.past.tasks))
         for index, (_, test) in enumerate(self.identity["data"], len(self.known)):
-            if entries[index] is None and self.source is not None:
-                entries[index] = self.source | {"test": test}
+            if entries[index] is None and self.options.source is not None:
+                entries[index] = self.options.source | {"test": test}
         self.past.sources[:] = entries
         if any(entries):
             on_main_process(partial(write_json, self.output / SOURCES_FILE, {"tasks": entries}))
 
 
-def _open_run(
-    learner: StreamLearner,
-    own: list[Task],
-    output: Path,
-    resume: bool,
-    known_tests: Sequence[Any] | None,
-    source: dict[str, Any] | None,
-) -> Run:
+def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
-    look, before = learner.state.args.teacher == "cached", learner.past
+    look, before = learner.state.args.teacher == "cached", on_main_process(partial(known_past, learner))
     find = partial(newest_of_run, output, learner.state, own, look, _print_once)
-    found = on_main_process(find) if resume else None
+    found = on_main_process(find) if options.resume else None
     if found is None:
-        identity = _begin(learner, own, output, resume)
-        past = before.of(learner.state.tasks)
+        identity = _begin(learner, own, output, options.resume)
+        past = before
     else:
         folder, identity = found
         learner.state = _restored(learner.state, folder)
@@ -329,13 +310,13 @@ def _open_run(
             known = padded(getattr(before.of(past.tasks), name), len(past.tasks))
             setattr(past, name, [new if old is None else old for old, new in zip(written, known, strict=True)])
     known = [tuple(task) for task in identity["start"]["tasks"]]
-    tests = [None] * len(known) if known_tests is None else list(known_tests)
+    tests = [None] * len(known) if options.known_tests is None else list(options.known_tests)
     if len(tests) != len(known):
         raise ValueError(
             f"known_tests has {len(tests)} entries, the learner had learned {len(known)} tasks before the run: give "
             "test data or None for each of them"
         )
-    return Run(learner, known, tests, own, output, identity, past, source, new=found is None)
+    return Run(learner, known, tests, own, output, identity, past, found is None, options)
 
 
 def _restored(state: LearnerState, folder: Path) -> LearnerState:
@@ -353,14 +334,14 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
     return restored
 
 
-def _begin(learner: StreamLearner, own: list[Task], output: Path, resume: bool) -> dict[str, Any]:
+def _begin(learner: ClassIncrementalLearner, own: list[Task], output: Path, resume: bool) -> dict[str, Any]:
     """The identity of a run that starts in a folder without a whole task."""
     old = folders.task_folders(output)
     if old:
         why = "none of them is valid" if resume else "resume is off"
         first = old[-1].name
         raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
-    taken = [name for name in (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, *VIEWS) if (output / name).exists()]
+    taken = [name for name in (*OWN_FILES, *PLOTS) if (output / name).exists()]
     if taken:
         raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
     seen = list(learner.state.class_names)
