@@ -35,7 +35,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import CheckpointError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CLASSIFIERS",
