@@ -44,10 +44,7 @@ def _table(module: str, name: str) -> str:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
             continue
         arguments = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        metadata = ast.literal_eval(arguments["metadata"])
-        text = metadata["help"]
-        if "choices" in metadata:
-            text += " One of " + ", ".join(f"`{choice}`" for choice in metadata["choices"]) + "."
+        text = ast.literal_eval(arguments["metadata"])["help"]
         cells = [ast.unparse(node.target), ast.unparse(node.annotation), ast.unparse(arguments["default"])]
         rows.append("| " + " | ".join(f"`{cell.replace(' | ', ' or ')}`" for cell in cells) + f" | {text} |")
     return "\n".join(rows)

@@ -1,11 +1,17 @@
-"""The learner's settings. The help text of each stands once, here; the command line and the docs read it."""
+"""The settings of an adapter and of a learner. The help text of each stands once, here.
+
+The command line reads the flags from these classes, so this file imports nothing that takes time.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from dulbe_peft.utils.checks import check_int, check_number
+from annotated_types import Ge, Gt, Le
+
+from dulbe_peft.utils.settings import check_settings
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
@@ -18,6 +24,92 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
+LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
+_LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
+
+
+@dataclass
+class AdapterSettings:
+    """The settings of the adapter, which [`DualModeLoraConfig`] checks and hands to PEFT."""
+
+    shared_rank: Annotated[int, Ge(0)] = field(
+        default=1, metadata={"help": "Rank r_S of the shared mode, inside the historically used directions."}
+    )
+    residual_rank: Annotated[int, Ge(0)] = field(
+        default=8, metadata={"help": "Rank r_R of the residual modes, outside the historically used directions."}
+    )
+    support_rank: Annotated[int, Ge(1)] = field(
+        default=128,
+        metadata={
+            "help": "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to "
+            "what a layer and its data allow."
+        },
+    )
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
+            "None: keys, values and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only "
+            "the vision tower is adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the "
+            "projections."
+        },
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names (list of endings, or a regular expression) of layers to leave alone."}
+    )
+    text_rank: Annotated[int, Ge(0)] = field(
+        default=8, metadata={"help": "Rank of the plain LoRA in the text tower, where there is one; 0 turns it off."}
+    )
+    text_alpha: Annotated[float, Ge(-MOST), Le(MOST)] = field(
+        default=1.0, metadata={"help": "Numerator of the text LoRA's scale, text_alpha / text_rank."}
+    )
+    text_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, "
+            "v_proj, fc1 and fc2 in CLIP."
+        },
+    )
+    init_weights: bool = field(
+        default=True,
+        metadata={"help": "True: every B starts at zero, the output is the base model's. False: random B."},
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None, metadata={"help": "Indices of the vision tower's blocks to adapt; None adapts all."}
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None,
+        metadata={"help": "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found."},
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Further modules to train in full and to save with the adapter."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in (*_LISTS_OF_NAMES, "layers_to_transform"):
+            if isinstance(getattr(self, name), (set, tuple)):
+                setattr(self, name, list(getattr(self, name)))
+        check_settings(self, AdapterSettings)
+        for name in _LISTS_OF_NAMES:
+            if isinstance(getattr(self, name), list):  # the same layers give the same file
+                setattr(self, name, sorted(getattr(self, name)))
+        if self.shared_rank + self.residual_rank == 0:
+            raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
+        if self.target_modules == []:
+            raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
+        for setting, names in (("layers_pattern", patterns), ("modules_to_save", self.modules_to_save or [])):
+            for name in names:  # PEFT puts each into an expression of its own
+                if not re.fullmatch(r"[\w.]+", name):
+                    raise ValueError(f"{setting} has {name!r}: a name has letters, digits, _ and dots")
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            if self.layers_to_transform is not None:
+                raise ValueError(
+                    "layers_to_transform cannot be used when target_modules is a regular expression "
+                    f"({self.target_modules!r}): name the layers in a list, or put the indices into the expression"
+                )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform")
 
 
 @dataclass(frozen=True)
@@ -25,51 +117,57 @@ class LearnerArguments:
     """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's.
 
     Raises:
-        ValueError: a value is out of its range; the message names the field.
-        TypeError: a value is of another type.
+        ValueError: a value is out of its limits; the message names the field.
+        TypeError: a value has another type.
 
     Reference:
         "Implementation Details"; where the paper is silent, `docs/decisions.md`.
     """
 
-    epochs: int = field(default=2, metadata={"help": "Passes over a task's images."})
-    batch_size: int = field(default=32, metadata={"help": "Images per training step."})
-    eval_batch_size: int = field(default=64, metadata={"help": "Images per batch where nothing is trained."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Adam's learning rate at the start of each task."})
-    lr_schedule: str = field(
+    epochs: Annotated[int, Ge(1)] = field(default=2, metadata={"help": "Passes over a task's images."})
+    batch_size: Annotated[int, Ge(1)] = field(default=32, metadata={"help": "Images per training step."})
+    eval_batch_size: Annotated[int, Ge(1)] = field(
+        default=64, metadata={"help": "Images per batch where nothing is trained."}
+    )
+    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = field(
+        default=1e-3, metadata={"help": "Adam's learning rate at the start of each task."}
+    )
+    lr_schedule: Literal["step", "epoch"] = field(
         default="step",
         metadata={
             "help": "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate.",
-            "choices": ("step", "epoch"),
         },
     )
-    structure_weight: float = field(default=0.5, metadata={"help": "lambda, the weight of the structure loss."})
-    class_temperature: float = field(default=5.0, metadata={"help": "tau_C, softmax over the old classes."})
-    instance_temperature: float = field(default=0.1, metadata={"help": "tau_I, softmax over the batch's images."})
-    kl_reduction: str = field(
+    structure_weight: Annotated[float, Ge(0), Le(1e6)] = field(
+        default=0.5, metadata={"help": "lambda, the weight of the structure loss."}
+    )
+    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = field(
+        default=5.0, metadata={"help": "tau_C, softmax over the old classes."}
+    )
+    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = field(
+        default=0.1, metadata={"help": "tau_I, softmax over the batch's images."}
+    )
+    kl_reduction: Literal["mean", "batchmean"] = field(
         default="mean",
         metadata={
             "help": "Mean over images and over old classes, or both sums divided by the batch size.",
-            "choices": ("mean", "batchmean"),
         },
     )
-    teacher: str = field(
+    teacher: Literal["cached", "online"] = field(
         default="cached",
         metadata={
             "help": "Teacher features from the probe pass, or computed at every step (for augmented data).",
-            "choices": ("cached", "online"),
         },
     )
-    statistics_tokens: str = field(
+    statistics_tokens: Literal["all", "cls", "patch"] = field(
         default="all",
-        metadata={"help": "Which tokens enter the input statistics.", "choices": ("all", "cls", "patch")},
+        metadata={"help": "Which tokens enter the input statistics."},
     )
-    statistics: str = field(
+    statistics: Literal["exact", "sketch"] = field(
         default="exact",
         metadata={
             "help": "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are "
             "cut to their 2 K_h leading directions. A bound on what is lost is tracked.",
-            "choices": ("exact", "sketch"),
         },
     )
     prompt_template: str | tuple[str, ...] = field(
@@ -83,44 +181,49 @@ class LearnerArguments:
     training_template: str | None = field(
         default=None, metadata={"help": "Prompt that training uses. None: prompt_template, of several the first."}
     )
-    class_name_style: str = field(
+    class_name_style: Literal["verbatim", "spaces"] = field(
         default="verbatim",
-        metadata={"help": "Class names as they are, or underscores as spaces.", "choices": ("verbatim", "spaces")},
+        metadata={"help": "Class names as they are, or underscores as spaces."},
     )
-    image_resize: str = field(
+    image_resize: Literal["processor", "crop", "squash"] = field(
         default="processor",
         metadata={
             "help": "How an image gets the model's size: as the model's processor does it, by the short side and a "
             "centre crop, or the whole image as a square.",
-            "choices": ("processor", "crop", "squash"),
         },
     )
-    text_embeds: str = field(
+    text_embeds: Literal["current", "at_introduction"] = field(
         default="current",
         metadata={
             "help": "Encode all seen classes anew after each task, or keep each as it was when its class arrived.",
-            "choices": ("current", "at_introduction"),
         },
     )
-    drift: str = field(
+    drift: Literal["none", "linear"] = field(
         default="none",
         metadata={
             "help": "When a task closes: leave what classifiers store as it is, or move it along with the features by "
             "a linear map.",
-            "choices": ("none", "linear"),
         },
     )
-    num_depths: int = field(default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."})
-    reliability_temperature: float = field(default=0.05, metadata={"help": "beta, softmax over bridge depths."})
-    seed: int = field(default=0, metadata={"help": "Seed of the initial weights and of the order of images."})
-    num_workers: int = field(default=0, metadata={"help": "Processes that read images; 0 reads in the main process."})
-    pixel_cache_mb: int = field(
+    num_depths: Annotated[int, Ge(2), Le(1000)] = field(
+        default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."}
+    )
+    reliability_temperature: Annotated[float, Gt(0), Le(1e6)] = field(
+        default=0.05, metadata={"help": "beta, softmax over bridge depths."}
+    )
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = field(
+        default=0, metadata={"help": "Seed of the initial weights and of the order of images."}
+    )
+    num_workers: Annotated[int, Ge(0), Le(1000)] = field(
+        default=0, metadata={"help": "Processes that read images; 0 reads in the main process."}
+    )
+    pixel_cache_mb: Annotated[int, Ge(0)] = field(
         default=1024,
         metadata={"help": "Keep a task's preprocessed images in memory up to so many MiB; 0: read every pass."},
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu, or an accelerator's type such as cuda."})
-    mixed_precision: str = field(
-        default="no", metadata={"help": "Autocast in training and inference.", "choices": ("no", "bf16")}
+    mixed_precision: Literal["no", "bf16"] = field(
+        default="no", metadata={"help": "Autocast in training and inference."}
     )
     torch_compile: bool = field(
         default=False, metadata={"help": "Compile the image tower with torch.compile; needs a C++ compiler."}
@@ -136,33 +239,11 @@ class LearnerArguments:
         return {name: value for name, value in asdict(self).items() if name not in MACHINE_SETTINGS}
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "eval_batch_size"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
-        object.__setattr__(self, "num_workers", check_int("num_workers", self.num_workers, 0, 1000))
-        object.__setattr__(self, "pixel_cache_mb", check_int("pixel_cache_mb", self.pixel_cache_mb, 0))
-        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        object.__setattr__(self, "num_depths", check_int("num_depths", self.num_depths, 2, 1000))
-        # What is larger makes weights or losses infinite, which would only be seen after a task was trained.
-        check_number("learning_rate", self.learning_rate, positive=True, most=1e4)
-        for name in ("class_temperature", "instance_temperature"):
-            check_number(name, getattr(self, name), positive=True, most=1e6)
-        check_number("reliability_temperature", self.reliability_temperature, positive=True, most=1e6, tiny=True)
-        check_number("structure_weight", self.structure_weight, least=0, most=1e6)
-        for f in self.__dataclass_fields__.values():
-            choices = f.metadata.get("choices")
-            if choices and getattr(self, f.name) not in choices:
-                raise ValueError(f"{f.name} must be one of {list(choices)}, got {getattr(self, f.name)!r}")
-        for name in ("profile", "progress", "torch_compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.log_with, (str, type(None))):
-            raise TypeError(f"log_with must be a tracker's name, got {self.log_with!r}")
-        if not isinstance(self.device, str):
-            raise TypeError(f"device must be a text such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         given: Any = self.prompt_template
         if isinstance(given, (list, tuple)):  # one in a list is the same setting as the text alone
             object.__setattr__(self, "prompt_template", given[0] if len(given) == 1 else tuple(given))
-        for template in self.templates or (given,):
+        check_settings(self)
+        for template in self.templates or ("",):
             _check_template("prompt_template", template)
         if len(set(self.templates)) < len(self.templates):
             raise ValueError(f"prompt_template has the same text twice: {list(self.templates)}")
@@ -175,8 +256,8 @@ class LearnerArguments:
         return self.prompt_template if isinstance(self.prompt_template, tuple) else (self.prompt_template,)
 
 
-def _check_template(name: str, template: Any) -> None:
-    if not isinstance(template, str) or template.count("{}") != 1:
+def _check_template(name: str, template: str) -> None:
+    if template.count("{}") != 1:
         raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
     if len(template) > 1000:  # far more than any text tower takes, and a tokenizer would need seconds to say so
         raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")

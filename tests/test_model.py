@@ -16,9 +16,9 @@ from peft.utils import PeftType
 from torch import nn
 from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
-import dulbe_peft
 from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases, probe_gradients
 from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.model import register
 
 CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
 PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
@@ -73,8 +73,8 @@ def learned(model):
 
 
 def test_registration_is_a_real_member_and_idempotent():
-    dulbe_peft.register()
-    dulbe_peft.register()
+    register()
+    register()
     member = PeftType("DULBE")
     assert member in list(PeftType) and member is PeftType["DULBE"] and member == "DULBE"
     assert copy.deepcopy(member) is member and member.value == "DULBE"
@@ -417,8 +417,8 @@ def test_plain_mlp():
     ("fields", "error", "words"),
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
-        ({"residual_rank": 1.5}, TypeError, "residual_rank must be an int, got 1.5"),
-        ({"text_rank": True}, TypeError, "text_rank must be an int, got True"),
+        ({"residual_rank": 1.5}, TypeError, "residual_rank must be a valid integer, got 1.5"),
+        ({"text_rank": True}, TypeError, "text_rank must be a valid integer, got True"),
         ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
         ({"support_rank": 0}, ValueError, "support_rank must be at least 1"),
         ({"target_modules": []}, ValueError, "empty list"),

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from dulbe_peft.commands.parser import Parser
 from dulbe_peft.runs.settings import _GROUPS, _hints, _templates, fields_of, read_yaml, setting_values, types_of
@@ -43,10 +43,10 @@ def _add_flag(group: Any, setting: Any, hint: Any) -> argparse.Action:
         facts |= {"action": "append", "metavar": "STR"}
     else:
         kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
-        facts["type"] = _converter(kinds)
-        if "choices" in setting.metadata:
-            facts["choices"] = setting.metadata["choices"]
+        if get_origin(hint) is Literal:
+            facts["choices"] = kinds
         else:
+            facts["type"] = _converter(kinds)
             facts["metavar"] = "A,B,..." if get_origin(kinds[0]) is list else kinds[0].__name__.upper()
     return group.add_argument("--" + setting.name.replace("_", "-"), **facts)
 

@@ -1,0 +1,60 @@
+"""Settings as plain dataclasses whose fields declare their limits: `epochs: Annotated[int, Ge(1)] = 2`.
+
+pydantic checks them. It is imported with the first check, so that a command's flags are read without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, get_type_hints
+
+
+@cache
+def field_types(kind: type) -> dict[str, Any]:
+    """Name -> type of every field of a dataclass, with its limits."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def check_settings(settings: Any, kind: type | None = None) -> None:
+    """Give the fields of a dataclass their declared types; `kind` names a base class whose fields alone are meant.
+
+    Raises:
+        TypeError: a value has another type; a bool is no number, and a number no bool.
+        ValueError: a value is out of its limits.
+    """
+    for name, hint in field_types(kind or type(settings)).items():
+        object.__setattr__(settings, name, check_value(name, hint, getattr(settings, name)))
+
+
+def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
+    """`value` as the type `hint` asks for; where not `strict`, a text may stand for a number or a bool."""
+    from pydantic import ValidationError
+
+    try:
+        return _reader(hint).validate_python(_plain(value), strict=strict)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    wanted = " or ".join(dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in problems))
+    wanted = wanted.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    message = f"{name} must be {wanted}, got {value!r:.200}"
+    limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern")
+    raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
+
+
+@cache
+def _reader(hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's own, also in a list or a tuple."""
+    if type(value) in (list, tuple):
+        return type(value)(_plain(entry) for entry in value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
