@@ -33,8 +33,8 @@ def test_the_least_directions_hold_the_least_energy():
     for _ in range(200):  # no other three directions have less energy
         other = torch.linalg.qr(torch.randn(7, 3, generator=generator, dtype=torch.float64)).Q
         assert (other.T @ statistic @ other).trace() > values[:3].sum()
-    # A factor of five rows leaves two directions without energy.
-    flat = least_directions(x[:5], 2)
+    # Five rows leave two directions without energy.
+    flat = least_directions(x[:5].T @ x[:5], 2)
     assert (x[:5] @ flat).abs().max() < 1e-6
 
 

@@ -11,7 +11,7 @@ from test_subspaces import literal_dual_gpm, projector
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
 from dulbe_peft.strategies import NewTask, make_strategy
-from dulbe_peft.strategies.subspaces import FREE, OCCUPIED, unpack
+from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED
 
 RANK = 4
 
@@ -58,7 +58,7 @@ def test_three_tasks_are_those_of_the_formulas(tiny_clip):
         memory = strategy.remember(task, statistics)
         strategy.check_memory(memory, {name: layer.in_features for name, layer in adapter.dual_mode_layers().items()})
         assert len(memory) == len(inputs)  # k and v share one entry
-        kept = unpack(memory)
+        kept = strategy.from_memory(memory)
         for names, (basis, side) in literal.items():
             assert kept[names[0]].side == kept[names[-1]].side == side
             torch.testing.assert_close(projector(kept[names[-1]].basis), projector(basis), rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ from stepping import adapted, begin, end, features, new_task, train, update
 
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.occupation import occupied
+from dulbe_peft.strategies.occupation import old_statistic
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 WIDTH = 10
@@ -129,8 +129,8 @@ def test_a_sketch_is_read_as_the_matrix_it_stands_for():
     sketch.update("k", tokens)
     assert sketch["k"].shape == (4, WIDTH)
     exact = tokens.double().T @ tokens.double()
-    assert (occupied(sketch, "k") - exact).norm() < 0.1 * exact.norm()
-    assert occupied(sketch, "v") is None and occupied(None, "k") is None
+    assert (old_statistic(new_task(None, 1, sketch), "k") - exact).norm() < 0.1 * exact.norm()
+    assert old_statistic(new_task(None), "k") is None
 
 
 def test_what_is_wrong_is_refused():

@@ -30,7 +30,6 @@ from dulbe_peft import (
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
-from dulbe_peft.strategies.subspaces import unpack
 
 ARGS = LearnerArguments(
     epochs=1, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False, drift="linear"
@@ -193,12 +192,12 @@ def test_lora_goes_on_with_one_pair(tasks):
 def test_a_new_task_writes_outside_what_old_ones_occupy(name, tasks):
     learner = make_learner(name)
     learner.learn_task(tasks[0].train)
-    occupied = unpack(learner.memory)
+    occupied = learner.strategy.from_memory(learner.memory)
     learner.learn_task(tasks[1].train)
     for layer_name, layer in learner.state.layers.items():
         first, second = layer.dulbe_history_P["default"].double().split(5, dim=1)
         assert second.any() and layer.dulbe_history_B["default"][:, 5:].any()
-        free = occupied[layer_name].free()
+        free = occupied[layer_name].free_basis()
         assert free.shape[1] < layer.in_features
         torch.testing.assert_close(free @ free.T @ second, second, rtol=0, atol=1e-6)
         assert (free @ free.T @ first - first).abs().max() > 1e-3

@@ -7,18 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dulbe_peft import OccupationStatistics
-from dulbe_peft.strategies.subspaces import (
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies.projection_memory import (
     FREE,
     OCCUPIED,
     Subspace,
-    check_packed,
     directions_to_take,
     dual_gpm,
-    grow,
-    nothing,
-    pack,
+    gpm,
     top_directions,
-    unpack,
 )
 
 WIDTH = 12
@@ -75,7 +72,7 @@ def literal_dual_gpm(basis, side, moment, threshold):
 
 def test_dual_gpm_is_the_literal_loop_and_flips():
     literal, side = torch.zeros(WIDTH, 0, dtype=torch.float64), OCCUPIED
-    memory, sides = nothing(WIDTH), []
+    memory, sides = Subspace.unoccupied(WIDTH), []
     for task, share in enumerate([0.95, 0.97, 0.98, 0.99, 0.995]):
         inputs = tokens(task)
         moment = inputs.T @ inputs / len(inputs)
@@ -92,7 +89,7 @@ def test_dual_gpm_is_the_literal_loop_and_flips():
 
 def test_gpm_is_the_literal_loop_and_dual_gpm_keeps_the_same_directions():
     literal = torch.zeros(WIDTH, 0, dtype=torch.float64)
-    memory = dual = nothing(WIDTH)
+    memory = dual = Subspace.unoccupied(WIDTH)
     for task in range(3):
         inputs = tokens(task)
         outside = torch.eye(WIDTH, dtype=torch.float64) - literal @ literal.T
@@ -103,12 +100,12 @@ def test_gpm_is_the_literal_loop_and_dual_gpm_keeps_the_same_directions():
             kept = kept + scales[count] ** 2 / total
             count += 1
         literal = torch.cat([literal, right[:count].T], dim=1)
-        memory = grow(memory, inputs.T @ inputs, 0.97, "X'X")
+        memory = gpm(memory, inputs.T @ inputs, 0.97, "X'X")
         dual = dual_gpm(dual, inputs.T @ inputs, 0.97, "X'X")
         assert memory.side == OCCUPIED and memory.basis.shape == literal.shape
         torch.testing.assert_close(projector(memory.basis), projector(literal))
         torch.testing.assert_close(occupied_projector(dual), projector(literal))
-        torch.testing.assert_close(projector(memory.free()), torch.eye(WIDTH).double() - projector(literal))
+        torch.testing.assert_close(projector(memory.free_basis()), torch.eye(WIDTH).double() - projector(literal))
     assert dual.side == FREE
 
 
@@ -131,49 +128,39 @@ def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
     assert not top_directions(Subspace(torch.eye(WIDTH)), energy, 4, "K").any()
     # A task that uses one direction alone determines one column.
     line = torch.randn(WIDTH, 1, dtype=torch.float64)
-    assert top_directions(nothing(WIDTH), line @ line.T, 4, "K").any(dim=0).tolist() == [True, False, False, False]
+    assert top_directions(Subspace.unoccupied(WIDTH), line @ line.T, 4, "K").any(dim=0).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
-def test_what_is_packed_is_unpacked(tmp_path):
+def test_a_memory_is_written_and_read(tmp_path):
     both = {
         ("a.k", "a.v"): Subspace(torch.linalg.qr(torch.randn(8, 3)).Q.double()),
         ("b",): Subspace(torch.zeros(6, 0), FREE),
     }
-    save_file(pack(both), tmp_path / "memory.safetensors")
+    strategy = make_strategy("inflora")
+    save_file(strategy.to_memory(both), tmp_path / "memory.safetensors")
     loaded = load_file(tmp_path / "memory.safetensors")
-    widths = {"a.k": 8, "a.v": 8, "b": 6}
-    check_packed(loaded, widths)
-    found = unpack(loaded)
+    strategy.check_memory(loaded, {"a.k": 8, "a.v": 8, "b": 6})
+    found = strategy.from_memory(loaded)
     assert {name: one.side for name, one in found.items()} == {"a.k": OCCUPIED, "a.v": OCCUPIED, "b": FREE}
     assert found["a.k"].basis is found["a.v"].basis
     torch.testing.assert_close(found["a.v"].basis.double(), both["a.k", "a.v"].basis, rtol=0, atol=1e-7)
-    assert not found["b"].free().shape[1]
+    assert not found["b"].free_basis().shape[1]
 
 
 def test_a_memory_of_something_else_is_refused():
-    good = torch.eye(8)[:, :3].contiguous()
-    for memory, message in [
-        (OccupationStatistics(), None),
-        (None, None),
-        ({"occupied:a": good}, None),
-        ({"free:a": good}, "no basis of this model"),
-        ({"a": good}, "no basis of this model"),
-        ({"occupied:c": good}, "no basis of this model"),
-        ({"occupied:a,a": good}, "repeated: \\['a'\\]"),
-        ({"occupied:a": good[:7]}, r"\(7, 3\).*expected \(8, at most 8\)"),
-        ({"occupied:a": torch.ones(8, 9)}, "at most 8"),
-        ({"occupied:a": good.double()}, "float32"),
-        ({"occupied:a": good[0]}, "expected"),
-        ({"occupied:a": 2 * good}, "not orthonormal"),
-    ]:
-        if message is None:
-            check_packed(memory, {"a": 8}, (OCCUPIED,))
-            continue
-        with pytest.raises(ValueError, match=message):
-            check_packed(memory, {"a": 8}, (OCCUPIED,))
-    with pytest.raises(ValueError, match="missing or repeated: \\['b'\\]"):
-        check_packed({"occupied:a": good}, {"a": 8, "b": 8})
+    good, strategy = torch.eye(8)[:, :3].contiguous(), make_strategy("keeplora")
+    for memory in (None, OccupationStatistics(), {"occupied:a": good}):
+        strategy.check_memory(memory, {"a": 8})
     statistics = OccupationStatistics()
     statistics.update("a", torch.randn(5, 8))
-    with pytest.raises(ValueError, match="OccupationStatistics"):
-        check_packed(statistics, {"a": 8})
+    for memory in (statistics, {"free:a": good}, {"a": good}, {"occupied:c": good}, {"occupied:a,b": good}):
+        with pytest.raises(ValueError, match="keeps occupied:LAYER,LAYER for all 1 layers"):
+            strategy.check_memory(memory, {"a": 8})
+    for wrong in (good[:7], torch.ones(8, 9), good.double(), good[0]):
+        with pytest.raises(ValueError, match=r"expected \(8, at most 8\), float32"):
+            strategy.check_memory({"occupied:a": wrong}, {"a": 8})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import typing
 from typing import Any, TypeVar
 
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
@@ -21,7 +18,6 @@ from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
-from dulbe_peft.utils.checks import is_number
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
@@ -81,31 +77,18 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
     if isinstance(spec, Strategy):
         return spec
     if isinstance(spec, str):
-        name, values = parse_spec(spec)
-        kind = _kind(name)
-        return kind(**convert(kind, values))
-    if isinstance(spec, dict) and isinstance(spec.get("name"), str):
-        kind = _kind(spec["name"])
-        known = {entry.name for entry in dataclasses.fields(kind)}
-        unknown = sorted(set(spec) - known - {"name"})
-        if unknown:
-            raise ValueError(f"strategy {spec['name']!r} has no setting {unknown[0]!r}; its settings: {sorted(known)}")
-        values = {key: value for key, value in spec.items() if key != "name"}
-        for key, hint in typing.get_type_hints(kind).items():
-            if key in values and not _is_of(values[key], hint):
-                raise ValueError(f"strategy {spec['name']!r} has {key}={values[key]!r:.100}, expected {hint}")
-        return kind(**values)
-    raise TypeError(f"strategy must be a name such as 'dulbe' or a Strategy, got {spec!r:.100}")
+        name, texts = parse_spec(spec)
+        return _strategy_class(name)(**convert(_strategy_class(name), texts))
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise TypeError(f"strategy must be a name such as 'dulbe' or a Strategy, got {spec!r:.100}")
+    kind = _strategy_class(spec["name"])
+    try:
+        return kind(**{key: value for key, value in spec.items() if key != "name"})
+    except TypeError as error:  # an unknown setting, or a value of another type
+        raise ValueError(f"strategy {kind.name!r} does not have the settings {spec!r:.200}: {error}") from error
 
 
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a saved value has the type of a setting; settings of other types check themselves."""
-    if hint is float:
-        return is_number(value) and abs(value) <= sys.float_info.max
-    return hint not in (int, bool, str) or type(value) is hint
-
-
-def _kind(name: str) -> type[Strategy]:
+def _strategy_class(name: str) -> type[Strategy]:
     if name not in STRATEGIES:
         raise ValueError(f"there is no strategy {name!r}{closest(name, STRATEGIES)}")
     return STRATEGIES[name]

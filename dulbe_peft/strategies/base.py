@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.subspaces.modes import ModeBases
@@ -42,7 +43,7 @@ class NewTask:
         memory: what `remember` returned at the end of the last task; None before the first.
         gradients: layer name -> G, (d_out, d_in), where `needs` has "gradients"; else empty.
         inputs: layer name -> X'X, (d_in, d_in), of the new task's images, where `needs` has "inputs"; else empty.
-        notes: what a hook of the strategy leaves for a later one of the same task, numbers or tensors. `plan` runs in
+        notes: numbers or tensors that one hook of the strategy leaves for a later one of the same task. `plan` runs in
             the first process alone; every process gets the notes that it left, tensors on the model's device.
     """
 
@@ -53,6 +54,16 @@ class NewTask:
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
     notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def adapter_name(self) -> str:
+        """Under which name the layers hold the adapter's tensors."""
+        return self.adapter.active_adapters[0]
+
+    @property
+    def layers(self) -> dict[str, DualModeLinear]:
+        """Name -> adapted layer, in the model's order."""
+        return self.adapter.dual_mode_layers()
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -171,6 +182,7 @@ class Strategy:
         """Whether to end training after `epoch` epochs; called before each epoch and after the last one.
 
         Args:
+            task: the task.
             epoch: how many epochs are done, 0 before the first one.
             wrong_logit: makes a pass over the task's images and returns the mean logit of their wrong classes.
         """
@@ -200,10 +212,10 @@ class Strategy:
         return task.memory
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        """Raise a `ValueError` where a loaded memory is not one of this strategy's.
+        """Raise a `ValueError` where a memory from a file does not fit this strategy and the model's layers.
 
         Args:
-            memory: what was read from a file.
+            memory: what was read from the file.
             widths: layer name -> d_in of the model's adapted layers.
         """
         if memory:

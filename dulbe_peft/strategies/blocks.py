@@ -18,11 +18,9 @@ def block_of(name: str) -> int:
 
 
 def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list[str], int]:
-    """The layers of the lower blocks, all other layers, and how many blocks are lower ones.
+    """The layers of the lower blocks, all other layers, and how many blocks are lower ones: `share`, rounded down.
 
-    Args:
-        names: the adapted layers; the last block among them is taken for the tower's last one.
-        share: the share of the blocks that are lower ones, rounded down.
+    The last block among `names` is taken for the tower's last one.
     """
     blocks = {name: block_of(name) for name in names}
     count = int(share * (1 + max(blocks.values(), default=-1)))
@@ -32,13 +30,7 @@ def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list
 
 @contextmanager
 def early_exit(model: nn.Module, name: str, count: int) -> Iterator[None]:
-    """Let a tower end after its first `count` blocks, with its own last norm and projection behind them.
-
-    Args:
-        model: the model with the tower.
-        name: a layer in one of the tower's blocks.
-        count: how many blocks stay.
-    """
+    """Let the tower that has the layer `name` end after `count` blocks, with its own last norm and projection."""
     path, _, attribute = name[: name.index(f".{block_of(name)}.")].rpartition(".")
     parent = model.get_submodule(path)
     blocks: nn.ModuleList = getattr(parent, attribute)

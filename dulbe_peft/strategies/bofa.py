@@ -29,25 +29,14 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import NewTask
-from dulbe_peft.strategies.occupation import OccupationStrategy
-from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
+from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic
+from dulbe_peft.subspaces.decompositions import eigh, fix_signs
 from dulbe_peft.subspaces.modes import ModeBases
-from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
-    """The eigenvectors of the smallest eigenvalues, the smallest first.
-
-    Args:
-        statistic: S, (d, d), or a factor F of it, (rows, d) with fewer rows than d, where S = F'F.
-        count: how many.
-        name: what an error message calls the matrix.
-
-    Returns:
-        (d, count), float64, orthonormal columns.
-    """
-    matrix = to_float64(statistic, name)
-    _, vectors = eigh(matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix, name)
+    """The eigenvectors of S, (d, d) in float64, of the smallest eigenvalues, the smallest first, (d, count)."""
+    _, vectors = eigh(statistic, name)
     return fix_signs(vectors.flip(1)[:, :count])
 
 
@@ -61,9 +50,10 @@ class Bofa(OccupationStrategy):
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         rank, generator, bases = sum(task.ranks), task.generator(), {}
-        for name, layer in task.adapter.dual_mode_layers().items():
-            if isinstance(task.memory, OccupationStatistics) and name in task.memory:
-                bases[name] = least_directions(task.memory[name], rank, f"statistics of layer {name!r}")
+        for name, layer in task.layers.items():
+            old = old_statistic(task, name)
+            if old is not None:
+                bases[name] = least_directions(old, rank, f"statistics of layer {name!r}")
             else:
                 bases[name] = torch.linalg.qr(torch.randn(layer.in_features, rank, generator=generator)).Q
         return task.modes(bases)
@@ -79,8 +69,7 @@ class Bofa(OccupationStrategy):
 
     def finish(self, task: NewTask) -> None:
         """The old updates' mean over t - 1 tasks becomes their part of the mean over t, and so does the new update."""
-        (adapter,) = task.adapter.active_adapters
-        part = 1 / (task.index + 1)
-        for layer in task.adapter.dual_mode_layers().values():
+        adapter, part = task.adapter_name, 1 / (task.index + 1)
+        for layer in task.layers.values():
             layer.dulbe_history_B[adapter] = (1 - part) * layer.dulbe_history_B[adapter]
             layer.set_up_projections(adapter, part * layer.current_up(adapter))

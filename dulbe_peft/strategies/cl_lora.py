@@ -72,31 +72,29 @@ class ClLora(Strategy):
         if self.shared_blocks >= 1:
             raise ValueError(f"shared_blocks must be below 1, got {self.shared_blocks}")
 
-    def _layers(self, task: NewTask) -> tuple[dict[str, DualModeLinear], dict[str, DualModeLinear], int]:
-        """The layers with the shared pair, those with a pair a task, and how many blocks the former have."""
-        layers = task.adapter.dual_mode_layers()
-        lower, upper, count = lower_and_upper(layers, self.shared_blocks)
-        return {name: layers[name] for name in lower}, {name: layers[name] for name in upper}, count
-
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        adapter, generator = task.adapter.active_adapters[0], task.generator()
-        lower, upper, _ = self._layers(task)
-        bases = {name: layer.dulbe_P[adapter] for name, layer in lower.items()}
-        for name, layer in (upper if task.index else lower | upper).items():
-            start = torch.rand(layer.in_features, sum(task.ranks), generator=generator)
+        layers, generator = task.layers, task.generator()
+        lower, upper, _ = lower_and_upper(layers, self.shared_blocks)
+        bases = {name: layers[name].dulbe_P[task.adapter_name] for name in lower}
+        for name in upper if task.index else lower + upper:
+            start = torch.rand(layers[name].in_features, sum(task.ranks), generator=generator)
             bases[name] = torch.linalg.qr(start).Q
         return task.modes(bases)
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        adapter, (_, upper, _) = task.adapter.active_adapters[0], self._layers(task)
+        adapter, upper = task.adapter_name, self._upper(task)
         start = 0.5 + torch.rand(len(upper), generator=task.generator(salt=1))
         weights = start.to(next(iter(upper.values())).dulbe_P[adapter].device).requires_grad_()
         task.notes[WEIGHTS] = weights
+
+        def weighted_pair(layer: DualModeLinear, index: int) -> Updates:
+            return [(layer.dulbe_P[adapter], weights[index] * layer.current_up(adapter))]
+
         with ExitStack() as stack:
             stack.enter_context(task.adapter.held_weights())
             for index, layer in enumerate(upper.values()):
-                pair = partial(_weighted_pair, layer, adapter, weights, index)
+                pair = partial(weighted_pair, layer, index)
                 stack.enter_context(layer.holding(layer.folded_weight(adapter).detach(), pair, modes=False))
             yield [*stack.enter_context(task.adapter.trained_bases(upper)), weights]
 
@@ -109,19 +107,19 @@ class ClLora(Strategy):
 
     def backward(self, task: NewTask, step: Step) -> None:
         super().backward(task, step)
-        lower, _, count = self._layers(task)
+        lower, _, count = lower_and_upper(task.layers, self.shared_blocks)
         if task.index and lower and self.distillation:
-            with early_exit(task.adapter.model, next(iter(lower)), count):
+            with early_exit(task.adapter.model, lower[0], count):
                 student = step.encode()
                 with torch.no_grad(), task.adapter.previous_task():
                     teacher = step.encode()
-            loss = exit_loss(student, teacher, step.text.detach(), step.logit_scale, self.temperature)
-            _add_gradients(self.distillation * loss, list(lower.values()), task)
+            logits = [step.logit_scale * z @ step.text.detach().T / self.temperature for z in (student, teacher)]
+            loss = -(logits[1].softmax(dim=1) * logits[0].log_softmax(dim=1)).sum(dim=1).mean()
+            self._add_lower_gradients(self.distillation * loss, [task.layers[name] for name in lower], task)
 
     def finish(self, task: NewTask) -> None:
-        adapter, (_, upper, _) = task.adapter.active_adapters[0], self._layers(task)
-        for layer, weight in zip(upper.values(), task.notes[WEIGHTS], strict=True):
-            layer.set_up_projections(adapter, weight * layer.current_up(adapter))
+        for layer, weight in zip(self._upper(task).values(), task.notes[WEIGHTS], strict=True):
+            layer.set_up_projections(task.adapter_name, weight * layer.current_up(task.adapter_name))
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         row = task.notes[WEIGHTS].detach()[None]
@@ -131,28 +129,26 @@ class ClLora(Strategy):
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         if memory is None:
             return
-        if not isinstance(memory, dict) or set(memory) != {WEIGHTS}:
-            raise ValueError(f"the file holds {sorted(memory)[:3]}, expected {WEIGHTS!r} alone")
-        rows, upper = memory[WEIGHTS], len(lower_and_upper(widths, self.shared_blocks)[1])
-        if rows.ndim != 2 or rows.shape[1] != upper or not len(rows) or not rows.is_floating_point():
-            found = f"{tuple(rows.shape)}, {rows.dtype}"
-            raise ValueError(f"{WEIGHTS} must be float (tasks, {upper} upper layers), got {found}")
+        rows, upper = memory.get(WEIGHTS), len(lower_and_upper(widths, self.shared_blocks)[1])
+        if rows is None or rows.ndim != 2 or rows.shape[1] != upper or not len(rows) or not rows.is_floating_point():
+            found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in [*memory.items()][:3]}
+            raise ValueError(f"{WEIGHTS} must be float (tasks, {upper} upper layers), the file holds {found}")
 
+    def _upper(self, task: NewTask) -> dict[str, DualModeLinear]:
+        """The layers with a pair for each task."""
+        layers = task.layers
+        return {name: layers[name] for name in lower_and_upper(layers, self.shared_blocks)[1]}
 
-def exit_loss(
-    student: torch.Tensor, teacher: torch.Tensor, text: torch.Tensor, logit_scale: float, temperature: float
-) -> torch.Tensor:
-    """-sum_c softmax(teacher / T)_c log softmax(student / T)_c, the mean over images.
-
-    Args:
-        student: (n, d), unit features.
-        teacher: (n, d), unit features.
-        text: (classes, d), unit text embeddings.
-        logit_scale: tau, which makes features and texts logits.
-        temperature: T.
-    """
-    target = (logit_scale * teacher @ text.T / temperature).softmax(dim=1)
-    return -(target * (logit_scale * student @ text.T / temperature).log_softmax(dim=1)).sum(dim=1).mean()
+    def _add_lower_gradients(self, loss: torch.Tensor, layers: list[DualModeLinear], task: NewTask) -> None:
+        """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
+        adapter, rank = task.adapter_name, sum(task.ranks)
+        ups = [[layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]] for layer in layers]
+        gradients = iter(torch.autograd.grad(loss, [up for pair in ups for up in pair]))
+        for layer, pair in zip(layers, ups, strict=True):
+            # All tasks have the same A, so the B of the last task is the sum of what they folded.
+            scales = row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
+            for up in pair:
+                up.grad = next(gradients) * scales if up.grad is None else up.grad.add_(next(gradients) * scales)
 
 
 def row_scales(old_up: torch.Tensor) -> torch.Tensor:
@@ -160,19 +156,3 @@ def row_scales(old_up: torch.Tensor) -> torch.Tensor:
     norms = old_up.norm(dim=1, keepdim=True)
     mean = norms.mean()
     return torch.where(mean > 0, norms / torch.where(mean > 0, mean, 1.0), 1.0)
-
-
-def _add_gradients(loss: torch.Tensor, layers: list[DualModeLinear], task: NewTask) -> None:
-    """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
-    adapter, rank = task.adapter.active_adapters[0], sum(task.ranks)
-    ups = [[layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]] for layer in layers]
-    gradients = iter(torch.autograd.grad(loss, [up for pair in ups for up in pair]))
-    for layer, pair in zip(layers, ups, strict=True):
-        # All tasks have the same A, so the B of the last task is the sum of what they folded.
-        scales = row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
-        for up in pair:
-            up.grad = next(gradients) * scales if up.grad is None else up.grad.add_(next(gradients) * scales)
-
-
-def _weighted_pair(layer: DualModeLinear, adapter: str, weights: torch.Tensor, index: int) -> Updates:
-    return [(layer.dulbe_P[adapter], weights[index] * layer.current_up(adapter))]

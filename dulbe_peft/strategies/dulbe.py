@@ -16,7 +16,6 @@ from dulbe_peft.strategies.losses import bidirectional_kl
 from dulbe_peft.strategies.occupation import OccupationStrategy
 from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases
-from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Dulbe(OccupationStrategy):
             raise ValueError(f"routing must be shared or both, got {self.routing!r}")
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        config = task.adapter.active_config
-        statistics = task.memory if isinstance(task.memory, OccupationStatistics) else None
-        return allocate_modes(task.gradients, statistics, *task.ranks, support_rank=config.support_rank)
+        support_rank = task.adapter.active_config.support_rank
+        return allocate_modes(task.gradients, task.memory, *task.ranks, support_rank=support_rank)
 
     def backward(self, task: NewTask, step: Step) -> None:
         structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight

@@ -30,23 +30,21 @@ Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Strategy
-from dulbe_peft.strategies.subspaces import Subspace, check_packed, dual_gpm, nothing, pack, top_directions, unpack
+from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
+from dulbe_peft.strategies.projection_memory import ProjectionMemoryStrategy, Subspace, dual_gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 @dataclass(frozen=True)
-class InfLora(Strategy):
+class InfLora(ProjectionMemoryStrategy):
     """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks.
-
-    Further images of known classes change no occupied direction: those are no sum over images.
 
     Attributes:
         energy: share of the energy that is occupied after the first task, in (0, 1]. The code has 0.95 for CIFAR-100
@@ -55,20 +53,17 @@ class InfLora(Strategy):
         tasks: T, how many tasks the stream has.
     """
 
-    name = "inflora"
-    needs = frozenset({INPUTS})
-    remembers_inputs = True
-    orthonormal = False
     energy: float = 0.95
     final_energy: float = 1.0
     tasks: int = 10
 
+    name = "inflora"
+    needs = frozenset({INPUTS})
+
     def __post_init__(self) -> None:
         if not 0 < self.energy <= self.final_energy <= 1:
-            raise ValueError(
-                "energy and final_energy must satisfy 0 < energy <= final_energy <= 1, got "
-                f"{self.energy} and {self.final_energy}"
-            )
+            found = f"{self.energy} and {self.final_energy}"
+            raise ValueError(f"energy and final_energy must satisfy 0 < energy <= final_energy <= 1, got {found}")
         if self.tasks < 1:
             raise ValueError(f"tasks must be at least 1, got {self.tasks}")
 
@@ -78,25 +73,22 @@ class InfLora(Strategy):
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         bases: dict[str, torch.Tensor] = {}
-        for names, old, energy, label in _uses(task, task.inputs):
-            directions = top_directions(old, energy, sum(task.ranks), label)
+        for names, old, energy in self._occupied_and_used(task, task.inputs):
+            directions = top_directions(old, energy, sum(task.ranks), f"inputs of layer {names[0]!r}")
             bases.update(dict.fromkeys(names, directions / math.sqrt(3)))
         return task.modes(bases)
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        share = self.threshold(task.index)
-        return pack({names: dual_gpm(old, energy, share, label) for names, old, energy, label in _uses(task, inputs)})
+        share, after = self.threshold(task.index), {}
+        for names, old, energy in self._occupied_and_used(task, inputs):
+            after[names] = dual_gpm(old, energy, share, f"inputs of layer {names[0]!r}")
+        return self.to_memory(after)
 
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        check_packed(memory, widths)
-
-
-def _uses(
-    task: NewTask, inputs: OccupationStatistics
-) -> Iterator[tuple[tuple[str, ...], Subspace, torch.Tensor, str]]:
-    """Layers that share their input, what is occupied there, K = C C in float64, and what messages call K."""
-    kept = unpack(task.memory)
-    for names in inputs.groups:
-        label = f"input statistics of layer {names[0]!r}"
-        moment = to_float64(inputs[names[0]], label)
-        yield names, kept.get(names[0]) or nothing(len(moment)), moment @ moment, label
+    def _occupied_and_used(
+        self, task: NewTask, inputs: OccupationStatistics
+    ) -> Iterator[tuple[tuple[str, ...], Subspace, torch.Tensor]]:
+        """Layers that share their input, what is occupied there, and K = C C in float64."""
+        kept = self.from_memory(task.memory)
+        for names in inputs.groups:
+            moment = to_float64(inputs[names[0]], f"inputs of layer {names[0]!r}")
+            yield names, kept.get(names[0]) or Subspace.unoccupied(len(moment)), moment @ moment

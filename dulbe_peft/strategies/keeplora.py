@@ -25,21 +25,18 @@ Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask, Strategy
-from dulbe_peft.strategies.subspaces import (
+from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask
+from dulbe_peft.strategies.projection_memory import (
     OCCUPIED,
+    ProjectionMemoryStrategy,
     Subspace,
-    check_packed,
     directions_to_take,
-    grow,
-    pack,
+    gpm,
     top_directions,
-    unpack,
 )
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
@@ -47,35 +44,27 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def principal_directions(weight: torch.Tensor, share: float, name: str = "W") -> torch.Tensor:
-    """W_p, (d_in, p), float64: the fewest right singular vectors of W that hold `share` of |W|^2.
-
-    Args:
-        weight: W, (d_out, d_in).
-        share: eps_w.
-        name: what an error message calls W.
-    """
+    """W_p, (d_in, p) in float64: the fewest right singular vectors of W, (d_out, d_in), that hold `share` of |W|^2."""
     _, scales, right = torch.linalg.svd(to_float64(weight, name), full_matrices=False)
     energies = scales.square()
     return right[: directions_to_take(energies, float(energies.sum()), share)].T
 
 
 @dataclass(frozen=True)
-class KeepLora(Strategy):
+class KeepLora(ProjectionMemoryStrategy):
     """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions.
-
-    Further images of known classes change no occupied direction: those are no sum over images.
 
     Attributes:
         eps_w: share of |W_0|^2 that the principal directions hold, in [0, 1]; 0 keeps none.
         eps_f: share of |X|^2 that is occupied after each task, in [0, 1].
     """
 
-    name = "keeplora"
-    needs = frozenset({GRADIENTS})
-    remembers_inputs = True
-    orthonormal = False  # a column without a free direction is 0
     eps_w: float = 0.85
     eps_f: float = 0.99
+
+    name = "keeplora"
+    needs = frozenset({GRADIENTS})
+    sides = (OCCUPIED,)
 
     def __post_init__(self) -> None:
         for name in ("eps_w", "eps_f"):
@@ -93,20 +82,15 @@ class KeepLora(Strategy):
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         after: dict[tuple[str, ...], Subspace] = {}
         for name, old in self._occupied(task).items():
-            label = f"input statistics of layer {name!r}"
-            after[name,] = grow(old, to_float64(inputs[name], label), self.eps_f, label)
-        return pack(after)
+            label = f"inputs of layer {name!r}"
+            after[name,] = gpm(old, to_float64(inputs[name], label), self.eps_f, label)
+        return self.to_memory(after)
 
     def _occupied(self, task: NewTask) -> dict[str, Subspace]:
         """Layer name -> Q: [W_p, M], or W_p alone at the first task."""
         if task.memory:
-            return unpack(task.memory)
-        (adapter,) = task.adapter.active_adapters
-        occupied = {}
-        for name, layer in task.adapter.dual_mode_layers().items():
-            pretrained = layer.scaled_weight(adapter, 0.0)
-            occupied[name] = Subspace(principal_directions(pretrained, self.eps_w, f"weight of layer {name!r}"))
-        return occupied
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        check_packed(memory, widths, (OCCUPIED,))
+            return self.from_memory(task.memory)
+        return {
+            name: Subspace(principal_directions(layer.scaled_weight(task.adapter_name, 0.0), self.eps_w, name))
+            for name, layer in task.layers.items()
+        }

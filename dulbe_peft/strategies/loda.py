@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.occupation import OccupationStrategy, occupation, occupied
+from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic, with_inputs
 from dulbe_peft.subspaces.decompositions import fix_signs, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -52,15 +52,7 @@ def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Ten
 def isolated_pair(old: torch.Tensor, new: torch.Tensor, count: int, ridge: float, name: str = "S") -> torch.Tensor:
     """The top generalised eigenvectors of (S_t, S_old + rho I), made orthonormal, (d, count) in float64.
 
-    Args:
-        old: S_old, (d, d), float64.
-        new: S_t, (d, d), float64.
-        count: how many.
-        ridge: rho in units of S_old's mean eigenvalue.
-        name: what an error message calls the matrices.
-
-    Raises:
-        ValueError: S_old has large negative eigenvalues, so it is no sum of X'X.
+    `old` and `new` are S_old and S_t, (d, d) in float64; `ridge` is rho in units of S_old's mean eigenvalue.
     """
     identity = torch.eye(len(old), dtype=old.dtype, device=old.device)
     rho = ridge * float(old.trace()) / len(old)
@@ -106,7 +98,7 @@ class Loda(OccupationStrategy):
         modes = {}
         for names in task.inputs.groups:
             label = f"inputs of layer {names[0]!r}"
-            new, old = to_float64(task.inputs[names[0]], label), occupied(task.memory, names[0])
+            new, old = to_float64(task.inputs[names[0]], label), old_statistic(task, names[0])
             if old is None:
                 both = general_pair(new, shared_rank + residual_rank, label)
                 general, isolated = both[:, :shared_rank], both[:, shared_rank:]
@@ -117,10 +109,9 @@ class Loda(OccupationStrategy):
         return modes
 
     def finish(self, task: NewTask) -> None:
-        adapter, rank = task.adapter.active_adapters[0], task.ranks[0]
-        layers = task.adapter.dual_mode_layers()
+        adapter, rank, layers = task.adapter_name, task.ranks[0], task.layers
         for names in task.inputs.groups:
-            old, new = occupied(task.memory, names[0]), to_float64(task.inputs[names[0]], names[0])
+            new, old = to_float64(task.inputs[names[0]], names[0]), old_statistic(task, names[0])
             if old is None or not rank:
                 continue
             basis = layers[names[0]].dulbe_P[adapter][:, :rank].to(new)
@@ -131,4 +122,4 @@ class Loda(OccupationStrategy):
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         """S + X'X of the task's images by the model before the task."""
-        return occupation(task, task.inputs)
+        return with_inputs(task, task.inputs)

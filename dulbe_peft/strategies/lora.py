@@ -23,7 +23,7 @@ from dulbe_peft.subspaces.modes import ModeBases
 def uniform_bases(task: NewTask, bound: Callable[[int], float]) -> dict[str, torch.Tensor]:
     """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(d_in)` of 0."""
     generator, rank = task.generator(), sum(task.ranks)
-    widths = {name: layer.in_features for name, layer in task.adapter.dual_mode_layers().items()}
+    widths = {name: layer.in_features for name, layer in task.layers.items()}
     return {n: bound(width) * (2 * torch.rand(width, rank, generator=generator) - 1) for n, width in widths.items()}
 
 

@@ -35,7 +35,6 @@ from dulbe_peft.strategies.base import INPUTS, NewTask
 from dulbe_peft.strategies.lora import MergedLora, kaiming_bases
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
 from dulbe_peft.subspaces.modes import ModeBases
-from dulbe_peft.utils.checks import check_number
 
 
 def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:
@@ -64,7 +63,6 @@ class LoraSub(MergedLora):
     needs = frozenset({INPUTS})
 
     def __post_init__(self) -> None:
-        check_number("energy", self.energy)
         if not 0 < self.energy <= 1:
             raise ValueError(f"energy must lie in (0, 1], got {self.energy}")
 
@@ -84,22 +82,15 @@ class LoraSub(MergedLora):
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         with super().training(task) as bases:
-            for name, basis in zip(task.adapter.dual_mode_layers(), bases, strict=True):
-                task.notes[_before(name)] = basis.detach().clone()
+            for name, basis in zip(task.layers, bases, strict=True):
+                task.notes[f"{name}.before"] = basis.detach().clone()  # P as it was before the step
             yield bases
 
     def after_step(self, task: NewTask) -> None:
-        adapter = task.adapter.active_adapters[0]
-        for name, layer in task.adapter.dual_mode_layers().items():
-            space = task.notes.get(name)
-            if space is None:
-                return  # the first task is free
-            basis, before = layer.dulbe_P[adapter], task.notes[_before(name)]
+        if not task.index:
+            return  # the first task is free
+        for name, layer in task.layers.items():
+            space, basis, before = task.notes[name], layer.dulbe_P[task.adapter_name], task.notes[f"{name}.before"]
             step = space @ (space.T @ (basis - before))
             before += step / space.shape[1] ** 0.5 if self.normalize else step
             basis.copy_(before)
-
-
-def _before(name: str) -> str:
-    """Under which name P as it was before the step is kept."""
-    return f"{name}.before"

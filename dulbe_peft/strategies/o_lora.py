@@ -25,14 +25,10 @@ from dulbe_peft.utils.checks import check_number
 
 
 def overlap(earlier: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """Sum of the entries of |A_i A_t'| over all earlier pairs, a scalar.
+    """Sum of the entries of |A_i A_t'| over all A_i' side by side, (d_in, columns), and one A_t', (d_in, r).
 
     >>> overlap(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-4.0]]))
     tensor(5.)
-
-    Args:
-        earlier: all A_i' side by side, (d_in, columns).
-        current: A_t', (d_in, r).
     """
     return (earlier.T @ current).abs().sum()
 
@@ -52,9 +48,8 @@ class OLora(MergedLora):
         check_number("lambda_1", self.lambda_1, least=0)
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
-        (adapter,) = task.adapter.active_adapters
-        layers = task.adapter.dual_mode_layers().values()
-        pairs = [(layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]) for layer in layers]
+        name = task.adapter_name
+        pairs = [(layer.dulbe_history_P[name], layer.dulbe_P[name]) for layer in task.layers.values()]
         if not any(earlier.shape[1] for earlier, _ in pairs):
             return None
         return self.lambda_1 * torch.stack([overlap(earlier, current) for earlier, current in pairs]).sum()

@@ -12,8 +12,8 @@ from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
-def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
-    """S of all finished tasks with the one that ends, S + X'X, exact or cut to 2 K_h directions as `args` asks."""
+def with_inputs(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
+    """S of the finished tasks + X'X, exact or cut to 2 K_h directions as `args.statistics` asks."""
     old = task.memory if isinstance(task.memory, OccupationStatistics) else None
     if task.args.statistics == "sketch":
         kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
@@ -26,6 +26,14 @@ def occupation(task: NewTask, inputs: OccupationStatistics) -> OccupationStatist
     return inputs
 
 
+def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
+    """S of the finished tasks at one layer, (d_in, d_in) in float64, from a sketch F as F'F; None before the first."""
+    if not isinstance(task.memory, OccupationStatistics) or name not in task.memory:
+        return None
+    matrix = to_float64(task.memory[name], f"statistics of layer {name!r}")
+    return matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix
+
+
 @dataclass(frozen=True)
 class OccupationStrategy(Strategy):
     """A strategy that remembers S: the inputs of every task's images, read by the model that has learned the task."""
@@ -34,31 +42,19 @@ class OccupationStrategy(Strategy):
     remembers_more = True
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        return occupation(task, inputs)
+        return with_inputs(task, inputs)
 
     def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S + X'X of the further images."""
-        return occupation(task, inputs)
+        return with_inputs(task, inputs)
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         if not memory:
             return
-        if not isinstance(memory, OccupationStatistics):
-            raise ValueError(f"the file holds {sorted(memory)[:3]}, expected occupation statistics")
-        rows = memory.sketch_rows
-        for name, matrix in memory.items():
-            width = widths.get(name)
-            expected = None if width is None else (min(width, rows or width), width)
-            if tuple(matrix.shape) != expected:
-                found = "no such layer" if expected is None else expected
-                raise ValueError(f"statistics of {name!r} have shape {tuple(matrix.shape)}, the model: {found}")
-        if len(memory) != len(widths):
-            raise ValueError(f"statistics are of {len(memory)} layers, the model has {len(widths)}")
-
-
-def occupied(memory: Memory | None, name: str) -> torch.Tensor | None:
-    """S of one layer in float64, (d_in, d_in), from a sketch F as F'F; None before the first task."""
-    if not isinstance(memory, OccupationStatistics) or name not in memory:
-        return None
-    matrix = to_float64(memory[name], f"statistic of layer {name!r}")
-    return matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix
+        if not isinstance(memory, OccupationStatistics) or set(memory) != set(widths):
+            expected = f"occupation statistics of all {len(widths)} layers of the model"
+            raise ValueError(f"the file holds {sorted(memory)[:3]}, {len(memory)} entries, expected {expected}")
+        for name, width in widths.items():
+            expected_shape = min(width, memory.sketch_rows or width), width
+            if memory[name].shape != expected_shape:
+                found = tuple(memory[name].shape)
+                raise ValueError(f"statistics of {name!r} have shape {found}, the model: {expected_shape}")

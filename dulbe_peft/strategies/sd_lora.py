@@ -38,12 +38,7 @@ from dulbe_peft.utils.checks import check_number
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """B_i / (|B_i| |A_i|) side by side, (d_out, pairs * rank), and m_i = |B_i| |A_i|, (pairs,).
 
-    A pair with B_i = 0 has no direction: it keeps 0.
-
-    Args:
-        down: A_i' side by side, (d_in, pairs * rank).
-        up: B_i side by side, (d_out, pairs * rank).
-        rank: columns of one pair.
+    `down` has all A_i' side by side, `up` all B_i. A pair with B_i = 0 has no direction: it keeps 0.
     """
     pairs = up.shape[1] // rank
     norms = [factor.unflatten(1, (pairs, rank)).norm(dim=(0, 2)) for factor in (down, up)]
@@ -73,31 +68,28 @@ class SdLora(MergedLora):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        adapter, layers = task.adapter.active_adapters[0], task.adapter.dual_mode_layers()
+        adapter, layers = task.adapter_name, task.layers
+
+        def all_pairs(layer: DualModeLinear, old: torch.Tensor, magnitudes: torch.Tensor) -> Updates:
+            down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1)
+            return [(down, scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes))]
+
         with ExitStack() as stack:
             bases = stack.enter_context(task.adapter.trained_bases())
             for name, layer in layers.items():
-                old, norms = directions(
-                    layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter], sum(task.ranks)
-                )
+                down, up = layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter]
+                old, norms = directions(down, up, sum(task.ranks))
                 magnitudes = torch.cat([norms, norms.new_tensor([self.magnitude])]).requires_grad_()
                 task.notes[name] = magnitudes
-                pairs = partial(_pairs, layer, adapter, old, magnitudes)
-                # The new pair, too, enters through `_pairs`, times its magnitude.
+                # The new pair, too, enters through `all_pairs`, times its magnitude.
+                pairs = partial(all_pairs, layer, old, magnitudes)
                 stack.enter_context(layer.holding(layer.scaled_weight(adapter, 0.0), pairs, modes=False))
             yield [*bases, *(task.notes[name] for name in layers)]
 
     def finish(self, task: NewTask) -> None:
-        adapter, rank = task.adapter.active_adapters[0], sum(task.ranks)
-        for name, layer in task.adapter.dual_mode_layers().items():
-            magnitudes = task.notes[name]
+        adapter, rank = task.adapter_name, sum(task.ranks)
+        for name, layer in task.layers.items():
             old, _ = directions(layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter], rank)
-            ups = scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes)
+            ups = scaled(torch.cat([old, layer.current_up(adapter)], dim=1), task.notes[name])
             layer.dulbe_history_B[adapter] = ups[:, :-rank].contiguous()
             layer.set_up_projections(adapter, ups[:, -rank:])
-
-
-def _pairs(layer: DualModeLinear, adapter: str, old: torch.Tensor, magnitudes: torch.Tensor) -> Updates:
-    """All pairs as one: the old ones' factors and directions, the new one's factors, times the magnitudes."""
-    down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1)
-    return [(down, scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes))]
