@@ -21,7 +21,7 @@ from dulbe_peft import (
 )
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.names import check_class_names, format_prompts
-from dulbe_peft.subspaces.support import orthonormal_complement
+from dulbe_peft.subspaces.decompositions import orthonormal_complement
 
 DOCUMENTED = (ValueError, TypeError, FileNotFoundError, CheckpointError)
 CHEAP = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.encoders.loading import has_text, image_size, longest_text, unit_image_embeds, unit_text_embeds
 from dulbe_peft.strategies.base import Memory, Strategy
-from dulbe_peft.subspaces.inputs import listening
+from dulbe_peft.subspaces.inputs import observed_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 FLOAT32 = 4  # bytes
@@ -110,7 +110,7 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
     read: dict[str, torch.Tensor] = {}
     base, layers = model.get_base_model(), model.dual_mode_layers()
     size = image_size(base)
-    with listening(layers, read.__setitem__), torch.no_grad():
+    with observed_inputs(layers, read.__setitem__), torch.no_grad():
         unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
     unreached = [name for name in layers if name not in read]
     if unreached:

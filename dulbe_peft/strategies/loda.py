@@ -36,10 +36,9 @@ import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
 from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic, with_inputs
-from dulbe_peft.subspaces.decompositions import fix_signs, to_float64, top_eigenvectors
+from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.subspaces.support import orthonormal_complement
 from dulbe_peft.utils.checks import check_number
 
 

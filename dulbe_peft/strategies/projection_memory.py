@@ -21,8 +21,14 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft.strategies.base import Memory, Strategy
-from dulbe_peft.subspaces.decompositions import EPS64, eigh, fix_signs, to_float64, top_eigenvectors
-from dulbe_peft.subspaces.support import orthonormal_complement
+from dulbe_peft.subspaces.decompositions import (
+    EPS64,
+    eigh,
+    fix_signs,
+    orthonormal_complement,
+    to_float64,
+    top_eigenvectors,
+)
 
 OCCUPIED, FREE = "occupied", "free"
 ROUNDING = 1e-12  # a share that is missed by less counts as reached

@@ -53,7 +53,9 @@ def occupied_directions(
     support_rank: int,
 ) -> dict[str, torch.Tensor]:
     """Layer name -> U, (d_in, K), for the layers that have a statistic; arguments and errors as `allocate_modes`."""
-    _check_ranks(shared_rank, residual_rank, support_rank)
+    ranks = {"shared_rank": shared_rank, "residual_rank": residual_rank, "support_rank": support_rank}
+    for name, value in ranks.items():
+        check_int(name, value, 0)
     statistics = {name: stats[name] for name in probe if name in stats} if stats else {}
     _check_matrices(probe, statistics, shared_rank + residual_rank)
     # Layers that share a statistic share its decomposition; `statistics` keeps the objects alive, so ids are unique.
@@ -77,13 +79,8 @@ def modes_beside(
         support = supports.get(name)
         label = f"gradient of layer {name!r}"
         shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
-        modes[name] = ModeBases(
-            shared=shared,
-            residual=residual,
-            shared_capture=_capture(gradient, shared),
-            residual_capture=_capture(gradient, residual),
-            support_rank=0 if support is None else support.shape[1],
-        )
+        captured = _capture(gradient, shared), _capture(gradient, residual)
+        modes[name] = ModeBases(shared, residual, *captured, 0 if support is None else support.shape[1])
     return modes
 
 
@@ -97,34 +94,23 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
     return min(1.0, share.item())
 
 
-def _check_ranks(shared_rank: int, residual_rank: int, support_rank: int) -> None:
-    ranks = {"shared_rank": shared_rank, "residual_rank": residual_rank, "support_rank": support_rank}
-    for name, value in ranks.items():
-        check_int(name, value, 0)
-    if shared_rank + residual_rank == 0:
-        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
-
-
 def _check_matrices(probe: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor], rank: int) -> None:
+    if not rank:
+        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
     if not probe:
         raise ValueError("probe is empty: expected one gradient per adapted layer")
-    for name, gradient in probe.items():
-        _check_matrix(f"gradient of layer {name!r}", gradient)
-        width = gradient.shape[1]
-        if rank > width:
-            ranks = f"shared_rank + residual_rank = {rank}"
-            raise ValueError(f"{ranks} exceeds the {width} input features of layer {name!r}")
-        if name in statistics:
-            _check_matrix(f"statistic of layer {name!r}", statistics[name], width)
-
-
-def _check_matrix(what: str, matrix: torch.Tensor, width: int | None = None) -> None:
-    if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
-        raise TypeError(f"{what} must be a floating-point tensor, got {matrix!r:.100}")
-    if matrix.ndim != 2 or not matrix.numel():
-        raise ValueError(f"{what} must be a matrix, got shape {tuple(matrix.shape)}")
-    if width is not None and (matrix.shape[1] != width or len(matrix) > width):
-        sizes = f"{(width, width)}, or a sketch of fewer rows,"
-        raise ValueError(f"{what} must be {sizes} as its gradient says, got {tuple(matrix.shape)}")
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{what} holds NaN or infinity")
+    for kind, matrices in (("gradient", probe), ("statistic", statistics)):
+        for name, matrix in matrices.items():
+            what = f"{kind} of layer {name!r}"
+            if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point():
+                raise TypeError(f"{what} must be a floating-point tensor, got {matrix!r:.100}")
+            if matrix.ndim != 2 or not matrix.numel():
+                raise ValueError(f"{what} must be a matrix, got shape {tuple(matrix.shape)}")
+            width = probe[name].shape[1]
+            if rank > width:
+                raise ValueError(
+                    f"shared_rank + residual_rank = {rank} exceeds the {width} input features of layer {name!r}"
+                )
+            if kind == "statistic" and (matrix.shape[1] != width or len(matrix) > width):
+                sizes = f"{(width, width)}, or a sketch of fewer rows,"
+                raise ValueError(f"{what} must be {sizes} as its gradient says, got {tuple(matrix.shape)}")

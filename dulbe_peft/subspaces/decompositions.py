@@ -1,7 +1,4 @@
-"""Leading eigenvectors of symmetric matrices in float64, and the checks of the matrices that come in.
-
-A matrix that is not finite, or that cannot be decomposed, is a `ValueError` with its name.
-"""
+"""Leading eigenvectors of symmetric matrices in float64. An error names the matrix."""
 
 from __future__ import annotations
 
@@ -11,23 +8,24 @@ from scipy import linalg
 EPS64 = torch.finfo(torch.float64).eps
 
 
+def to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
+    """The matrix in float64, detached and known to be finite: LAPACK returns garbage for one that is not."""
+    if not torch.isfinite(matrix).all():
+        raise ValueError(f"{name} holds NaN or infinity")
+    matrix = matrix.detach()
+    # MPS has no float64.
+    return (matrix.cpu() if matrix.device.type == "mps" else matrix).to(torch.float64)
+
+
 def top_eigenvectors(
     matrix: torch.Tensor, count: int, name: str, absolute: float = 0.0, relative: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eigenpairs with the largest eigenvalues, as far as these exceed a floor.
+    """At most `count` eigenpairs of (d, d), the largest first: values (k,) and orthonormal vectors (d, k).
+
+    An eigenvalue counts where it exceeds `absolute`, and `relative` times the largest one.
 
     >>> top_eigenvectors(torch.diag(torch.tensor([1.0, 9.0, 4.0, 0.0]).double()), 3, "S", relative=0.2)[0]
     tensor([9., 4.], dtype=torch.float64)
-
-    Args:
-        matrix: (d, d), float64, symmetric up to rounding.
-        count: how many eigenpairs to take at most, at most d.
-        name: what an error message calls the matrix.
-        absolute: an eigenvalue counts only above this value.
-        relative: an eigenvalue counts only above this share of the largest one.
-
-    Returns:
-        Values (k,) in descending order, and orthonormal vectors (d, k), k <= count.
     """
     values, vectors = eigh(matrix, name, count)
     kept = (values > absolute) & (values > relative * values[:1])
@@ -35,12 +33,10 @@ def top_eigenvectors(
 
 
 def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest eigenvalues in descending order, all of them by default, and their eigenvectors.
+    """The `count` largest eigenvalues of (d, d) in descending order, all of them by default, and their eigenvectors.
 
     On the CPU LAPACK computes only the pairs that are asked for. An accelerator decomposes the whole matrix.
     """
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{name} holds NaN or infinity")
     width = len(matrix)
     count = width if count is None else count
     if not count:
@@ -50,6 +46,8 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
             wanted = (width - count, width - 1)
             found = linalg.eigh(matrix.numpy(), subset_by_index=wanted, check_finite=False)
             values, vectors = (torch.from_numpy(array) for array in found)
+            if len(values) < count:  # LAPACK reports success where it has lost some of many equal eigenvalues
+                raise linalg.LinAlgError(f"found {len(values)} of {count} eigenvalues")
         else:
             values, vectors = torch.linalg.eigh(matrix)
     except (linalg.LinAlgError, torch.linalg.LinAlgError):
@@ -62,7 +60,7 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
 
 
 def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float]:
-    """The factor F of so many rows whose F'F comes nearest to a positive semi-definite matrix S, and what F'F lacks.
+    """The factor F, (rows, d), whose F'F comes nearest to a positive semi-definite S, (d, d), and what F'F lacks.
 
     With the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors v_i, row i of F is sqrt(l_i) v_i'. The rest
     S - F'F = sum over i > rows of l_i v_i v_i' has the largest eigenvalue e = l_(rows + 1), so for every unit x
@@ -71,14 +69,6 @@ def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float
 
     >>> cut(torch.diag(torch.tensor([1.0, 9.0, 4.0]).double()), 2, "S")[1]
     1.0
-
-    Args:
-        matrix: S, (d, d), float64.
-        rows: how many rows F has, fewer than d.
-        name: what an error message calls the matrix.
-
-    Returns:
-        F, (rows, d), float64, and e.
     """
     values, vectors = eigh(matrix, name, rows + 1)
     values = values.clamp(min=0)
@@ -93,12 +83,9 @@ def asymmetry(matrix: torch.Tensor, rows: int = 512) -> float:
 
 
 def second_moment(statistic: torch.Tensor, name: str) -> torch.Tensor:
-    """A sum of X'X in float64, made exactly symmetric.
+    """A sum of X'X, (d, d), in float64 and exactly symmetric.
 
-    Raises:
-        TypeError: the matrix is no floating-point tensor.
-        ValueError: it is empty or not finite, or it is asymmetric or has a negative eigenvalue, by more than 1 % of
-            its largest entry.
+    An asymmetry or a negative eigenvalue of more than 1 % of the largest entry is no rounding: a `ValueError`.
     """
     matrix = to_float64(statistic, name)
     slack = 1e-2 * float(matrix.abs().max())
@@ -123,19 +110,13 @@ def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
     return torch.where(largest < 0, -vectors, vectors)
 
 
-def to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
-    """The matrix in float64, detached.
-
-    Raises:
-        TypeError: it is no floating-point tensor.
-        ValueError: it has no rows, or is not finite.
-    """
-    if not matrix.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {matrix.dtype}")
-    if not matrix.numel() and matrix.shape[0] == 0:
-        raise ValueError(f"{name} is empty, shape {tuple(matrix.shape)}")
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{name} holds NaN or infinity")
-    matrix = matrix.detach()
-    # MPS has no float64.
-    return (matrix.cpu() if matrix.device.type == "mps" else matrix).to(torch.float64)
+def orthonormal_complement(basis: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` orthonormal directions outside a basis of orthonormal columns, (d, k): the same ones at every call."""
+    width, taken = basis.shape
+    if count > width - taken:
+        raise ValueError(f"{count} directions outside a basis of {taken} do not fit into {width} dimensions")
+    if count == 0:
+        return basis.new_zeros(width, 0)
+    reflectors, scales = torch.geqrf(basis)
+    chosen = torch.eye(width, dtype=basis.dtype, device=basis.device)[:, taken : taken + count]
+    return torch.ormqr(reflectors, scales, chosen)

@@ -1,4 +1,4 @@
-"""What the adapted layers read while images pass through the model: listening to it, and its sums X'X."""
+"""What the adapted layers read while images pass through the model, and its sums X'X."""
 
 from __future__ import annotations
 
@@ -57,11 +57,9 @@ def collect_statistics(
     if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
         raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
-    if not layers:
-        raise ValueError("model has no dual-mode layer to collect statistics of")
     collector = _Collector(tokens, max_tokens_per_batch, seed)
     count = 0
-    with evaluating(model), listening(layers, collector.add):
+    with evaluating(model), observed_inputs(layers, collector.add):
         for batch in batches:
             forward_fn(model, batch)
             count += 1
@@ -70,16 +68,19 @@ def collect_statistics(
     unreached = [name for name in layers if name not in collector.leader_of]
     if unreached:
         raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
-    into._add({names: (total, 0.0) for names, total in collector.totals().items()})
+    groups: dict[str, list[str]] = {}
+    for name, leader in collector.leader_of.items():
+        groups.setdefault(leader, []).append(name)
+    into.add({tuple(names): mirrored(collector.sums[leader]) for leader, names in groups.items()})
     return into
 
 
 @contextmanager
-def listening(layers: Mapping[str, nn.Module], hear: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Call `hear(name, input)` with what each layer is about to be given, while the block runs."""
+def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call `observe(name, input)` with what each layer is about to be given, while the block runs."""
 
     def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hear(name, args[0] if args else next(iter(kwargs.values())))
+        observe(name, args[0] if args else next(iter(kwargs.values())))
 
     handles = [
         layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()
@@ -129,9 +130,3 @@ class _Collector:
             return rows
         chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
         return rows[chosen.to(rows.device)]
-
-    def totals(self) -> dict[tuple[str, ...], torch.Tensor]:
-        groups: dict[str, list[str]] = {}
-        for name, leader in self.leader_of.items():
-            groups.setdefault(leader, []).append(name)
-        return {tuple(names): mirrored(self.sums[leader]) for leader, names in groups.items()}

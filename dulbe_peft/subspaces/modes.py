@@ -27,20 +27,8 @@ class ModeBases:
     support_rank: int = 0
 
 
-def check_modes(
-    modes: object, shapes: Mapping[str, tuple[tuple[int, int], tuple[int, int]]], orthonormal: bool
-) -> None:
-    """Raise unless there are bases for every layer.
-
-    Args:
-        modes: layer name -> [`ModeBases`].
-        shapes: layer name -> the shapes of P_S and P_R.
-        orthonormal: refuse bases whose columns are not orthonormal.
-
-    Raises:
-        TypeError: `modes` is no mapping to [`ModeBases`].
-        ValueError: a layer is missing or unknown, or a basis has the wrong shape, is not finite or not orthonormal.
-    """
+def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]], orthonormal: bool) -> None:
+    """Raise unless every layer of `shapes` has P_S and P_R of those shapes, finite and, where asked, orthonormal."""
     if not isinstance(modes, Mapping) or not all(isinstance(value, ModeBases) for value in modes.values()):
         raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
     missing, unknown = sorted(set(shapes) - set(modes)), sorted(set(modes) - set(shapes))
@@ -50,16 +38,14 @@ def check_modes(
             f"({len(missing)} and {len(unknown)} in all)"
         )
     for name, expected in shapes.items():
-        got = (tuple(modes[name].shared.shape), tuple(modes[name].residual.shape))
+        got = tuple(modes[name].shared.shape), tuple(modes[name].residual.shape)
         if got != expected:
             raise ValueError(
                 f"bases of layer {name!r} have shapes {got[0]} and {got[1]}, expected {expected[0]} and {expected[1]}"
             )
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
-        if not orthonormal:
-            if not torch.isfinite(bases).all():
-                raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
-            continue
+        if not torch.isfinite(bases).all():
+            raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
         error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
-        if not error < 1e-3:
+        if orthonormal and error >= 1e-3:
             raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")

@@ -10,22 +10,27 @@ every direction, so after any number of tasks 0 <= x'(S - F'F)x <= error for eve
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from pydantic import NonNegativeFloat, PositiveInt, ValidationError
 
-from dulbe_peft.subspaces.decompositions import asymmetry, cut, to_float64
+from dulbe_peft.subspaces.decompositions import cut, to_float64
 from dulbe_peft.utils.precision import without_autocast
 from dulbe_peft.utils.processes import on_main_process, sum_over_processes
+from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FORMAT = "dulbe-occupation-statistics-1"
-SKETCH_FORMAT = "dulbe-occupation-sketch-1"
-# S and 0, or F and its error.
-Term = tuple[torch.Tensor, float]
+
+
+class _Layout(Record):
+    """What the matrices of a file are, in its metadata: the layers that share each, and what a sketch lacks."""
+
+    groups: list[list[str]]
+    sketch_rows: PositiveInt | None
+    errors: dict[str, NonNegativeFloat]
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
@@ -79,7 +84,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     @property
     def errors(self) -> dict[str, float]:
         """Layer name -> the most by which x'Sx exceeds x'F'Fx for a unit x, up to rounding; 0 where S is exact."""
-        return {name: self._errors.get(names[0], 0.0) for names in self.groups for name in names}
+        return {name: self._errors.get(name, 0.0) for name in self}
 
     @property
     def nbytes(self) -> int:
@@ -98,10 +103,12 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 before. Nothing is changed then.
         """
         group = (names,) if isinstance(names, str) else tuple(names)
+        if not group or len(set(group)) < len(group) or not all(isinstance(name, str) and name for name in group):
+            raise ValueError(f"layer names must be distinct, non-empty strings, got {group!r}")
         if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
             kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
             raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
-        self._add({group: (mirrored(accumulate(None, tokens)), 0.0)})
+        self.add({group: mirrored(accumulate(None, tokens))})
 
     def merge(self, other: OccupationStatistics) -> None:
         """Add another's sums, matrix by matrix: exact ones, or sketches of as many rows.
@@ -112,32 +119,34 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         """
         if other.sketch_rows not in (None, self.sketch_rows):
             raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
-        terms = {names: (other[names[0]], other._errors.get(names[0], 0.0)) for names in other.groups}
-        self._add(terms, copy=True)
+        terms = {names: other[names[0]] for names in other.groups}
+        self.add({names: term if names[0] in self else term.clone() for names, term in terms.items()}, other.errors)
 
-    def _add(self, terms: Mapping[tuple[str, ...], Term], copy: bool = False) -> None:
-        """Add terms, all or none; a new one is kept as it is, or as a copy."""
-        sketches: dict[tuple[str, ...], Term] = {}
-        for names, (term, error) in terms.items():
+    def add(self, terms: Mapping[tuple[str, ...], torch.Tensor], errors: Mapping[str, float] | None = None) -> None:
+        """Add sums X'X or factors with their errors, by the layers that share them, all or none; new ones are kept."""
+        errors = errors or {}
+        for names, term in terms.items():
             self._check(names, term)
+        sketches: dict[tuple[str, ...], tuple[torch.Tensor, float]] = {}
+        for names, term in terms.items():
             old = self._matrices.get(names[0])
             if self.sketch_rows and term.shape[1] > self.sketch_rows and not (old is None and _is_sketch(term)):
                 home = term if old is None else old
                 total = _square(term.to(home.device)) + (0 if old is None else _square(old))
                 factor, lost = cut(total, self.sketch_rows, f"input of layer {names[0]!r}")
-                sketches[names] = factor.to(home), self.errors.get(names[0], 0.0) + error + lost
-        for names, (term, error) in terms.items():
-            if names in sketches:
-                self._set(names, *sketches[names])
-            elif names[0] in self._matrices:
+                error = self._errors.get(names[0], 0.0) + errors.get(names[0], 0.0) + lost
+                sketches[names] = factor.to(home), error
+        for names, term in terms.items():
+            if names not in sketches and names[0] in self._matrices:
                 self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
-            else:
-                self._set(names, term.clone() if copy else term, error)
+                continue
+            matrix, error = sketches.get(names, (term, errors.get(names[0], 0.0)))
+            self._matrices.update(dict.fromkeys(names, matrix))
+            if _is_sketch(matrix):
+                self._errors.update(dict.fromkeys(names, error))
 
     def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
         """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
-        if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-            raise ValueError(f"layer names must be distinct, non-empty strings, got {names!r}")
         for group in self.groups:
             if not set(group).isdisjoint(names) and set(group) != set(names):
                 raise ValueError(f"layers {list(names)} read one tensor, but {list(group)} share one matrix so far")
@@ -151,20 +160,10 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if not torch.isfinite(told).all():
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
-    def _set(self, names: tuple[str, ...], matrix: torch.Tensor, error: float = 0.0) -> None:
-        """Put one matrix in for layers that share it; errors are kept under the name that came first."""
-        self._matrices.update(dict.fromkeys(names, matrix))
-        if _is_sketch(matrix):
-            leader = next(name for name in self._matrices if name in names)
-            self._errors[leader] = error
-
     def sum_over_processes(self, device: torch.device) -> None:
         """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
 
-        A process that had no image may be empty; the first one is not.
-
-        Raises:
-            ValueError: these statistics are a sketch.
+        A process that had no image may be empty; the first one is not. Sketches cannot be summed.
         """
         if self.sketch_rows is not None:
             raise ValueError(
@@ -174,7 +173,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
-                self._set(names, torch.zeros(shape, device=device))
+                self._matrices.update(dict.fromkeys(names, torch.zeros(shape, device=device)))
             sum_over_processes([self._matrices[names[0]]])
 
     def save(self, path: str | Path) -> None:
@@ -184,13 +183,10 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             OSError: the file cannot be written; one that was there is as it was.
         """
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
+        errors = {name: error for name, error in self._errors.items() if name in tensors}
+        layout = _Layout(groups=[list(n) for n in self.groups], sketch_rows=self.sketch_rows, errors=errors)
         # One entry: safetensors writes several in an order that changes from file to file.
-        if self.sketch_rows is None:
-            metadata = {FORMAT: json.dumps(self.groups)}
-        else:
-            layout = {"groups": self.groups, "sketch_rows": self.sketch_rows, "errors": self._errors}
-            metadata = {SKETCH_FORMAT: json.dumps(layout)}
-        write_tensors(path, tensors, metadata)
+        write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> OccupationStatistics:
@@ -198,31 +194,29 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is damaged, of another format, or holds something else than finite sums of X'X or
-                sketches of them.
+            ValueError: the file is damaged or of another format, or holds a matrix that is not finite.
         """
         tensors, metadata = read_tensors(path)
-        if len(metadata) != 1 or not metadata.keys() <= {FORMAT, SKETCH_FORMAT}:
-            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r} or {SKETCH_FORMAT!r}")
-        groups, sketch_rows, errors = _read_layout(path, metadata)
-        if {names[0] for names in groups} != set(tensors):
-            raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {[g[0] for g in groups]}")
-        stats = cls(sketch_rows)
-        for names in groups:
-            matrix = tensors[names[0]]
-            height = min(matrix.shape[-1], sketch_rows or matrix.shape[-1]) if matrix.ndim == 2 else 0
-            if matrix.dtype != torch.float32 or matrix.ndim != 2 or len(matrix) != height:
-                shape = f"{tuple(matrix.shape)}, {matrix.dtype}"
-                kind = "square" if sketch_rows is None else f"square or of {sketch_rows} rows and more columns,"
-                raise ValueError(f"{path}: matrix of {names[0]!r} must be {kind} float32, got {shape}")
-            if _is_sketch(matrix) != (names[0] in errors):
-                raise ValueError(f"{path}: sketches have an error each, and no other matrix has; {names[0]!r} differs")
-            if not _is_sketch(matrix) and (
-                (matrix.diagonal() < 0).any() or asymmetry(matrix) > 1e-2 * float(matrix.abs().max())
-            ):
-                raise ValueError(f"{path}: matrix of {names[0]!r} is no sum of X'X: negative or not symmetric")
-            stats._matrices.update(dict.fromkeys(names, matrix.to(device)))
-        stats._errors = errors
+        if FORMAT not in metadata:
+            raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
+        try:
+            layout = _Layout.model_validate_json(metadata[FORMAT])
+        except ValidationError as error:
+            raise ValueError(f"{path}: metadata is damaged or foreign: {first_problem(error)}") from error
+        names = [name for group in layout.groups for name in group]
+        if len(set(names)) < len(names) or {group[0] for group in layout.groups if group} != set(tensors):
+            raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {layout.groups}")
+        stats = cls(layout.sketch_rows)
+        for group in filter(None, layout.groups):
+            matrix = tensors[group[0]]
+            width = matrix.shape[-1] if matrix.ndim else 0
+            expected = (min(width, layout.sketch_rows or width), width)
+            if matrix.dtype != torch.float32 or tuple(matrix.shape) != expected:
+                kind = f"float32 of shape {expected}, got {matrix.dtype} of shape {tuple(matrix.shape)}"
+                raise ValueError(f"{path}: matrix of {group[0]!r} must be {kind}")
+            stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
+            if _is_sketch(matrix):
+                stats._errors.update(dict.fromkeys(group, layout.errors.get(group[0], 0.0)))
         return stats
 
 
@@ -259,24 +253,3 @@ def _blocks(width: int) -> list[slice]:
     """Blocks of columns: with fewer, more of the lower triangle is computed; with more, the products are too thin."""
     size = max(64, width // 6)
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
-
-
-def _read_layout(path: str | Path, metadata: dict[str, str]) -> tuple[list[list[str]], int | None, dict[str, float]]:
-    """Groups of layers, rows of a sketch or None, and errors by the first layer of a group."""
-    ((form, text),) = metadata.items()
-    try:
-        layout = json.loads(text)
-        rows, errors = (None, {}) if form == FORMAT else (layout["sketch_rows"], layout["errors"])
-        groups = layout if form == FORMAT else layout["groups"]
-        names = [name for group in groups for name in group]
-        bounded = all(type(error) is float and 0 <= error < math.inf for error in errors.values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: metadata of the shared layers is damaged: {error}") from error
-    well_formed = all(isinstance(group, list) and group for group in groups)
-    if not well_formed or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"{path}: metadata of the shared layers must list each layer once, got {text[:200]}")
-    if form == SKETCH_FORMAT and (type(rows) is not int or rows < 1 or not bounded):
-        raise ValueError(f"{path}: sketches must have rows and errors, numbers from 0 on, got {text[:200]}")
-    if not errors.keys() <= {group[0] for group in groups}:
-        raise ValueError(f"{path}: metadata of the shared layers has errors of other layers: {text[:200]}")
-    return groups, rows, errors

@@ -1,0 +1,97 @@
+"""The losses against explicit sums in float64."""
+
+import math
+
+import pytest
+import reference
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.strategies.losses import bidirectional_kl, cross_modal_loss
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def unit(*shape, seed=0):
+    return F.normalize(randn(*shape, seed=seed), dim=-1)
+
+
+@pytest.mark.parametrize("temperatures", [(5.0, 0.1), (1.0, 1.0), (2.0, 4.0)])
+def test_bidirectional_kl_equals_explicit_sums(temperatures):
+    student, teacher = randn(6, 4), randn(6, 4, seed=1)
+    by_class, by_instance = reference.bidirectional_kl(student, teacher, *temperatures)
+    mean = bidirectional_kl(student, teacher, *temperatures).item()
+    assert mean == pytest.approx(by_class / 6 + by_instance / 4, rel=1e-4)
+    batchmean = bidirectional_kl(student, teacher, *temperatures, reduction="batchmean").item()
+    assert batchmean == pytest.approx((by_class + by_instance) / 6, rel=1e-4)
+
+
+def test_batchmean_is_the_literal_kl_div():
+    student, teacher = randn(6, 4), randn(6, 4, seed=1)
+    literal = 0.0
+    for a, b, t in ((student, teacher, 5.0), (student.T, teacher.T, 0.1)):
+        sums = F.kl_div((a / t).log_softmax(1), (b / t).softmax(1), reduction="sum")
+        literal += t**2 * sums.item() / 6
+    assert bidirectional_kl(student, teacher, reduction="batchmean").item() == pytest.approx(literal, rel=1e-4)
+
+
+def test_kl_is_finite_for_sharp_logits_and_reaches_the_student_alone():
+    teacher = (100 * unit(32, 16) @ unit(8, 16, seed=1).T).requires_grad_()
+    student = (100 * unit(32, 16, seed=2) @ unit(8, 16, seed=1).T).requires_grad_()
+    loss = bidirectional_kl(student, teacher)
+    loss.backward()
+    assert loss.isfinite() and loss > 0 and student.grad.isfinite().all() and student.grad.abs().sum() > 0
+    assert teacher.grad is None
+    assert bidirectional_kl(teacher, teacher).item() == pytest.approx(0, abs=1e-6)
+    half = bidirectional_kl(student.half(), teacher.half())
+    assert half.dtype == torch.float32 and half.isfinite()
+
+
+def test_gradient_of_the_kl_agrees_with_finite_differences():
+    student, teacher = randn(3, 4, dtype=torch.float64).requires_grad_(), randn(3, 4, seed=1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda logits: bidirectional_kl(logits, teacher, 5.0, 0.5), student)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "kwargs", "message"),
+    [
+        (torch.ones(3, 4), torch.ones(3, 5), {}, "(3, 4) and (3, 5)"),
+        (torch.ones(3), torch.ones(3), {}, "old classes"),
+        (torch.ones(3, 0), torch.ones(3, 0), {}, "not empty"),
+        (torch.ones(3, 4), torch.ones(3, 4), {"class_temperature": 0.0}, "class_temperature"),
+        (torch.ones(3, 4), torch.ones(3, 4), {"instance_temperature": float("nan")}, "instance_temperature"),
+        (torch.ones(3, 4), torch.ones(3, 4), {"reduction": "sum"}, "'sum'"),
+    ],
+)
+def test_kl_refuses_what_does_not_fit(student, teacher, kwargs, message):
+    with pytest.raises(ValueError) as raised:
+        bidirectional_kl(student, teacher, **kwargs)
+    assert message in str(raised.value)
+
+
+def test_cross_modal_loss_takes_tau_itself():
+    images, texts, labels = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0])
+    expected = 0.0
+    for row, label in zip(images, labels.tolist(), strict=True):
+        expected -= math.log(reference.softmax((100.0 * texts @ row).double().tolist())[label]) / 5
+    assert cross_modal_loss(images, texts, labels, 100.0).item() == pytest.approx(expected, rel=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = cross_modal_loss(images, texts, labels.int(), torch.tensor(100.0))
+    assert inside.item() == pytest.approx(expected, rel=1e-4)
+    assert cross_modal_loss(images.half(), texts.half(), labels, 100.0).dtype == torch.float32
+
+
+def test_cross_modal_loss_refuses_what_does_not_fit():
+    images, texts, labels = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0])
+    with pytest.raises(ValueError, match="image_embeds and text_embeds"):
+        cross_modal_loss(images, texts[:, :4], labels, 100.0)
+    with pytest.raises(ValueError, match="labels must be"):
+        cross_modal_loss(images, texts, labels[:4], 100.0)
+    with pytest.raises(ValueError, match="label 3 is out of range for 3 classes"):
+        cross_modal_loss(images, texts, labels + 1, 100.0)
+    with pytest.raises(ValueError, match="label -100"):
+        cross_modal_loss(images, texts, torch.tensor([0, 1, -100, 1, 0]), 100.0)
+    with pytest.raises(TypeError, match="integers"):
+        cross_modal_loss(images, texts, labels.float(), 100.0)

@@ -1,0 +1,322 @@
+"""Supports and bases against a full decomposition in float64, on every kind of spectrum and of gradient."""
+
+import doctest
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import linalg
+
+import dulbe_peft.subspaces.decompositions
+from dulbe_peft.subspaces.decompositions import asymmetry, eigh, orthonormal_complement, top_eigenvectors
+from dulbe_peft.subspaces.support import allocate_layer, historical_support
+
+WIDTH, COUNT = 120, 16
+few = settings(max_examples=25, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**31)
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def rotation(width=WIDTH, seed=0):
+    return torch.linalg.qr(randn(width, width, seed=seed, dtype=torch.float64)).Q
+
+
+def matrix_of(values, seed=0):
+    values = torch.as_tensor(values, dtype=torch.float64)
+    axes = rotation(len(values), seed)
+    return axes * values @ axes.T
+
+
+def steps(*levels, rest=0.0):
+    """A spectrum of (value, how often), the rest of the 120 filled up."""
+    values = [value for value, times in levels for _ in range(times)]
+    return torch.tensor(values + [rest] * (WIDTH - len(values)), dtype=torch.float64)
+
+
+def statistic(width, tokens=200, seed=0):
+    """Decaying spectrum, so that the top eigenvectors are well apart."""
+    rows = randn(tokens, width, seed=seed) * torch.logspace(0, -1, width)
+    return rows.T @ rows
+
+
+def distance(found, expected):
+    """Spectral norm of the difference of two projectors."""
+    found, expected = found.double(), expected.double()
+    return float(torch.linalg.matrix_norm(found @ found.T - expected @ expected.T, 2))
+
+
+def assert_orthonormal(*bases):
+    stacked = torch.cat(bases, dim=1).double()
+    gap = (stacked.T @ stacked - torch.eye(stacked.shape[1], dtype=torch.float64)).abs()
+    assert gap.numel() == 0 or gap.max() < 2e-6
+
+
+def energy(gradient, basis):
+    return (gradient.double() @ basis.double()).square().sum().item()
+
+
+RANDOM = randn(200, WIDTH, seed=3, dtype=torch.float64)
+SPECTRA = {
+    "random": torch.linalg.svdvals(RANDOM).square(),
+    "decaying": 0.7 ** torch.arange(WIDTH),
+    "decaying slowly": 1.0 / torch.arange(1, WIDTH + 1),
+    "far apart": torch.logspace(30, -8, WIDTH, dtype=torch.float64),
+    "flat": torch.linspace(1.0, 0.9, WIDTH),
+    "of full support rank": steps((1.0, COUNT)),
+    "rank-deficient": steps((3.0, 2), (1.0, 5)),
+    "repeated": steps((5.0, 4), (2.0, 12), (1.0, 40), rest=0.5),
+    "all but equal": steps((1.0, COUNT), rest=0.999),
+    "zero": steps(),
+}
+
+
+# ---------------------------------------------------------------------- supports
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
+    matrix = matrix_of(SPECTRA[spectrum])
+    found = historical_support(matrix, COUNT, 8)
+    rank = int((SPECTRA[spectrum] > WIDTH * 1.2e-7 * SPECTRA[spectrum].max()).sum())
+    assert found.shape == (WIDTH, min(rank, COUNT)) and found.dtype == torch.float32
+    expected, values = reference.support(matrix, found.shape[1])
+    assert distance(found, expected) < 1e-6 if rank else not found.numel()
+    rayleigh = (found.double().T @ matrix @ found.double()).diagonal()
+    torch.testing.assert_close(rayleigh, values[: len(rayleigh)], rtol=1e-6, atol=1e-6 * float(values[0]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "support_rank", "residual_rank", "expected"),
+    [(200, 6, 8, 6), (4, 128, 8, 4), (200, 128, 8, 16), (200, 128, 24, 0), (200, 0, 8, 0), (200, 24, 0, 24)],
+)
+def test_support_rank_is_clamped(tokens, support_rank, residual_rank, expected):
+    found = historical_support(statistic(24, tokens), support_rank, residual_rank)
+    assert found.shape == (24, expected)
+    assert_orthonormal(found)
+
+
+def test_support_ignores_eigenvalues_below_float32_rounding():
+    tolerance = 16 * torch.finfo(torch.float32).eps
+    values = [1.0, 0.5, tolerance * 1.5, tolerance * 0.5] + [0.0] * 12
+    assert historical_support(matrix_of(values), 10, 2).shape[1] == 3
+
+
+@pytest.mark.parametrize(("lowest", "refused"), [(-0.2, True), (-0.0101, True), (-0.0099, False), (-1e-7, False)])
+def test_a_statistic_with_a_negative_eigenvalue_is_refused(lowest, refused):
+    """The tolerance is 1 % of the largest entry, here 1; the eigenvalue hides in a direction that no axis shows."""
+    matrix = torch.eye(WIDTH, dtype=torch.float64)
+    hidden = torch.nn.functional.normalize(torch.ones(WIDTH - 1), dim=0).double()
+    matrix[1:, 1:] -= (1 - lowest) * torch.outer(hidden, hidden)
+    if refused:
+        with pytest.raises(ValueError, match=f"fc1 has eigenvalue {lowest:.3g}: expected a positive semi-definite"):
+            historical_support(matrix, COUNT, 8, "fc1")
+    else:
+        assert historical_support(matrix, COUNT, 8, "fc1").shape == (WIDTH, COUNT)
+
+
+def test_asymmetry_is_the_largest_difference_wherever_it_is():
+    matrix = torch.ones(70, 70)
+    for i, j in ((0, 69), (69, 0), (33, 34), (40, 2)):
+        skewed = matrix.clone()
+        skewed[i, j] = 3.0
+        assert asymmetry(skewed, rows=16) == 2.0
+        with pytest.raises(ValueError, match="fc1 is not symmetric"):
+            historical_support(skewed, 2, 1, "fc1")
+    assert asymmetry(matrix) == 0.0
+
+
+# ---------------------------------------------------------------------- bases
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (20, 20), (5, 24)])
+@pytest.mark.parametrize(("shared_rank", "residual_rank"), [(1, 8), (2, 3), (0, 4), (3, 0)])
+def test_bases_equal_the_reference(shape, shared_rank, residual_rank):
+    width = shape[1]
+    gradient, matrix = randn(*shape) * torch.logspace(0, -1, width), statistic(width)
+    rank = min(6, width - residual_rank)
+    found = allocate_layer(gradient, historical_support(matrix, rank, residual_rank), shared_rank, residual_rank)
+    expected = reference.bases(gradient, matrix, shared_rank, residual_rank, rank)
+    assert_orthonormal(*found)
+    assert distance(found[0], expected[0]) < 1e-5
+    if residual_rank <= shape[0]:
+        assert distance(found[1], expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize("spectrum", ["random", "decaying", "decaying slowly", "flat"])
+@pytest.mark.parametrize("rows", [60, 120, 200])
+def test_bases_are_those_of_a_full_decomposition(spectrum, rows):
+    matrix = matrix_of(SPECTRA[spectrum])
+    values = SPECTRA[spectrum][: min(rows, WIDTH)].double().sqrt()
+    gradient = rotation(rows, 1)[:, : len(values)] * values @ rotation(WIDTH, 2)[: len(values)]
+    shared, residual = reference.bases(gradient, matrix, 1, 8, COUNT)
+    found = allocate_layer(gradient, historical_support(matrix, COUNT, 8), 1, 8)
+    assert max(distance(found[0], shared), distance(found[1], residual)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (5, 24)])
+def test_first_task_takes_the_top_singular_vectors_one_by_one(shape):
+    gradient = randn(*shape)
+    found = allocate_layer(gradient, None, 2, 3)
+    for mine, theirs in zip(found, reference.first_task_bases(gradient, 2, 3), strict=True):
+        for column, expected in zip(mine.T, theirs.T, strict=True):
+            assert abs(column.double() @ expected) > 1 - 1e-6
+
+
+@few
+@given(
+    seed=seeds,
+    rank=st.sampled_from([0, 1, 2, 5, 9]),
+    shared_rank=st.integers(0, 3),
+    residual_rank=st.integers(0, 4),
+    support_rank=st.integers(0, 12),
+)
+def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
+    """Also where the gradient has a low rank or is zero, and where the support has fewer than r_S directions."""
+    gradient = randn(9, 12, seed=seed) if rank == 9 else randn(9, rank, seed=seed) @ randn(rank, 12, seed=seed + 2)
+    matrix = statistic(12, seed=seed + 1)
+    occupied = historical_support(matrix, support_rank, residual_rank)
+    shared, residual = allocate_layer(gradient, occupied, shared_rank, residual_rank)
+    kept = occupied.shape[1]
+    assert shared.shape == (12, shared_rank) and residual.shape == (12, residual_rank)
+    assert_orthonormal(shared, residual)
+    assert_orthonormal(occupied, residual)
+    inside = min(kept, shared_rank)
+    torch.testing.assert_close(occupied @ (occupied.T @ shared[:, :inside]), shared[:, :inside], rtol=0, atol=1e-6)
+    response = gradient.double() @ occupied.double()
+    top = torch.linalg.eigvalsh(response.T @ response).flip(0)[:inside].sum().item()
+    assert energy(gradient, shared[:, :inside]) == pytest.approx(top, rel=1e-5, abs=1e-9)
+    squares = torch.linalg.svdvals(gradient.double() - response @ occupied.double().T).square()
+    assert energy(gradient, residual) == pytest.approx(squares[:residual_rank].sum().item(), rel=1e-5, abs=1e-9)
+    completed = squares[residual_rank : residual_rank + shared_rank - inside].sum().item()
+    assert energy(gradient, shared[:, inside:]) == pytest.approx(completed, rel=1e-4, abs=1e-9)
+    _, values = reference.support(matrix, 12)
+    if residual_rank and kept < 12:
+        worst = torch.linalg.eigvalsh(residual.double().T @ matrix.double() @ residual.double()).max()
+        assert worst <= values[kept] + 1e-5 * values[0]
+
+
+@pytest.mark.parametrize("rows", [15, 40])
+@pytest.mark.parametrize("faint", [0.0, 1.0])
+def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(rows, faint):
+    occupied = historical_support(statistic(20), 7, 6)
+    exact = torch.linalg.qr(occupied.double()).Q
+    beyond = torch.linalg.qr((torch.eye(20) - exact @ exact.T) @ randn(20, 20, dtype=torch.float64)).Q
+    outside = randn(rows, 6, dtype=torch.float64) * torch.logspace(-1, -7, 6) @ beyond[:, :6].T
+    gradient = randn(rows, 7, dtype=torch.float64) @ exact.T + faint * outside
+    shared, residual = allocate_layer(gradient, occupied, 1, 6)
+    assert_orthonormal(shared, residual)
+    assert_orthonormal(occupied, residual)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_first_task_completes_a_rank_deficient_gradient(rank):
+    gradient = randn(15, rank) @ randn(rank, 20, seed=1)
+    bases = allocate_layer(gradient, None, 1, 8)
+    assert_orthonormal(*bases)
+    total = energy(gradient, torch.eye(20))
+    assert energy(gradient, torch.cat(bases, dim=1)) == pytest.approx(total, rel=1e-5, abs=1e-12)
+
+
+def test_all_dimensions_can_be_used():
+    occupied = historical_support(statistic(6), 128, 4)
+    assert occupied.shape == (6, 2)
+    assert_orthonormal(*allocate_layer(randn(3, 6), occupied, 2, 4))
+    assert_orthonormal(*allocate_layer(torch.zeros(3, 6), None, 2, 4))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30, -1.0])
+def test_bases_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale):
+    gradient, occupied = randn(9, 12), historical_support(statistic(12), 4, 3)
+    expected, found = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert (a.gather(0, a.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_bases_are_float32_whatever_the_gradients_dtype(dtype):
+    occupied = historical_support(statistic(12).to(dtype), 4, 3)
+    bases = allocate_layer(randn(9, 12).to(dtype), occupied, 1, 3)
+    assert {occupied.dtype, *(basis.dtype for basis in bases)} == {torch.float32}
+    assert_orthonormal(*bases)
+
+
+# ---------------------------------------------------------------------- decompositions
+
+
+@few
+@given(seed=seeds, width=st.integers(1, 12), taken=st.floats(0, 1), count=st.floats(0, 1))
+def test_a_complement_is_orthonormal_and_repeatable(seed, width, taken, count):
+    taken = round(taken * width)
+    count = round(count * (width - taken))
+    basis = torch.linalg.qr(randn(width, taken, seed=seed, dtype=torch.float64)).Q
+    found = orthonormal_complement(basis, count)
+    assert found.shape == (width, count)
+    assert_orthonormal(basis, found)
+    assert torch.equal(found, orthonormal_complement(basis, count))
+    with pytest.raises(ValueError, match="do not fit"):
+        orthonormal_complement(basis, width - taken + 1)
+
+
+def test_half_of_equal_eigenvalues_still_span_an_eigenspace():
+    matrix = matrix_of(steps((5.0, 4), (2.0, 30), rest=0.5))
+    values, vectors = top_eigenvectors(matrix, COUNT, "S")
+    torch.testing.assert_close(matrix @ vectors, vectors * values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(COUNT).double(), rtol=0, atol=1e-12)
+    assert values.tolist() == pytest.approx([5.0] * 4 + [2.0] * 12)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 15, 16, 17])
+def test_only_eigenvalues_above_the_floor_are_taken(rank):
+    noise = matrix_of(1e-9 * torch.rand(WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 2)
+    matrix = matrix_of(steps((1.0, rank))) + noise
+    for floor in ({"absolute": 1e-6}, {"relative": 1e-6}) if rank else ({"absolute": 1e-6},):
+        values, vectors = top_eigenvectors(matrix, COUNT, "S", **floor)
+        assert vectors.shape == (WIDTH, min(rank, COUNT)) and len(values) == vectors.shape[1]
+    assert top_eigenvectors(matrix, 0, "S")[1].shape == (WIDTH, 0)
+
+
+def test_all_eigenpairs_come_by_default_and_in_descending_order():
+    matrix = matrix_of(torch.linspace(-1.0, 2.0, WIDTH))
+    values, vectors = eigh(matrix, "S")
+    torch.testing.assert_close(values, torch.linspace(2.0, -1.0, WIDTH).double())
+    torch.testing.assert_close(vectors * values @ vectors.T, matrix)
+
+
+def test_only_the_pairs_that_are_wanted_are_computed(monkeypatch):
+    calls, solve = [], linalg.eigh
+
+    def counting(matrix, subset_by_index, **kwargs):
+        calls.append(subset_by_index)
+        return solve(matrix, subset_by_index=subset_by_index, **kwargs)
+
+    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", counting)
+    historical_support(matrix_of(SPECTRA["decaying"]), COUNT, 8)
+    assert calls == [(WIDTH - COUNT, WIDTH - 1)]
+
+
+def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):
+    matrix = matrix_of(SPECTRA["decaying"])
+    expected = historical_support(matrix, COUNT, 8)
+
+    def failing(*_, **__):
+        raise linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", failing)
+    assert distance(historical_support(matrix, COUNT, 8), expected) < 1e-6
+
+    def failing_too(*_):
+        raise torch.linalg.LinAlgError("nor did this")
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing_too)
+    with pytest.raises(ValueError, match=r"block 3, shape \(120, 120\), failed: nor did this"):
+        historical_support(matrix, COUNT, 8, name="block 3")
+
+
+def test_the_examples_in_the_docstrings():
+    assert doctest.testmod(dulbe_peft.subspaces.decompositions) == (0, 2)
