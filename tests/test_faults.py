@@ -392,7 +392,7 @@ MODEL = [
         "shapes (96, 5) (96, 2)",
     ),
     ("basis not orthonormal", lambda w: w.model.begin_task(modes(w, shared=torch.ones(96, 1))), V, "orthonormal"),
-    ("basis NaN", lambda w: w.model.begin_task(modes(w, shared=torch.full((96, 1), NAN))), V, f"{LAYER} nan"),
+    ("basis NaN", lambda w: w.model.begin_task(modes(w, shared=torch.full((96, 1), NAN))), V, f"{LAYER} NaN"),
     ("basis a vector", lambda w: w.model.begin_task(modes(w, shared=torch.ones(96))), V, f"{LAYER} (96,)"),
 ]
 
@@ -852,8 +852,6 @@ FILES = [
     ("statistics truncated", statistics_bytes(truncate), V, f"{STATISTICS} damaged"),
     ("statistics a pickle", statistics_bytes(lambda _: pickle.dumps(1)), V, "damaged"),
     ("statistics NaN", statistics(set_nan("fc1")), V, "fc1 NaN"),
-    ("statistics negative diagonal", statistics(lambda t: t[first_key(t, "fc1")].neg_()), V, "fc1 negative"),
-    ("statistics not symmetric", statistics(lambda t: t[first_key(t, "fc1")].triu_()), V, "fc1 symmetric"),
     ("statistics of another kind", lambda w: OccupationStatistics.load(copied(w) / HEAD_FILE), V, "format"),
     ("statistics of one layer less", statistics(drop("fc1")), V, "metadata"),
     ("statistics not there", lambda w: OccupationStatistics.load(w.tmp / "x"), F, "x does not exist"),
