@@ -1,6 +1,6 @@
 """The encoder underneath: loading it with its processor, and unit features from it.
 
-Nothing here knows of adapters. What differs between the families of encoders stands in their records, in `encoders`.
+Nothing here knows of adapters. What differs between the families of encoders stands in their records, in `registry`.
 Images go through the processor that belongs to the model. Where a model folder carries none, the family's own image
 processor is used at the model's image size.
 """
@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,7 @@ IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class ImageOnlyProcessor:
-    """The processor of an encoder without a text tower: an image processor, and no tokenizer.
-
-    Attributes:
-        image_processor: transformers' image processor.
-    """
+    """The processor of an encoder without a text tower: an image processor, and no tokenizer."""
 
     image_processor: Any
 
@@ -66,8 +62,8 @@ def load_dual_encoder(
             backward pass is the faster one on a CPU, else transformers' default.
 
     Returns:
-        The model in evaluation mode, and the family's processor; a `backbone.ImageOnlyProcessor` where the model has
-        no text tower.
+        The model in evaluation mode, and the family's processor; an `ImageOnlyProcessor` where the model has no text
+        tower.
 
     Raises:
         FileNotFoundError: `name_or_path` looks like a folder and is none.
@@ -78,8 +74,7 @@ def load_dual_encoder(
         >>> embed_dim(model), image_size(model)  # doctest: +SKIP
         (768, 224)
     """
-    name = _checked_name(name_or_path)
-    record = _record(name, revision)
+    name, record = _find(name_or_path, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
     model = getattr(transformers, record.model).from_pretrained(
@@ -90,24 +85,6 @@ def load_dual_encoder(
         **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
     return model.eval(), load_processor(name, model, revision)
-
-
-def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
-    """A served encoder on the meta device: the shapes that its `config.json` asks for, without weights.
-
-    Args:
-        name_or_path: folder, or Hub id; no weight of it is read or downloaded.
-        revision: Hub revision.
-
-    Raises:
-        FileNotFoundError: `name_or_path` looks like a folder and is none.
-        ValueError: the model there is of a type that is not served.
-    """
-    name = _checked_name(name_or_path)
-    kind = getattr(transformers, _record(name, revision).model)
-    config = kind.config_class.from_pretrained(name, revision=revision or "main")
-    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
-        return kind._from_config(config, attn_implementation="eager").eval()
 
 
 def load_clip(
@@ -121,13 +98,19 @@ def load_clip(
         FileNotFoundError: `name_or_path` looks like a folder and is none.
         ValueError: what is there is not a CLIP model.
     """
-    name = _checked_name(name_or_path)
-    model_type = _model_type(name, revision)
-    if model_type != "clip":
-        raise ValueError(
-            f"{name!r} holds a model of type {model_type!r}, expected 'clip'; load_dual_encoder loads other types"
-        )
+    name, record = _find(name_or_path, revision)
+    if record is not ENCODERS["clip"]:
+        raise ValueError(f"{name!r} holds a {record.model}, expected a CLIPModel; load_dual_encoder loads other types")
     return load_dual_encoder(name, revision, attn_implementation)
+
+
+def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
+    """A served encoder on the meta device: the shapes that its `config.json` asks for; no weight is read."""
+    name, record = _find(name_or_path, revision)
+    kind = getattr(transformers, record.model)
+    config = kind.config_class.from_pretrained(name, revision=revision or "main")
+    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
+        return kind._from_config(config, attn_implementation="eager").eval()
 
 
 def demo_model_folder() -> Path:
@@ -135,31 +118,23 @@ def demo_model_folder() -> Path:
     return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
 
 
-def _checked_name(name_or_path: str | os.PathLike[str]) -> str:
+def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> tuple[str, DualEncoder]:
+    """The folder or Hub id of a model, and the record of its type."""
     name = str(name_or_path)
     if name == "demo" and not Path(name).exists():
-        return str(demo_model_folder())
+        name = str(demo_model_folder())
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
-    return name
-
-
-def _record(name: str, revision: str | None) -> DualEncoder:
-    model_type = _model_type(name, revision)
-    if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
-    return ENCODERS[model_type]
-
-
-def _model_type(name: str, revision: str | None) -> str | None:
-    # The plain file: transformers' own reader raises on a type that it does not know, without naming what is served.
-    try:
-        return PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    try:  # the plain file: transformers' own reader raises on an unknown type without naming the served ones
+        model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     except OSError as error:
         if Path(name).is_dir():
             raise
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(f"{name!r} is no folder here, and no model of the Hub was found: {reason}") from error
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+    return name, ENCODERS[model_type]
 
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
@@ -174,26 +149,19 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     else:
         size = image_size(model)
         square = {"height": size, "width": size}
-        if "shortest_edge" in kind.size:
-            image_processor = kind(size={"shortest_edge": size}, crop_size=square)
-        else:
-            image_processor = kind(size=square)
+        sizes = {"size": {"shortest_edge": size}, "crop_size": square} if "shortest_edge" in kind.size else {}
+        image_processor = kind(**sizes or {"size": square})
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one where it cannot look for a file
         raise OSError(f"{name} gives a tokenizer without words: its files cannot be read")
-    if record.padding == "max_length":
-        _match_training(tokenizer)
+    if record.padding == "max_length":  # SigLIP and SigLIP 2 were trained without a mask, and on lower case
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+        if type(tokenizer).__name__ == "GemmaTokenizer":  # SigLIP 2's; SigLIP's own lowers the case itself
+            backend = tokenizer.backend_tokenizer
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
-
-
-def _match_training(tokenizer: Any) -> None:
-    """Let the tokenizer give what SigLIP and SigLIP 2 were trained on: no mask, and lower case."""
-    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
-    if type(tokenizer).__name__ == "GemmaTokenizer":  # SigLIP 2's; SigLIP's own lowers the case itself
-        backend = tokenizer.backend_tokenizer
-        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
 
 
 # ---------------------------------------------------------------------- facts about a model
@@ -207,22 +175,13 @@ def encoder_of(model: Any) -> DualEncoder:
     return ENCODERS[model_type]
 
 
-def check_encoder(model: nn.Module) -> None:
-    """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower or without."""
-    found = ENCODERS.get(type_of(model))
-    if not hasattr(model, "get_image_features") and not (found and found.image_only):
-        raise ValueError(
-            f"{type(model).__name__} has no get_image_features: a whole encoder is needed, of the types {served()}"
-        )
+def check_encoder(model: nn.Module, text: bool = False) -> None:
+    """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower where `text`."""
     record = encoder_of(model)
     if not isinstance(model, getattr(transformers, record.model)):
         raise ValueError(f"{type(model).__name__} is not the whole {record.title} encoder: give a {record.model}")
-
-
-def check_dual_encoder(model: nn.Module) -> None:
-    """Raise a `ValueError` unless `model` encodes images and texts into one space."""
-    check_encoder(model)
-    _check_text(model)
+    if text:
+        _check_text(model)
 
 
 def has_text(model: Any) -> bool:
@@ -232,10 +191,10 @@ def has_text(model: Any) -> bool:
 
 def _check_text(model: Any) -> None:
     if not has_text(model):
-        with_text = [f"{name!r}" for name, record in ENCODERS.items() if not record.image_only]
+        with_text = ", ".join(f"{name!r}" for name, record in ENCODERS.items() if not record.image_only)
         raise ValueError(
-            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type "
-            f"{', '.join(with_text)}, or strategies and classifiers that need no text"
+            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type {with_text}, "
+            "or strategies and classifiers that need no text"
         )
 
 
@@ -251,15 +210,13 @@ def check_processor(processor: Any, model: Any) -> None:
 def check_statistics_tokens(model: Any, tokens: str) -> None:
     """Raise a `ValueError` where `tokens` asks for a class token, or leaves it out, and images have none."""
     if tokens != "all" and not encoder_of(model).cls_token:
-        raise ValueError(
-            f"statistics_tokens is {tokens!r}, but a {type(model).__name__} has no class token among an image's "
-            "tokens: take 'all'"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"statistics_tokens is {tokens!r}, but a {kind} has no class token: take 'all'")
 
 
 def embed_dim(model: Any) -> int:
     """Width d of the features; of images and texts alike where the model encodes both."""
-    return int(_configured(model, encoder_of(model).embed_dim))
+    return int(attrgetter(encoder_of(model).embed_dim)(model.config))
 
 
 def logit_scale(model: Any) -> float:
@@ -269,21 +226,12 @@ def logit_scale(model: Any) -> float:
 
 
 def image_size(model: Any, processor: Any = None) -> int:
-    """Height and width of the images in pixels.
-
-    Args:
-        model: a served encoder.
-        processor: its processor. It decides the size where the model takes images of any size.
-    """
+    """Height and width of the images in pixels; `processor` decides where the model takes images of any size."""
     record = encoder_of(model)
     if record.any_image_size and processor is not None:
         return int(pixel_values(processor, Image.new("RGB", (256, 256))).shape[-1])
-    size = _configured(model, record.image_size)
+    size = attrgetter(record.image_size)(model.config)
     return int(size[0] if isinstance(size, (list, tuple)) else size)
-
-
-def _configured(model: Any, path: str) -> Any:
-    return reduce(getattr, path.split("."), model.config)
 
 
 def longest_text(model: Any) -> int:
@@ -323,13 +271,9 @@ def _unit(output: Any) -> torch.Tensor:
 def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
     """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
 
-    The model's record decides the length, the longest prompt's or a fixed one. A causal tower that is read at the
-    first end token never sees the padding behind it, and gets no mask. A tower that was trained to read its padding
-    gets no mask either.
-
-    Raises:
-        ValueError: the model has no text tower, the tokenizer cannot read a prompt, a prompt has more tokens than the
-            tower takes, or two prompts give the same tokens.
+    A causal tower that is read at the first end token never sees the padding behind it, and gets no mask. A tower that
+    was trained to read its padding gets no mask either. A prompt that the tower cannot take is a `ValueError`, and so
+    are two prompts that give the same tokens.
     """
     _check_text(model)
     record, longest = encoder_of(model), longest_text(model)
@@ -358,15 +302,9 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
-    """One image as the model takes it, (3, height, width) in float32.
+    """A PIL image as the model takes it, (3, height, width) in float32; or a tensor that is preprocessed already.
 
-    Args:
-        processor: has an `image_processor`.
-        image: a PIL image, or a float tensor (3, height, width) that is already preprocessed.
-
-    Raises:
-        TypeError: the image is something else; a path or an address is never opened.
-        ValueError: the tensor is not floating point or not (3, height, width), or not finite.
+    A path or an address is never opened.
     """
     if isinstance(image, torch.Tensor):
         if not image.is_floating_point() or image.ndim != 3 or image.shape[0] != 3:

@@ -65,7 +65,10 @@ def convert_open_clip(
     vision_heads: int | None = None,
     text_heads: int | None = None,
 ) -> CLIPModel:
-    """A CLIPModel in float32 with the weights of an open_clip ViT.
+    """A CLIPModel in float32 with the weights of an open_clip ViT, in evaluation mode.
+
+    Its end token is the last one of the vocabulary. open_clip reads a text at its largest token id, which is that
+    token. A tensor that is missing, unknown or of an unfit shape is a `ValueError` that names it.
 
     Args:
         checkpoint: open_clip's state dict, or its file: `.safetensors`, or `.bin` and `.pt`, which are read by
@@ -73,15 +76,6 @@ def convert_open_clip(
         activation: "gelu", or "quick_gelu" for OpenAI's weights and what was trained on from them.
         vision_heads: attention heads of the vision tower; None: its width / 64, and 16 in ViT-H, g and bigG.
         text_heads: attention heads of the text tower; None: its width / 64.
-
-    Returns:
-        The model in evaluation mode. Its end token is the last one of the vocabulary. open_clip reads a text at its
-        largest token id, which is that token.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a tensor is missing, unknown or of an unfit shape, the message names it; or the file is damaged or
-            could hold more than tensors.
 
     Example:
         >>> model = convert_open_clip("open_clip_model.safetensors")  # doctest: +SKIP
@@ -91,27 +85,17 @@ def convert_open_clip(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     state = _weights(_read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint)
     config = _config(state, activation, vision_heads, text_heads)
-    absent = [name for name in _needed(config) if name not in state]
-    if absent:
-        raise ValueError(f"the checkpoint lacks {len(absent)} tensors of an open_clip ViT, the first is {absent[0]!r}")
     renamed: dict[str, torch.Tensor] = {}
-    sources: dict[str, str] = {}
     for name, tensor in state.items():
-        for new, part in _renamed(name, tensor).items():
-            renamed[new], sources[new] = part, name
-    # No memory for weights that are replaced at once.
-    with torch.device("meta"):
-        made = CLIPModel(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    for name, tensor in renamed.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(
-                f"tensor {sources[name]!r} gives {name} the shape {tuple(tensor.shape)}, the other tensors ask for "
-                f"{expected[name]}"
-            )
+        renamed |= _renamed(name, tensor)
+    try:
+        with torch.device("meta"):  # no memory is taken before all shapes are known to fit
+            CLIPModel(config).load_state_dict(renamed, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint is not the whole state dict of an open_clip ViT: {error}") from error
     with torch.random.fork_rng(devices=[]):
         model = CLIPModel(config)
-    model.load_state_dict(renamed, strict=False)
+    model.load_state_dict(renamed)
     return model.eval()
 
 
@@ -124,19 +108,14 @@ def save_open_clip(
 ) -> CLIPModel:
     """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
 
+    A tokenizer that does not fit the checkpoint's vocabulary is a `ValueError`.
+
     Args:
         checkpoint: as in `convert_open_clip`.
         folder: where to write; only what an earlier call wrote is replaced.
         tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
         resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
         facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
-
-    Returns:
-        The model.
-
-    Raises:
-        FileExistsError: the folder holds something else; nothing is changed.
-        ValueError: the checkpoint does not fit, or the tokenizer does not fit its vocabulary.
     """
     model: Any = convert_open_clip(checkpoint, **facts)
     reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
@@ -237,17 +216,6 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
     )
 
 
-def _needed(config: Any) -> list[str]:
-    """The names that open_clip gives to the tensors of such a model."""
-    names = list(_TOP)
-    for tower, part in (("visual.transformer", config.vision_config), ("transformer", config.text_config)):
-        for layer in range(part.num_hidden_layers):
-            block = f"{tower}.resblocks.{layer}"
-            names += [f"{block}.attn.in_proj_{kind}" for kind in ("weight", "bias")]
-            names += [f"{block}.{module}.{kind}" for module in _BLOCK for kind in ("weight", "bias")]
-    return names
-
-
 def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tuple[int, ...]:
     if name not in state:
         raise ValueError(f"the checkpoint has no tensor {name!r}: it is not the state dict of an open_clip ViT")
@@ -258,8 +226,9 @@ def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tup
 
 
 def _layers(state: Mapping[str, torch.Tensor], tower: str) -> int:
-    found = (_IN_BLOCK.fullmatch(name) for name in state)
-    return 1 + max(int(match[2]) for match in found if match and match[1] == tower)
+    """How many blocks a tower has. Counting them, where the highest number could be a huge one, bounds the work."""
+    matches = (_IN_BLOCK.fullmatch(name) for name in state)
+    return len({match[2] for match in matches if match and match[1] == tower})
 
 
 def _heads(name: str, given: int | None, width: int, head_width: int) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.encoders.loading import check_dual_encoder, check_encoder
+from dulbe_peft.encoders.loading import check_encoder
 from dulbe_peft.strategies import Strategy
 
 
@@ -67,8 +67,5 @@ def check_model(model: Any, strategy: Strategy) -> Any:
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    if strategy.adapts:
-        check_dual_encoder(model)
-    else:
-        check_encoder(model)
+    check_encoder(model, text=strategy.adapts)
     return model
