@@ -9,7 +9,6 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.files import COMMON_FIELDS, OPTIONAL_FIELDS
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
@@ -28,8 +27,8 @@ def register_classifier(cls: Kind) -> Kind:
 
     Raises:
         TypeError: `cls` is no class derived from `Classifier`.
-        ValueError: its name is missing or holds other characters than a-z, 0-9 and _, another class has the name or
-            the file names, or a setting has the name of a field that every file has.
+        ValueError: its name is missing or holds other characters than a-z, 0-9 and _, or another class has the name
+            or the file names.
     """
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
@@ -39,31 +38,30 @@ def register_classifier(cls: Kind) -> Kind:
         same = other.name == cls.name or other.file_stem == cls.file_stem
         if same and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"{cls.__name__} takes the name {cls.name!r}, which {other.__name__} has")
-    taken = sorted({*COMMON_FIELDS, *OPTIONAL_FIELDS} & set(cls.setting_names()))
-    if taken:
-        raise ValueError(f"{cls.__name__} has a setting {taken[0]!r}, a field that every saved classifier has")
     CLASSIFIERS[cls.name] = cls
     return cls
+
+
+def parse_classifier(spec: str, defaults: Mapping[str, Any] | None = None) -> tuple[type[Classifier], dict[str, Any]]:
+    """The class that a text names, and all of its settings; `defaults` are for the settings that it leaves out."""
+    name, values = parse_spec(spec)
+    if name not in CLASSIFIERS:
+        raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
+    cls = CLASSIFIERS[name]
+    given = convert(cls, values, hidden=("embed_dim", "logit_scale"), owner=f"the {name!r} classifier")
+    usual = cls.setting_defaults()
+    return cls, usual | {key: value for key, value in (defaults or {}).items() if key in usual} | given
 
 
 def make_classifier(
     spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0, defaults: Mapping[str, Any] | None = None
 ) -> Classifier:
-    """An empty classifier, by its name and settings.
+    """An empty classifier from `name` or `name:key=value,key=value`; a classifier without classes is returned as it is.
 
-    Args:
-        spec: `name`, `name:key=value,key=value`, or a classifier without classes, which is returned.
-        embed_dim: d, width of the features.
-        logit_scale: tau itself.
-        defaults: settings for those classifiers that have them; what `spec` says comes first.
-
-    Raises:
-        TypeError: `spec` is neither a string nor a classifier.
-        ValueError: the name or a setting is unknown, a value does not fit, or the classifier that was given has
-            classes or another width.
+    `defaults` are for the settings that the text leaves out, and only for classifiers that have them.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
-    BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
+    BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, metric=cosine, classes=0)
     """
     if isinstance(spec, Classifier):
         if spec.class_names:
@@ -75,13 +73,8 @@ def make_classifier(
                 f"the {spec.name!r} classifier takes {spec.embed_dim} dimensions, the model gives {embed_dim}"
             )
         return spec
-    name, values = parse_spec(spec)
-    if name not in CLASSIFIERS:
-        raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
-    cls = CLASSIFIERS[name]
-    given = convert(cls, values, hidden=("embed_dim", "logit_scale"), owner=f"the {name!r} classifier")
-    wanted = {key: value for key, value in (defaults or {}).items() if key in cls.setting_names()}
-    return cls(embed_dim=embed_dim, logit_scale=logit_scale, **(wanted | given))
+    cls, settings = parse_classifier(spec, defaults)
+    return cls(embed_dim=embed_dim, logit_scale=logit_scale, **settings)
 
 
 def make_classifiers(
@@ -90,11 +83,7 @@ def make_classifiers(
     logit_scale: float = 100.0,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Classifier]:
-    """Empty classifiers by name, in the given order; the arguments are those of `make_classifier`.
-
-    Raises:
-        ValueError: there is none, or two have one name.
-    """
+    """Empty classifiers by name, at least one and no two of one name; the arguments are those of `make_classifier`."""
     made: dict[str, Classifier] = {}
     for one in specs:
         classifier = make_classifier(one, embed_dim, logit_scale, defaults)
@@ -112,8 +101,8 @@ def spec(classifier: Classifier) -> str:
     >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
     'bridge:depths=0/0.5'
     """
-    usual = type(classifier)(embed_dim=classifier.embed_dim).settings()
-    changed = {key: value for key, value in classifier.settings().items() if key not in usual or usual[key] != value}
+    usual = classifier.setting_defaults()
+    changed = {key: value for key, value in classifier.settings().items() if usual[key] != value}
     return format_spec(classifier.name, changed)
 
 

@@ -4,34 +4,37 @@
         __init__                         register_rows (one row a class), register_buffer (shared)
         learn                            the buffers' new values for a task of new classes
         logits                           unit features to scores
-        formula                          the scores as a line of PyTorch, where they are not linear in the features
+        formula                          the scores as a function of PyTorch, where they are not linear in the features
 
 Works on any model's image and text features, and needs neither peft nor transformers.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 import math
+import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.nn import functional as F
 
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
-from dulbe_peft.classifiers.checks import check_labels, positive
-from dulbe_peft.classifiers.files import SavedState
-from dulbe_peft.classifiers.formula import AFFINE, affine
+from dulbe_peft.classifiers.checks import check_labels, check_map, unit_features
+from dulbe_peft.classifiers.files import load_classifier, save_classifier
+from dulbe_peft.classifiers.formula import affine, linear
+from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils import hub
+from dulbe_peft.utils.checks import check_int, check_number
 from dulbe_peft.utils.precision import without_autocast
 
 MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
 
 
-class Classifier(SavedState):
+class Classifier(GrowingState):
     """A classifier over given features that learns class by class and keeps no image.
 
     A call that raises changes nothing.
@@ -41,18 +44,30 @@ class Classifier(SavedState):
         logit_scale: tau itself, 100 for CLIP, never its logarithm.
 
     Attributes:
+        name: key of the classifier in the registry.
         needs_text: whether `add_classes` needs text embeddings.
+        file_stem: how the names of its files begin; the name where a class does not set it.
+        source: `repo_id` and `commit` on the Hub that it was loaded from, or None; kept when it is saved.
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
     """
 
+    name: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
+    file_stem: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):
+            cls.file_stem = vars(cls).get("file_stem", cls.name)
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        super().__init__(check_int("embed_dim", embed_dim, 2), positive("logit_scale", logit_scale))
-        if self.logit_scale > MOST_LOGIT_SCALE:
-            raise ValueError(f"logit_scale must be at most {MOST_LOGIT_SCALE:g}, got {self.logit_scale:g}")
+        super().__init__()
+        check_number("logit_scale", logit_scale, positive=True, most=MOST_LOGIT_SCALE)
+        self.embed_dim = check_int("embed_dim", embed_dim, 2)
+        self.logit_scale = float(logit_scale)
+        self.source: dict[str, str] | None = None
 
     # ------------------------------------------------------------------ what a subclass fills
 
@@ -83,14 +98,6 @@ class Classifier(SavedState):
         """The buffers' new values for further images of known classes; `labels` index all seen classes."""
         raise NotImplementedError
 
-    def check_update(self, class_names: Sequence[str]) -> None:
-        """Raise a ValueError where `update_classes` cannot take further images of these known classes."""
-        if type(self).learn_more is Classifier.learn_more:
-            raise ValueError(
-                f"the {self.name!r} classifier cannot learn more images of a known class: it does not keep what that "
-                "needs"
-            )
-
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
 
@@ -106,30 +113,57 @@ class Classifier(SavedState):
         """
         return {}
 
-    @property
-    def follows(self) -> bool:
-        """Whether it can move what it stores along with the features, see `moved`."""
-        return type(self).moved is not Classifier.moved
-
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """The buffers' new values where a feature z has become z M; none where nothing stored depends on it.
 
         Args:
-            matrix: M, (d, d), float64, on the CPU or on the classifier's device.
+            matrix: M, (d, d), float64, on the CPU.
         """
         return {}
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
-        """The logits as a line of PyTorch, with the tensors that it needs: how an export keeps the classifier.
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+        """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
 
         Returns:
-            An expression in `z`, unit features (n, d), `t`, the tensors by name, and `torch`; and the tensors. Here it
-            is `z @ t["weight"].T + t["bias"]`; a classifier whose logits are no such map gives its own.
+            A function of a module, whose first argument is z, unit features (n, d), and whose others are tensors; its
+            source uses `torch` and nothing else. And the tensors by the names of these arguments. Here it is
+            `z @ weight.T + bias`; a classifier whose logits are no such map gives its own.
 
         Raises:
             ValueError: the logits are no such map.
         """
-        return AFFINE, affine(self)
+        return linear, affine(self)
+
+    # ------------------------------------------------------------------ facts of the class
+
+    @classmethod
+    def setting_defaults(cls) -> dict[str, Any]:
+        """The constructor's own parameters, those beside `embed_dim` and `logit_scale`, with their defaults."""
+        parameters = list(inspect.signature(cls).parameters.values())
+        return {p.name: p.default for p in parameters if p.name not in ("embed_dim", "logit_scale")}
+
+    @classmethod
+    def follows_drift(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether `move` changes what a classifier with these settings stores."""
+        return cls.moved is not Classifier.moved
+
+    @classmethod
+    def check_update(cls) -> None:
+        """Raise a ValueError where `update_classes` cannot take further images of known classes."""
+        if cls.learn_more is Classifier.learn_more:
+            raise ValueError(
+                f"the {cls.name!r} classifier cannot learn more images of a known class: it does not keep what that "
+                "needs"
+            )
+
+    @classmethod
+    def file_names(cls) -> tuple[str, str]:
+        """Names of the configuration and of the tensors."""
+        return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's own arguments as plain values; an attribute of the same name holds each of them."""
+        return {name: getattr(self, name) for name in self.setting_defaults()}
 
     # ------------------------------------------------------------------ learning
 
@@ -161,14 +195,16 @@ class Classifier(SavedState):
         texts = None
         if text_embeds is not None or self.needs_text:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
-        indices = check_labels(labels, len(images), names).to(images.device)
+        indices = check_labels(labels, len(images), len(names)).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
         with without_autocast(images):
             changes = self.learn(names, images, indices, texts)
-            choices, temperatures = self._hold_back(names, images, indices, texts)
-        self._install({**changes, **choices}, self._class_names + names, self._calibration + temperatures)
+            choices, temperatures = self._fit_held_back(names, images, indices, texts)
+        self.install(changes | choices)
+        self._class_names = self._class_names + names
+        self.calibration += temperatures
 
     @torch.no_grad()
     def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
@@ -184,12 +220,12 @@ class Classifier(SavedState):
         Raises:
             ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
         """
+        self.check_update()
         images = self._unit(image_embeds, "image_embeds")
-        indices = check_labels(labels, len(images), self._class_names).to(images.device)
-        self.check_update([self._class_names[index] for index in indices.unique().tolist()])
+        indices = check_labels(labels, len(images), len(self._class_names)).to(images.device)
         if len(images):
             with without_autocast(images):
-                self._install(self.learn_more(images, indices))
+                self.install(self.learn_more(images, indices))
 
     @torch.no_grad()
     def forget_class(self, name: str) -> None:
@@ -205,8 +241,8 @@ class Classifier(SavedState):
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
         kept = torch.tensor([known != name for known in self._class_names])
-        rows = {key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows}
-        self._install(rows, [known for known in self._class_names if known != name])
+        self.install({key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows})
+        self._class_names = [known for known in self._class_names if known != name]
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: torch.Tensor) -> None:
@@ -217,7 +253,7 @@ class Classifier(SavedState):
         """
         if "text_embeds" not in self._rows:
             raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
-        self._install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
+        self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
 
     @torch.no_grad()
     def move(self, matrix: torch.Tensor) -> None:
@@ -229,59 +265,26 @@ class Classifier(SavedState):
         Raises:
             ValueError: the shape does not fit, or an entry is not finite.
         """
-        size = (self.embed_dim, self.embed_dim)
-        if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point() or matrix.shape != size:
-            got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-            raise ValueError(f"the map must be floating-point {size}, got {got}")
-        if not torch.isfinite(matrix).all():
-            raise ValueError("the map holds NaN or infinity")
-        self._install(self.moved(matrix.cpu().double()))
+        self.install(self.moved(check_map(matrix, self.embed_dim)))
 
-    def _hold_back(
+    def _fit_held_back(
         self, names: list[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
     ) -> tuple[dict[str, torch.Tensor], tuple[TaskTemperature, ...]]:
         """What is fitted on held-back images of the new task: the choices of `choose`, and a temperature."""
         held = hold_back(images, labels)
-        classes = len(self._class_names) + len(names)
-        if not held.any() or classes < 2:
+        known = len(self._class_names)
+        if not held.any() or known + len(names) < 2:
             return {}, ()
         twin = self.fork()
         try:
-            twin._install(twin.learn(names, images[~held], labels[~held], texts))
-            images, labels = images[held], labels[held] + len(self._class_names)
-            choices = twin.choose(images, labels)
+            twin.install(twin.learn(names, images[~held], labels[~held], texts))
+            choices = twin.choose(images[held], labels[held] + known)
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, ()
         derived = twin._derived
-        twin._install(choices)
+        twin.install(choices)
         twin._derived = {name: value for name, value in derived.items() if name != "solution"}
-        return choices, (fit_task(twin.logits(images), labels),)
-
-    def fork(self) -> Self:
-        """A classifier with the same classes that can learn on without changing this one; tensors are shared."""
-        twin = copy.copy(self)
-        twin._buffers, twin._derived = dict(self._buffers), {}
-        return twin
-
-    def _install(
-        self,
-        changes: Mapping[str, torch.Tensor],
-        names: list[str] | None = None,
-        calibration: tuple[TaskTemperature, ...] | None = None,
-    ) -> None:
-        """Put new values of buffers, class names and calibration in, all at once; None leaves one as it is."""
-        buffers = dict(self._buffers)
-        for name, value in changes.items():
-            buffer = buffers[name]
-            assert buffer is not None
-            buffers[name] = value.to(buffer.dtype).to(buffer.device)
-        # One call, so that Ctrl-C comes before it or after it.
-        self.__dict__.update(
-            _buffers=buffers,
-            _derived={},
-            _class_names=self._class_names if names is None else names,
-            _calibration=self._calibration if calibration is None else calibration,
-        )
+        return choices, (fit_task(twin.logits(images[held]), labels[held] + known),)
 
     # ------------------------------------------------------------------ using
 
@@ -317,7 +320,7 @@ class Classifier(SavedState):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 where no image could be held back to fit it."""
-        return temperature(self._calibration, len(self._class_names))
+        return temperature(self.calibration, len(self._class_names))
 
     def rejection_threshold(self, share: float) -> float:
         """The probability below which an image is taken for none of the classes.
@@ -333,7 +336,7 @@ class Classifier(SavedState):
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
             Networks", 2017: the largest softmax probability as the score.
         """
-        return rejection_threshold(self._calibration, share, len(self._class_names))
+        return rejection_threshold(self.calibration, share, len(self._class_names))
 
     @property
     def class_names(self) -> list[str]:
@@ -368,21 +371,52 @@ class Classifier(SavedState):
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
-    def _unit(self, features: Any, name: str, rows: int | None = None) -> torch.Tensor:
-        """`features` at unit norm, in float32, on the classifier's device; raises for what cannot be normalised."""
-        if not isinstance(features, torch.Tensor) or not features.is_floating_point():
-            raise TypeError(
-                f"{name} must be a floating-point tensor, got {getattr(features, 'dtype', type(features))}"
+    def _unit(self, features: torch.Tensor, name: str, rows: int | None = None) -> torch.Tensor:
+        return unit_features(features, name, self.embed_dim, rows, self.device)
+
+    # ------------------------------------------------------------------ files
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
+        save_classifier(self, Path(folder))
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+    ) -> Self:
+        """Load what `save_pretrained` wrote, onto the CPU.
+
+        Args:
+            source: a folder, or the id of a repository on the Hub.
+            revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
+            token: of the Hub.
+            cache_dir: where downloads are kept.
+
+        Raises:
+            FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
+            ValueError: a file is damaged, of another format, or the two do not fit each other.
+        """
+        return load_classifier(cls, source, revision, token, cache_dir)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+    ) -> Any:
+        """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
+
+        Returns:
+            huggingface_hub's CommitInfo.
+        """
+        repo_id = hub.create(repo_id, private, token)
+        message = commit_message or f"Upload {self.name} classifier"
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return hub.upload(
+                Path(folder), repo_id, commit_message=message, token=token, revision=revision, create_pr=create_pr
             )
-        if features.ndim != 2 or features.shape[1] != self.embed_dim:
-            raise ValueError(f"{name} must be (rows, {self.embed_dim}), got shape {tuple(features.shape)}")
-        if rows is not None and len(features) != rows:
-            raise ValueError(f"{name} must have {rows} rows, one per seen class in order, got {len(features)}")
-        features = features.to(torch.promote_types(features.dtype, torch.float32))
-        largest = features.abs().amax(dim=1, keepdim=True)
-        for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
-            if bad.any():
-                raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
-        # Scaled first: the squares of large or tiny entries leave float32's range.
-        scaled = (features / largest).to(self.device, torch.float32)
-        return F.normalize(scaled, dim=1)

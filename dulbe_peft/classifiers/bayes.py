@@ -8,23 +8,29 @@ L = lambda (G / g + 0.001 I)^f                g: mean eigenvalue of G; f = 0: la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import check_unit_rows, positive
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.evidence import Regression, best_step, log_evidence
-from dulbe_peft.classifiers.ranpac import random_layer
-from dulbe_peft.classifiers.ridge import RIDGES, RegressionSums
+from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, check_ridge, random_layer
 from dulbe_peft.utils.checks import check_int, check_number
 
 FLOOR = 1e-3  # of the mean eigenvalue: no direction is freer than one of so little variation
 STEPS = len(RIDGES) - 1  # of the grid, up or down
 
 
-class BayesClassifier(RegressionSums):
+def linear_and_random(
+    z: torch.Tensor, projection: torch.Tensor, linear: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    return z @ linear + (z @ projection).relu() @ weight
+
+
+class BayesClassifier(Classifier):
     """Regression to one-hot classes, pulled to the text classifier as far as the images do not say otherwise.
 
     The text enters in two ways. It is the prior mean: W_0 = a (e_c - mean of e) on z, and 0 on the random layer. And
@@ -65,8 +71,10 @@ class BayesClassifier(RegressionSums):
     """
 
     name = "bayes"
-    rules = ("auto", "evidence")
     needs_text = True
+    gram: torch.Tensor
+    sums: torch.Tensor
+    counts: torch.Tensor
     images: torch.Tensor
     text_embeds: torch.Tensor
     wins: torch.Tensor
@@ -82,23 +90,29 @@ class BayesClassifier(RegressionSums):
         flatness: float = 0.25,
         ridge: float | Literal["auto", "evidence"] = "auto",
     ) -> None:
-        width = embed_dim + check_int("features", features, 0, 10**6)
-        dtype = torch.float32 if features else torch.float64
-        super().__init__(embed_dim, logit_scale, width, dtype, float(features or 1), ridge)
-        self.features = features
+        super().__init__(embed_dim, logit_scale)
+        self.features = check_int("features", features, 0, 10**6)
+        self.ridge = check_ridge(ridge, ["auto", "evidence"])
         self.seed = check_int("seed", seed, 0, 2**32 - 1)
         self.text_weight = positive("text_weight", text_weight)
         check_number("text_images", text_images, least=0)
         self.text_images = float(text_images)
-        check_number("flatness", flatness, least=0)
-        if flatness > 1:
-            raise ValueError(f"flatness must be at most 1, got {flatness}")
+        check_number("flatness", flatness, least=0, most=1)
         self.flatness = float(flatness)
+        RegressionSums.register(self, embed_dim + features, torch.float32 if features else torch.float64)
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("images", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wins", torch.zeros(2 * STEPS + 1, 2 * STEPS + 1, dtype=torch.int64))
 
+    def _kept(self) -> RegressionSums:
+        return RegressionSums(self.gram, self.sums, self.counts, self.lifted)
+
+    def _ridges(self) -> list[float]:
+        """The grid of lambda."""
+        return [ridge * (self.features or 1) for ridge in RIDGES]
+
     def lifted(self, images: torch.Tensor) -> torch.Tensor:
+        """h of unit features z, (n, d) to (n, d + M), in the type of `images`."""
         if not self.features:
             return images
         return torch.cat([images, (images @ self._layer(images)).relu()], dim=1)
@@ -111,26 +125,24 @@ class BayesClassifier(RegressionSums):
         self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         assert texts is not None
-        return super().learn(names, images, labels, texts) | {"text_embeds": texts}
-
-    def added(self, images: torch.Tensor, labels: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
-        return super().added(images, labels, new) | {"images": self.images + len(images)}
+        added = self._kept().added(images, labels + len(self._class_names), len(names))
+        return added | {"images": self.images + len(images), "text_embeds": texts}
 
     def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Add to `wins` what every lambda of the grid says of held-back images, all from one eigendecomposition."""
         if self.ridge != "auto":
             return {}
         fit = self.derived("regression", self._regress)
-        scores = fit.scores(self.lifted(images.to(self.sums.device).double()), [ridge * self.unit for ridge in RIDGES])
+        scores = fit.scores(self._kept().lifted(images), self._ridges())
         right = torch.stack([each.argmax(dim=1) == labels.to(each.device) for each in scores], dim=1).double()
         steps = torch.arange(-STEPS, STEPS + 1, device=right.device)
         right = right[:, (fit.likeliest + steps).clamp(0, STEPS)]
         return {"wins": self.wins.cpu() + (right.T @ (1 - right)).long().cpu()}
 
     def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        changes = super().learn_more(images, labels)
-        # With more images, the evidence errs less than it did when these were counted.
-        return changes | {"wins": self.wins * self.images // changes["images"]}
+        total = self.images + len(images)
+        # With more images, the evidence errs less than it did when the wins were counted.
+        return self._kept().added(images, labels) | {"images": total, "wins": self.wins * self.images // total}
 
     # ------------------------------------------------------------------ the solution
 
@@ -138,16 +150,17 @@ class BayesClassifier(RegressionSums):
         return self.lifted(images) @ self.derived("solution", self._solve)[0]
 
     def strength(self) -> float:
+        """lambda."""
         return self.derived("solution", self._solve)[1]
 
     def _solve(self) -> tuple[torch.Tensor, float]:
         """W / text_weight, (d + M, C), float32, and lambda."""
         # `choose` leaves it on the copy that it is called on. It is large, so nobody else keeps it.
         fit: Regression = self._derived.get("regression") or self._regress()
-        if self.ridge in self.rules:
-            ridge = self.unit * RIDGES[min(STEPS, max(0, fit.likeliest + best_step(self.wins)))]
+        if isinstance(self.ridge, str):
+            ridge = self._ridges()[min(STEPS, max(0, fit.likeliest + best_step(self.wins)))]
         else:
-            ridge = float(self.ridge)
+            ridge = self.ridge
         return (fit.solution(ridge) / self.text_weight).float().to(self.device), ridge
 
     def _regress(self) -> Regression:
@@ -158,7 +171,7 @@ class BayesClassifier(RegressionSums):
         prior = torch.zeros_like(self.sums.T)
         prior[:d] = self.text_weight * self.logit_scale * texts.T
         shown = self.lifted(self._as_images(texts))
-        gram = self.gram.to(device).double() + self.text_images * shown.T @ shown
+        gram = self._kept().gram64() + self.text_images * shown.T @ shown
         sums = self.sums.T + self.text_images * shown.T
         # R = Y - H W_0 is what the prior mean leaves over, and H'R = C - G W_0.
         left = sums - gram @ prior
@@ -169,11 +182,8 @@ class BayesClassifier(RegressionSums):
         targets = float(self.counts.sum()) + self.text_images * len(texts)
         residual = targets - float((prior * (sums + left)).sum())
         rows = int(self.images) + (len(texts) if self.text_images else 0)
-        likeliest = max(
-            range(len(RIDGES)),
-            key=lambda place: log_evidence(values, turned, residual, rows, RIDGES[place] * self.unit * shape),
-        )
-        return Regression(prior, values, vectors, turned, shape, likeliest)
+        evidence = [log_evidence(values, turned, residual, rows, ridge * shape) for ridge in self._ridges()]
+        return Regression(prior, values, vectors, turned, shape, evidence.index(max(evidence)))
 
     def _as_images(self, texts: torch.Tensor) -> torch.Tensor:
         """The unit features that the texts stand for, (C, d), from e_c less their mean."""
@@ -181,30 +191,18 @@ class BayesClassifier(RegressionSums):
         spread = (1 - mean @ mean).clamp_min(0).sqrt()
         return F.normalize(mean + spread * F.normalize(texts, dim=1), dim=1)
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
         if not self.features:
             return super().formula()
         weight = self.derived("solution", self._solve)[0]
         tensors = {"projection": self._layer(weight), "linear": weight[: self.embed_dim].contiguous()}
         tensors["weight"] = weight[self.embed_dim :].contiguous()
-        return 'z @ t["linear"] + (z @ t["projection"]).relu() @ t["weight"]', tensors
+        return linear_and_random, tensors
 
-    @property
-    def follows(self) -> bool:
-        return not self.features
+    @classmethod
+    def follows_drift(cls, settings: Mapping[str, Any]) -> bool:
+        return not settings["features"]
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """Without R: G to M' G M and C to M' C. With it nothing: G is of features behind a ReLU."""
-        return {} if self.features else self.moved_sums(matrix)
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().check_state(state)
-        check_unit_rows("text_embeds", state["text_embeds"])
-        if int(state["images"]) < int(state["counts"].sum()):
-            raise ValueError("images must be at least the sum of counts: the classes' images are among them")
-        wins = state["wins"]
-        if (wins < 0).any() or (wins > min(int(state["images"]), 2**52)).any() or wins.diagonal().any():
-            raise ValueError("wins must count images: from 0 to their number, and 0 on the diagonal")
-
-    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
-        return {"wins": torch.zeros_like(self.wins)}
+        return {} if self.features else self._kept().moved(matrix)

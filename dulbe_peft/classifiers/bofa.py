@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import check_unit_rows
-from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import check_int
 
 
-class BofaClassifier(PrototypeClassifier):
+class BofaClassifier(Classifier):
     """logits = tau z . p_c, with p_c = (1 - lambda) e_c + lambda v_c, not normalised again.
 
     v_c is the direction of the class's mean unit feature. lambda is the one of `grid` values from 0 to 1 with the best
@@ -41,12 +42,16 @@ class BofaClassifier(PrototypeClassifier):
 
     name = "bofa"
     needs_text = True
+    sums: torch.Tensor
+    counts: torch.Tensor
     text_embeds: torch.Tensor
     image_weight: torch.Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)
         self.grid = check_int("grid", grid, 2)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("sums", embed_dim, dtype=torch.float64)
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("image_weight", torch.zeros(()))
 
@@ -54,16 +59,28 @@ class BofaClassifier(PrototypeClassifier):
         self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         assert texts is not None
-        changes = super().learn(names, images, labels, texts) | {"text_embeds": texts}
+        sums = class_sums(images.to(self.sums.device).double(), labels.to(self.sums.device), names)
+        changes = {
+            "sums": torch.cat([self.sums, sums]),
+            "counts": torch.cat([self.counts, torch.bincount(labels, minlength=len(names))]),
+            "text_embeds": texts,
+        }
         if not self._class_names:
-            twin = self.fork()
-            twin._install(changes)
-            by_text, by_image = images @ texts.T, images @ twin.visual_prototypes.T
+            by_text, by_image = images @ texts.T, images @ F.normalize(sums, dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
             best = (right == right.max()).nonzero()[:, 0]
             changes["image_weight"] = weights[best[len(best) // 2]]
         return changes
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        sums = self.sums.index_add(0, labels.to(self.sums.device), images.to(self.sums.device).double())
+        return {"sums": sums, "counts": self.counts + torch.bincount(labels, minlength=len(self.counts))}
+
+    @property
+    def visual_prototypes(self) -> torch.Tensor:
+        """v_c, (C, d), float32 unit vectors."""
+        return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
 
     @property
     def prototypes(self) -> torch.Tensor:
@@ -73,8 +90,7 @@ class BofaClassifier(PrototypeClassifier):
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         return self.logit_scale * images @ self.prototypes.T
 
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().check_state(state)
-        check_unit_rows("text_embeds", state["text_embeds"])
-        if not 0 <= state["image_weight"] <= 1:
-            raise ValueError(f"image_weight must lie in [0, 1], got {float(state['image_weight'])}")
+    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
+        directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
+        return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}

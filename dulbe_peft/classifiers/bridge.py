@@ -8,19 +8,26 @@ With metric="whitened", z, v_c and e_c are taken to a space in which images of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_directions, check_symmetric, check_unit_rows, class_sums, positive
+from dulbe_peft.classifiers.checks import check_directions, positive
 from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability, reliability_weights
+from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import check_int
 
 MAX_DEPTHS = 1000
+
+
+def whitened_cosine(
+    z: torch.Tensor, mean: torch.Tensor, whitening: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    return torch.nn.functional.normalize((z - mean) @ whitening, dim=1) @ weight
 
 
 class BridgeEnsembleHead(Classifier):
@@ -38,8 +45,8 @@ class BridgeEnsembleHead(Classifier):
         visual_prototypes: v_c, (C, d), unit vectors; `move` and `update_classes` alone change them later.
         text_embeds: e_c, (C, d), unit vectors.
         reliability: pi_c, (C, K_b), rows sum to 1; `update_classes` alone changes them after the class has arrived.
-        counts: n_c, (C,), int64, images of each class; 0 where an earlier version saved the class without it.
-        lengths: l_c, (C,), float64, length of the sum of each class's unit features; 0 where n_c is.
+        counts: n_c, (C,), int64, images of each class.
+        lengths: l_c, (C,), float64, length of the sum of each class's unit features.
         depths: alpha_k, (K_b,); 0 is the visual end.
         scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' with the mean of each image's class; "whitened" alone.
         freedom: its degrees of freedom, int64, forgotten classes included; "whitened" alone.
@@ -55,7 +62,6 @@ class BridgeEnsembleHead(Classifier):
     name = "bridge"
     needs_text = True
     file_stem = "head"
-    file_format = "dulbe-bridge-ensemble-head-1"
     visual_prototypes: torch.Tensor
     text_embeds: torch.Tensor
     reliability: torch.Tensor
@@ -101,14 +107,13 @@ class BridgeEnsembleHead(Classifier):
         return self.visual_prototypes.numel() + self.reliability.numel() + shared
 
     def settings(self) -> dict[str, Any]:
-        """`depths` is there only where they are not evenly spaced, as a list; `metric` only where it is not cosine."""
+        """`depths` stand there, as a list, where they are not evenly spaced, and `num_depths` where they are."""
         if torch.equal(self.depths.cpu().float(), torch.linspace(0, 1, self.num_depths)) and self.num_depths > 1:
             depths: dict[str, Any] = {"num_depths": self.num_depths}
         else:
             # The shortest decimals that give the same float32.
             depths = {"depths": [float(str(depth)) for depth in self.depths.float().cpu().numpy()]}
-        metric = {} if self.metric == "cosine" else {"metric": self.metric}
-        return depths | {"reliability_temperature": self.reliability_temperature} | metric
+        return depths | {"reliability_temperature": self.reliability_temperature, "metric": self.metric}
 
     # ------------------------------------------------------------------ the rule
 
@@ -139,14 +144,6 @@ class BridgeEnsembleHead(Classifier):
         rho = reliability(images, labels + first, bridges, self.logit_scale, first_class=first)
         weights = reliability_weights(rho, self.reliability_temperature)
         return changes | {"reliability": torch.cat([self.reliability.float(), weights])}
-
-    def check_update(self, class_names: Sequence[str]) -> None:
-        unknown = [name for name in class_names if not self.counts[self._class_names.index(name)]]
-        if unknown:
-            raise ValueError(
-                f"the 'bridge' classifier cannot learn more images of {unknown[0]!r}: an earlier version saved it "
-                "without the number of the class's images. Learn the class anew, or use other classifiers"
-            )
 
     def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """v_c and pi_c of the classes that have further images; the other classes stay as they are.
@@ -247,13 +244,13 @@ class BridgeEnsembleHead(Classifier):
             images = self.derived("whitening", lambda: self._whitening(self.tensors())).images(images)
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
         if self.metric == "cosine":
             return super().formula()
         space = self.derived("whitening", lambda: self._whitening(self.tensors()))
         tensors = {"mean": space.image_mean, "whitening": space.matrix}
         tensors["weight"] = self.logit_scale * self.ensemble_prototypes.T
-        return 'torch.nn.functional.normalize((z - t["mean"]) @ t["whitening"], dim=1) @ t["weight"]', tensors
+        return whitened_cosine, tensors
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """v_c to the direction of v_c M, and W to M' W M; texts, reliabilities, numbers of images and lengths stay."""
@@ -279,45 +276,6 @@ class BridgeEnsembleHead(Classifier):
     def expected_depth(self) -> torch.Tensor:
         """sum_k pi_c(alpha_k) alpha_k, (C,), float32: 0 trusts the visual prototype, 1 the text embedding."""
         return (self.reliability.float() * self.depths.float()).sum(dim=1)
-
-    # ------------------------------------------------------------------ state and files
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        for name in ("visual_prototypes", "text_embeds"):
-            check_unit_rows(name, state[name])
-        weights = state["reliability"].float()
-        if (weights < 0).any() or ((weights.sum(dim=1) - 1).abs() > 1e-2).any():
-            raise ValueError("reliability must hold non-negative rows that sum to 1")
-        counts, lengths = state["counts"].cpu(), state["lengths"].cpu()
-        if (counts < 0).any() or (lengths < 0).any() or ((counts == 0) != (lengths == 0)).any():
-            raise ValueError("counts and lengths must be above 0, or both 0 where they are not known")
-        if (lengths > 1.01 * counts).any():
-            raise ValueError("lengths must not be larger than counts: they are of sums of so many unit vectors")
-        if ((state["depths"] < 0) | (state["depths"] > 1)).any():
-            raise ValueError(f"depths must lie in [0, 1], got {state['depths'].tolist()}")
-        if self.metric == "whitened":
-            check_symmetric("scatter", state["scatter"])
-            if int(state["freedom"]) < 0 or (counts == 0).any():
-                raise ValueError("freedom must not be negative, and the number of every class's images must be known")
-
-    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
-        """Version 0.1 kept neither the number of images nor the length of their sum."""
-        return {
-            "counts": torch.zeros(classes, dtype=torch.int64),
-            "lengths": torch.zeros(classes, dtype=torch.float64),
-        }
-
-    @classmethod
-    def saved_settings(cls) -> list[str]:
-        """The depths are among the tensors, and only a whitened head has a scatter there."""
-        return ["reliability_temperature"]
-
-    @classmethod
-    def constructor_arguments(cls, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """As many depths as the tensors' header has; their values come with the tensors."""
-        shape = shapes.get("depths", ())
-        metric = {"metric": "whitened"} if "scatter" in shapes else {}
-        return config | metric | ({"depths": [0.0] * min(shape[0], MAX_DEPTHS + 1)} if len(shape) == 1 else {})
 
 
 def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:

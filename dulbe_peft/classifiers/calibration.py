@@ -12,66 +12,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import Field
+from scipy.optimize import brentq
 
 from dulbe_peft.utils.checks import is_number
+from dulbe_peft.utils.records import Record
 
 FOLDS = 5
 # Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
 DOUBT = 1 / 3
-BISECTIONS = 60
 QUANTILES = 21
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
-class TaskTemperature:
+class TaskTemperature(Record):
     """The temperature that fits one task's held-back images.
 
-    Args:
+    Attributes:
         log_temperature: log T.
         images: number of held-back images.
         classes: number of classes that the scores were over.
-        confidences: 21 quantiles, from the least to the largest, of the held-back images' largest probabilities;
-            empty where an earlier version fitted the temperature.
+        confidences: 21 quantiles, from the least to the largest, of the held-back images' largest probabilities.
     """
 
-    log_temperature: float
-    images: int
-    classes: int
-    confidences: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, value, kinds, least, most in (
-            ("log_temperature", self.log_temperature, (int, float), -LIMIT, LIMIT),
-            ("images", self.images, int, 1, math.inf),
-            ("classes", self.classes, int, 2, math.inf),
-        ):
-            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-                raise ValueError(f"{name} of a calibration must be a number from {least} to {most}, got {value!r}")
-        shares = self.confidences
-        if shares and not (
-            len(shares) == QUANTILES
-            and all(isinstance(share, float) and 0 <= share <= 1 for share in shares)
-            and list(shares) == sorted(shares)
-        ):
-            raise ValueError(f"confidences of a calibration must be {QUANTILES} rising fractions, got {shares!r:.100}")
+    log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
+    images: int = Field(ge=1)
+    classes: int = Field(ge=2)
+    confidences: tuple[Share, ...] = Field(min_length=QUANTILES, max_length=QUANTILES)
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
-    """T for a number of classes: exp of the weighted least-squares line of log T over the logarithm of the classes.
-
-    Args:
-        tasks: what was fitted; each task weighs as many as it has held-back images. None: T is 1.
-        classes: number of seen classes.
-
-    >>> tasks = [TaskTemperature(0.0, 20, 10), TaskTemperature(1.0, 20, 100)]
-    >>> round(math.log(temperature(tasks, 10)), 3), round(math.log(temperature(tasks, 100)), 3)
-    (0.0, 1.0)
-    """
+    """T for a number of classes; 1 where no task was fitted. Each task weighs as many as it has held-back images."""
     if not tasks or not classes:
         return 1.0
     line = _line(tasks, [task.log_temperature for task in tasks], classes)
@@ -83,35 +58,21 @@ def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes:
 
     With more classes, largest probabilities are smaller. So the log-odds of every task's own threshold are taken to
     be a line over the logarithm of the number of classes, as in `temperature`.
-
-    Args:
-        tasks: what was fitted; each task weighs as many as it has held-back images.
-        share: in (0, 1).
-        classes: number of seen classes.
-
-    Raises:
-        ValueError: no image was held back, or the share is no such number.
-
-    >>> task = TaskTemperature(0.0, 40, 10, tuple(step / 20 for step in range(21)))
-    >>> round(rejection_threshold([task], 0.1, 10), 3)
-    0.1
     """
     if not is_number(share) or not 0 < share < 1:
         raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
-    told = [task for task in tasks if task.confidences]
-    if not told:
+    if not tasks:
         raise ValueError(
             "the classifier has held back no image, so there is no score below which an image is unknown: classes "
-            "need two images or more, and files of version 0.1 have no such scores"
+            "need two images or more"
         )
     odds = []
-    for task in told:
-        place = share * (QUANTILES - 1)
-        left = min(int(place), QUANTILES - 2)
-        low, high = task.confidences[left : left + 2]
-        value = min(1 - 1e-6, max(1e-6, low + (place - left) * (high - low)))
+    for task in tasks:
+        quantiles = torch.tensor(task.confidences, dtype=torch.float64)
+        # The quantiles are evenly spaced, so their own quantile interpolates between two of them.
+        value = min(1 - 1e-6, max(1e-6, float(quantiles.quantile(share))))
         odds.append(math.log(value / (1 - value)))
-    return 1 / (1 + math.exp(-_line(told, odds, classes)))
+    return 1 / (1 + math.exp(-_line(tasks, odds, classes)))
 
 
 def _line(tasks: Sequence[TaskTemperature], values: Sequence[float], classes: int) -> float:
@@ -125,40 +86,15 @@ def _line(tasks: Sequence[TaskTemperature], values: Sequence[float], classes: in
     return mean + slope * (math.log(classes) - centre)
 
 
-def write_temperatures(tasks: Sequence[TaskTemperature]) -> list[dict[str, Any]]:
-    """The tasks' temperatures as JSON can hold them."""
-    return [asdict(task) for task in tasks]
-
-
-def read_temperatures(saved: Any) -> tuple[TaskTemperature, ...]:
-    """What `write_temperatures` gave; None, as older files hold, is no task."""
-    if saved is None:
-        return ()
-    needed = {"log_temperature", "images", "classes"}  # version 0.1 had no confidences
-    if not isinstance(saved, list) or not all(
-        isinstance(task, dict)
-        and needed <= set(task) <= needed | {"confidences"}
-        and isinstance(task.get("confidences", []), (list, tuple))
-        for task in saved
-    ):
-        raise ValueError(
-            f"calibration must be a list with {', '.join(sorted(needed))} for each task, got {saved!r:.100}"
-        )
-    return tuple(TaskTemperature(**task | {"confidences": tuple(task.get("confidences", ()))}) for task in saved)
-
-
 def fit_task(logits: torch.Tensor, labels: torch.Tensor) -> TaskTemperature:
-    """The temperature of a task's held-back images, and how sure the classifier is of them with it.
-
-    Args:
-        logits: (n, C), of held-back images, n at least 1, C at least 2.
-        labels: (n,), integers, columns of `logits`.
-    """
+    """The temperature of a task's held-back images, (n, C) logits, and how sure the classifier is of them with it."""
     fitted = fit_temperature(logits, labels)
     largest = (logits.double().cpu() * math.exp(-fitted)).softmax(dim=1).amax(dim=1)
     steps = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
     confidences = tuple(round(value, 6) for value in largest.quantile(steps).clamp(0, 1).tolist())
-    return TaskTemperature(fitted, len(logits), logits.shape[1], confidences)
+    return TaskTemperature(
+        log_temperature=fitted, images=len(logits), classes=logits.shape[1], confidences=confidences
+    )
 
 
 def ranking(images: torch.Tensor) -> torch.Tensor:
@@ -169,17 +105,10 @@ def ranking(images: torch.Tensor) -> torch.Tensor:
 
 
 def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which images to keep out of learning: about a fifth of each class, none of a class with a single image.
+    """Which of the (n, d) images to keep out of learning, (n,) booleans: about a fifth of each class.
 
     A class's images are ranked by their dot product with a fixed vector, and one of every five is taken. So the
-    choice does not depend on the order of the images.
-
-    Args:
-        images: (n, d), unit features.
-        labels: (n,), integers.
-
-    Returns:
-        (n,), booleans.
+    choice does not depend on the order of the images. A class with a single image keeps it.
     """
     held = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     ranks = ranking(images)
@@ -191,29 +120,24 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """log T with the least negative log-likelihood of held-back images, between the limits.
+    """log T with the least negative log-likelihood of held-back images, (n, C) logits, between the limits.
 
-    The loss is convex in 1/T, so its derivative is bisected, in float64. `DOUBT` of n + 2 images counts as of its
-    strongest rival class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
-
-    Args:
-        logits: (n, C), of held-back images, n at least 1, C at least 2.
-        labels: (n,), integers, columns of `logits`.
+    The loss is convex in 1/T, so its derivative has one root. `DOUBT` of n + 2 images counts as of its strongest rival
+    class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, "Probabilistic Outputs for
         Support Vector Machines", 1999, section 2.2.
     """
-    if logits.device.type == "mps":  # which has no float64
-        logits, labels = logits.cpu(), labels.cpu()
-    logits = logits.double()
+    logits, labels = logits.cpu().double(), labels.cpu()
     own = logits.gather(1, labels[:, None])
     rival = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1, keepdim=True)
     doubt = DOUBT / (len(logits) + 2)
     logits = logits - (1 - doubt) * own - doubt * rival
-    low, high = -LIMIT, LIMIT
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        slope = ((logits * math.exp(-middle)).softmax(dim=1) * logits).sum()
-        low, high = (low, middle) if slope < 0 else (middle, high)
-    return (low + high) / 2
+
+    def slope(log_temperature: float) -> float:
+        return float(((logits * math.exp(-log_temperature)).softmax(dim=1) * logits).sum())
+
+    if slope(LIMIT) >= 0:
+        return LIMIT
+    return -LIMIT if slope(-LIMIT) <= 0 else float(brentq(slope, -LIMIT, LIMIT))

@@ -1,11 +1,11 @@
-"""Checks that classifiers share: of settings, of labels and sums, and of values that a file holds."""
+"""What a classifier asks of features, labels and maps that come in, and of its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from dulbe_peft.utils.checks import check_number
 
@@ -16,23 +16,25 @@ def positive(name: str, value: Any, tiny: bool = False) -> float:
     return float(value)
 
 
-def class_sums(images: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-    """Sum of each class's features, (classes, d), in the type of `images`; they must not cancel out."""
-    sums = torch.stack([images[labels == index].sum(dim=0) for index in range(len(names))])
-    check_directions(sums, names)
-    return sums
+def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> torch.Tensor:
+    """`features`, (rows, width), at unit norm, in float32, on a device; raises for what cannot be normalised."""
+    if not isinstance(features, torch.Tensor) or not features.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {getattr(features, 'dtype', type(features))}")
+    if features.ndim != 2 or features.shape[1] != width:
+        raise ValueError(f"{name} must be (rows, {width}), got shape {tuple(features.shape)}")
+    if rows is not None and len(features) != rows:
+        raise ValueError(f"{name} must have {rows} rows, one per seen class in order, got {len(features)}")
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    largest = features.abs().amax(dim=1, keepdim=True)
+    for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
+        if bad.any():
+            raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
+    # Scaled first: the squares of large or tiny entries leave float32's range.
+    return F.normalize((features / largest).to(device, torch.float32), dim=1)
 
 
-def check_directions(sums: torch.Tensor, names: Sequence[str]) -> None:
-    """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
-    cancelled = sums.norm(dim=1) < 1e-4
-    if cancelled.any():
-        name = names[int(cancelled.nonzero()[0])]
-        raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
-
-
-def check_labels(labels: Any, count: int, names: Sequence[str]) -> torch.Tensor:
-    """`labels` as a tensor of int64, after a check that there are `count` of them and that they index `names`."""
+def check_labels(labels: Any, count: int, classes: int) -> torch.Tensor:
+    """`labels` as a tensor of int64, after a check that there are `count` of them and that they index the classes."""
     try:
         indices = torch.as_tensor(labels)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -42,28 +44,25 @@ def check_labels(labels: Any, count: int, names: Sequence[str]) -> torch.Tensor:
     if indices.shape != (count,):
         raise ValueError(f"labels must be ({count},), one per image, got shape {tuple(indices.shape)}")
     indices = indices.long()
-    bad = (indices < 0) | (indices >= len(names))
+    bad = (indices < 0) | (indices >= classes)
     if bad.any():
-        raise ValueError(f"label {indices[bad][0].item()} is out of range for {len(names)} classes")
+        raise ValueError(f"label {indices[bad][0].item()} is out of range for {classes} classes")
     return indices
 
 
-def check_counts(counts: torch.Tensor) -> None:
-    """Raise a ValueError unless every class has at least one image."""
-    if (counts < 1).any():
-        raise ValueError(f"counts must be at least 1, got {int(counts.min())}")
+def check_map(matrix: Any, width: int) -> torch.Tensor:
+    """A map of features, (width, width), finite; in float64 on the CPU."""
+    if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point() or matrix.shape != (width, width):
+        got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+        raise ValueError(f"the map must be floating-point {(width, width)}, got {got}")
+    if not torch.isfinite(matrix).all():
+        raise ValueError("the map holds NaN or infinity")
+    return matrix.cpu().double()
 
 
-def check_unit_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise a ValueError unless every row has norm 1, within the rounding of half precision."""
-    if ((rows.float().norm(dim=1) - 1).abs() > 1e-2).any():
-        raise ValueError(f"{name} must hold unit vectors")
-
-
-def check_symmetric(name: str, matrix: torch.Tensor) -> None:
-    """Raise a ValueError unless a sum of outer products can be this matrix, as far as its entries tell."""
-    scale = float(matrix.diagonal().abs().max())
-    if (matrix.diagonal() < -1e-6 * scale).any():
-        raise ValueError(f"{name} has a negative diagonal")
-    if float((matrix - matrix.T).abs().max()) > 1e-4 * scale:
-        raise ValueError(f"{name} is not symmetric")
+def check_directions(sums: torch.Tensor, names: list[str]) -> None:
+    """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
+    cancelled = sums.norm(dim=1) < 1e-4
+    if cancelled.any():
+        name = names[int(cancelled.nonzero()[0])]
+        raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")

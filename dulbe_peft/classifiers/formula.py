@@ -1,15 +1,21 @@
-"""A classifier as one line of PyTorch, for places that do not have this package."""
+"""A classifier as a function of plain PyTorch, for places that do not have this package."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-AFFINE = 'z @ t["weight"].T + t["bias"]'
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.base import Classifier
+
 TOLERANCE = 1e-5  # of the largest score
 ROWS = 256
+
+
+def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return z @ weight.T + bias
 
 
 def random_features(width: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -27,19 +33,16 @@ def same_scores(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def affine(classifier: Any) -> dict[str, torch.Tensor]:
-    """`weight` W, (C, d), and `bias` b, (C,), with which the classifier's logits of z are z W' + b.
+def affine(classifier: Classifier) -> dict[str, torch.Tensor]:
+    """`weight` W, (C, d), and `bias` b, (C,), of logits z W' + b; a ValueError where random features say otherwise.
 
-    b is the score of 0, and W' that of the identity, less b. Random unit features decide whether they give the scores.
-
-    Raises:
-        ValueError: they do not.
+    b is the score of 0, and W' that of the identity, less b.
     """
     width, device = classifier.embed_dim, classifier.device
     bias = classifier.logits(torch.zeros(1, width, device=device))[0]
     weight = (classifier.logits(torch.eye(width, device=device)) - bias).T
     features = random_features(width, device)
-    if not same_scores(features @ weight.T + bias, classifier.logits(features)):
+    if not same_scores(linear(features, weight, bias), classifier.logits(features)):
         raise ValueError(
             f"the {classifier.name!r} classifier is not linear in the features, and {type(classifier).__name__} has "
             "no formula() of its own: write one, or export as onnx, which needs none"

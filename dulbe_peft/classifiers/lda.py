@@ -6,14 +6,14 @@ score = z' Sigma^-1 mu_c - mu_c' Sigma^-1 mu_c / 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_counts, check_symmetric, class_sums
 from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
+from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import is_number
 
 
@@ -112,9 +112,3 @@ class LdaClassifier(Classifier):
         """mu_c to M' mu_c and W to M' W M. What the map leaves over of the drift is not added to the scatter."""
         matrix = matrix.to(self.means.device)
         return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_counts(state["counts"])
-        check_symmetric("scatter", state["scatter"])
-        if int(state["freedom"]) < 0:
-            raise ValueError(f"freedom must be at least 0, got {int(state['freedom'])}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_counts, class_sums
+from dulbe_peft.classifiers.sums import class_sums
 
 
 class PrototypeClassifier(Classifier):
@@ -58,8 +58,3 @@ class PrototypeClassifier(Classifier):
         """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
         directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
         return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_counts(state["counts"])
-        if (state["sums"].norm(dim=1) < 1e-4).any():
-            raise ValueError("sums must not be zero: a class needs a mean direction")

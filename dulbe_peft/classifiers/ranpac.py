@@ -1,20 +1,27 @@
 """RanPAC: ridge regression on a wide random layer.
 
-h = relu(z R)      R: (d, M), independent normal entries, made from the seed and never stored
+h = relu(z R)                  R: (d, M), independent normal entries, made from the seed and never stored
+W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over the images of class c
+logits = tau h' W
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 
-from dulbe_peft.classifiers.ridge import RidgeSums
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge, random_layer
 from dulbe_peft.utils.checks import check_int
 
 
-class RanpacClassifier(RidgeSums):
+def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (z @ projection).relu() @ weight
+
+
+class RanpacClassifier(Classifier):
     """Ridge regression from random ReLU features to one-hot classes.
 
     G and C are sums, so the solution for a lambda is the one on all data at once, but for the rounding of G to
@@ -41,6 +48,10 @@ class RanpacClassifier(RidgeSums):
     """
 
     name = "ranpac"
+    gram: torch.Tensor
+    sums: torch.Tensor
+    counts: torch.Tensor
+    errors: torch.Tensor
 
     def __init__(
         self,
@@ -50,29 +61,45 @@ class RanpacClassifier(RidgeSums):
         seed: int = 0,
         ridge: float | Literal["auto"] = "auto",
     ) -> None:
-        super().__init__(
-            embed_dim, logit_scale, check_int("features", features, 1, 10**6), torch.float32, float(features), ridge
-        )
-        self.features = features
+        super().__init__(embed_dim, logit_scale)
+        self.features = check_int("features", features, 1, 10**6)
         self.seed = check_int("seed", seed, 0, 2**32 - 1)
+        self.ridge = check_ridge(ridge, ["auto"])
+        RegressionSums.register(self, features, torch.float32)
+        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
     def lifted(self, images: torch.Tensor) -> torch.Tensor:
-        projection = self.derived("projection", self._projection)
-        kept = self.derived(f"projection {images.dtype} {images.device}", lambda: projection.to(images))
-        return (images @ kept).relu()
+        """h of unit features z, (n, d) to (n, M), in the type of `images`."""
+        layer = self.derived("layer", lambda: random_layer(self.embed_dim, self.features, self.seed))
+        return (images @ self.derived(f"layer {images.dtype} {images.device}", lambda: layer.to(images))).relu()
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
+    def _kept(self) -> RegressionSums:
+        return RegressionSums(self.gram, self.sums, self.counts, self.lifted)
+
+    def learn(
+        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        return self._kept().added(images, labels + len(self._class_names), len(names))
+
+    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._kept().added(images, labels)
+
+    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Add the held-back squared error of every ridge, a multiple of M."""
+        ridges = [ridge * self.features for ridge in RIDGES]
+        return {} if self.ridge != "auto" else {"errors": self.errors + self._kept().errors(images, labels, ridges)}
+
+    def strength(self) -> float:
+        """lambda."""
+        return self.features * best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
+
+    def _solve(self) -> torch.Tensor:
+        return self._kept().solution(self.strength()).float().to(self.device)
+
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
         weight = self.logit_scale * self.derived("solution", self._solve)
-        return '(z @ t["projection"]).relu() @ t["weight"]', {
-            "projection": self._projection().to(weight),
-            "weight": weight,
-        }
-
-    def _projection(self) -> torch.Tensor:
-        return random_layer(self.embed_dim, self.features, self.seed)
-
-
-def random_layer(embed_dim: int, features: int, seed: int) -> torch.Tensor:
-    """R, (d, M), float64, independent normal entries; the same for a seed in every version of the libraries."""
-    # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
-    return torch.from_numpy(np.random.RandomState(seed).standard_normal((embed_dim, features)))
+        layer = random_layer(self.embed_dim, self.features, self.seed)
+        return random_ridge, {"projection": layer.to(weight), "weight": weight}

@@ -10,18 +10,22 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_unit_rows, positive
+from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import gradients, minibatches
 from dulbe_peft.utils.checks import check_int
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
+
+
+def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(z @ map_.T, dim=1) @ weight.T
 
 
 class RapfClassifier(Classifier):
@@ -110,7 +114,10 @@ class RapfClassifier(Classifier):
         assert texts is not None
         old = len(self._class_names)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + old) % 2**63)
-        start = self.map.float() if old else _random_map(self.embed_dim, generator).to(images)
+        start = self.map.float()
+        if not old:  # entries uniform within 1 / sqrt(d) of 0, as a linear layer of PyTorch starts
+            random = torch.rand(self.embed_dim, self.embed_dim, generator=generator)
+            start = ((2 * random - 1) / math.sqrt(self.embed_dim)).to(images)
         trained = self._trained(start, images, labels + old, texts, generator)
         means, factors = gaussians(images, labels, len(names), self.ridge, self.shrinkage)
         return {
@@ -167,36 +174,22 @@ class RapfClassifier(Classifier):
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
-        tensors = {"map": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
-        return 'torch.nn.functional.normalize(z @ t["map"].T, dim=1) @ t["weight"].T', tensors
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+        return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; A stays, for the task that follows trains it on moved draws."""
         matrix = matrix.cpu()
         return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
 
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_unit_rows("text_embeds", state["text_embeds"])
-        if len(state["means"]) and not state["map"].any():
-            raise ValueError("map must not be zero: every feature would have no direction")
-
 
 def gaussians(
     images: torch.Tensor, labels: torch.Tensor, classes: int, ridge: float, shrinkage: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and covariance of each class's features, the covariance as its Cholesky factor.
+    """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features.
 
-    Args:
-        images: (n, d).
-        labels: (n,), integers below `classes`.
-        classes: how many; each has at least one image.
-        ridge: added to the diagonal.
-        shrinkage: whether Sigma + mean(diag Sigma) I + mean(entries off the diagonal that are not 0) (11' - I) takes
-            Sigma's place.
-
-    Returns:
-        (classes, d) and (classes, d, d), lower triangles, in the type of `images`; computed in float64 on the CPU.
+    With shrinkage, Sigma + mean(diag Sigma) I + mean(entries off the diagonal that are not 0) (11' - I) takes Sigma's
+    place. Computed in float64 on the CPU.
     """
     rows, labels = images.cpu().double(), labels.cpu()
     identity = torch.eye(rows.shape[1], dtype=torch.float64)
@@ -215,13 +208,8 @@ def gaussians(
 
 
 def hard_pairs(texts: torch.Tensor, old: int, distance: float) -> torch.Tensor:
-    """Pairs of an old class i and a new class j whose texts are nearer than `distance`, (pairs, 2).
-
-    Args:
-        texts: (C, d), unit vectors, the old classes' first.
-        old: how many classes are old.
-        distance: theta; for unit vectors, |e_i - e_j| < theta is e_i . e_j > 1 - theta^2 / 2.
-    """
+    """Pairs of an old class i and a new class j whose texts are nearer than theta, (pairs, 2); texts are (C, d)."""
+    # For unit vectors, |e_i - e_j| < theta is e_i . e_j > 1 - theta^2 / 2.
     near = (texts[:old] @ texts[old:].T > 1 - distance**2 / 2).nonzero()
     return near + torch.tensor([0, old], device=near.device)
 
@@ -245,11 +233,6 @@ def fused(old: torch.Tensor, new: torch.Tensor, bias: float) -> torch.Tensor:
         return old
     mask = (change.abs() / largest + bias).clamp(max=1)
     return (before + left @ (mask * change)).to(old)
-
-
-def _random_map(width: int, generator: torch.Generator) -> torch.Tensor:
-    """Entries uniform within 1 / sqrt(d) of 0, as a linear layer of PyTorch starts."""
-    return (2 * torch.rand(width, width, generator=generator) - 1) / math.sqrt(width)
 
 
 def _mapped(features: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from dulbe_peft.classifiers.calibration import TaskTemperature, read_temperatures, write_temperatures
+from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
+from dulbe_peft.utils.records import Record, first_problem
 
 EXTRA_STATE = "_extra_state"
+
+
+class ExtraState(Record):
+    """What a state dict holds beside the tensors: as JSON in a uint8 tensor, which every serialiser can carry."""
+
+    class_names: list[str]
+    calibration: tuple[TaskTemperature, ...]
+
+    def to_tensor(self) -> torch.Tensor:
+        return torch.tensor(list(self.model_dump_json().encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> ExtraState:
+        try:
+            return cls.model_validate_json(bytes(tensor.tolist()))
+        except ValidationError as error:
+            raise ValueError(f"class names in the state are damaged: {first_problem(error)}") from error
 
 
 class GrowingState(nn.Module):
@@ -24,8 +43,8 @@ class GrowingState(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
-        self._calibration: tuple[TaskTemperature, ...] = ()
         self._rows: set[str] = set()
         self._derived: dict[str, Any] = {}
 
@@ -33,6 +52,11 @@ class GrowingState(nn.Module):
         """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow."""
         self.register_buffer(name, torch.zeros(0, *row_shape, dtype=dtype))
         self._rows.add(name)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The buffers that belong to the state, by name."""
+        left_out = self._non_persistent_buffers_set
+        return {name: tensor for name, tensor in self._buffers.items() if tensor is not None and name not in left_out}
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` computes from the buffers, kept until a buffer changes."""
@@ -42,36 +66,36 @@ class GrowingState(nn.Module):
                 self._derived[name] = make()
         return self._derived[name]
 
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise a ValueError for buffer values of the right shapes that this classifier cannot have."""
+    def fork(self) -> Self:
+        """A module with the same classes that can learn on without changing this one; tensors are shared."""
+        twin = copy.copy(self)
+        twin._buffers, twin._derived = dict(self._buffers), {}
+        return twin
 
-    def added_since(self, classes: int) -> dict[str, torch.Tensor]:
-        """The buffers that earlier versions did not save, with the values that stand for "unknown".
-
-        Args:
-            classes: how many classes the older state has.
-        """
-        return {}
+    def install(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """Put new values of buffers in, all at once."""
+        buffers = self.tensors()
+        self._buffers |= {n: value.to(buffers[n].dtype).to(buffers[n].device) for n, value in changes.items()}
+        self._derived = {}
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
-        """Raise a `ValueError` unless buffers of these shapes fit this module with this number of classes."""
-        for name, buffer in self.tensors().items():
+        """Raise a `ValueError` unless these are the shapes of all tensors with this number of classes."""
+        buffers = self.tensors()
+        for problem, names in (("Missing", set(buffers) - set(shapes)), ("Unexpected", set(shapes) - set(buffers))):
+            if names:
+                raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
+        for name, buffer in buffers.items():
             expected = (classes, *buffer.shape[1:]) if name in self._rows else tuple(buffer.shape)
-            if name in shapes and tuple(shapes[name]) != expected:
-                kind = _kind(buffer.dtype)
+            if tuple(shapes[name]) != expected:
+                kind = _kind(buffer)
                 raise ValueError(f"{name} must be {kind} {expected} for {classes} classes, got {tuple(shapes[name])}")
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The buffers that belong to the state, by name."""
-        left_out = self._non_persistent_buffers_set
-        return {name: tensor for name, tensor in self._buffers.items() if tensor is not None and name not in left_out}
-
     def get_extra_state(self) -> torch.Tensor:
-        """Class names and calibration as UTF-8 JSON in a uint8 tensor, which every serialiser can carry."""
-        return encode_extra_state(self._class_names, self._calibration)
+        return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        self._class_names, self._calibration = _decode_extra_state(state)
+        extra = ExtraState.from_tensor(state)
+        self._class_names, self.calibration = extra.class_names, extra.calibration
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self._derived = {}
@@ -95,15 +119,13 @@ class GrowingState(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Resizes to the number of classes in the file; a state that is incomplete or inconsistent changes nothing."""
-        keys = [*self.tensors(), EXTRA_STATE]
-        state_dict = _completed(self, state_dict, prefix)
-        missing = [prefix + key for key in keys if prefix + key not in state_dict]
+        missing = [prefix + key for key in (*self.tensors(), EXTRA_STATE) if prefix + key not in state_dict]
         if missing:
             missing_keys += missing
             return
-        state = {key: state_dict[prefix + key] for key in keys}
+        state = {key: state_dict[prefix + key] for key in self.tensors()}
         try:
-            self._check(state)
+            self._check(state, ExtraState.from_tensor(state_dict[prefix + EXTRA_STATE]).class_names)
         except (ValueError, TypeError) as error:
             error_msgs.append(f"state is inconsistent: {error}")
             return
@@ -114,54 +136,16 @@ class GrowingState(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _check(self, state: dict[str, Any]) -> None:
-        names, _ = _decode_extra_state(state.pop(EXTRA_STATE))
-        if names:
-            check_class_names(names)
+    def _check(self, state: Mapping[str, torch.Tensor], class_names: list[str]) -> None:
+        if class_names:
+            check_class_names(class_names)
         for name, buffer in self.tensors().items():
-            tensor = state[name]
-            if not isinstance(tensor, torch.Tensor) or _kind(tensor.dtype) != _kind(buffer.dtype):
-                got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise ValueError(f"{name} must be {_kind(buffer.dtype)}, got {got}")
-            if not torch.isfinite(tensor).all():
+            if _kind(state[name]) != _kind(buffer):
+                raise ValueError(f"{name} must be {_kind(buffer)}, got {state[name].dtype}")
+            if not torch.isfinite(state[name]).all():
                 raise ValueError(f"{name} holds NaN or infinity")
-        self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(names))
-        self.check_state(state)
+        self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
 
 
-def _completed(module: GrowingState, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The state with what an earlier version left out: all of `added_since`, or none of it."""
-    later = module.added_since(0)
-    if not later or any(prefix + name in state_dict for name in later):
-        return state_dict
-    try:
-        names, _ = _decode_extra_state(state_dict[prefix + EXTRA_STATE])
-    except (KeyError, ValueError, TypeError):  # the checks that follow say what is wrong
-        return state_dict
-    return state_dict | {prefix + name: value for name, value in module.added_since(len(names)).items()}
-
-
-def encode_extra_state(names: list[str], temperatures: Sequence[TaskTemperature]) -> torch.Tensor:
-    """A plain list of names where no temperature has been fitted, as version 0.1 wrote and reads it."""
-    content: Any = names
-    if temperatures:
-        content = {"class_names": names, "calibration": write_temperatures(temperatures)}
-    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
-
-
-def _decode_extra_state(state: torch.Tensor) -> tuple[list[str], tuple[TaskTemperature, ...]]:
-    try:
-        content = json.loads(bytes(state.tolist()).decode())
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"class names in the state are damaged: {error}") from error
-    saved = None
-    if isinstance(content, dict):
-        saved = content.get("calibration")
-        content = content.get("class_names")
-    if not isinstance(content, list):
-        raise TypeError(f"class names in the state must be a list, got {content!r}")
-    return content, read_temperatures(saved)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "floating-point" if dtype.is_floating_point else "integer"
+def _kind(tensor: torch.Tensor) -> str:
+    return "floating-point" if tensor.dtype.is_floating_point else "integer"

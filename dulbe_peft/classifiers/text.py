@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_unit_rows
 
 
 class TextClassifier(Classifier):
@@ -43,6 +42,3 @@ class TextClassifier(Classifier):
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         return self.logit_scale * images @ self.text_embeds.float().T
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_unit_rows("text_embeds", state["text_embeds"])

@@ -5,15 +5,21 @@ p_c = (softmax_c(tau z . e_c) + w softmax_c(cos(z, V_c))) / (1 + w)          w =
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_unit_rows, class_sums, positive
+from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import gradients, minibatches
+from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import check_int
+
+
+def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    by_text, by_agent = (z @ texts.T).softmax(1), (z @ agents.T).softmax(1)
+    return ((by_text + share * by_agent) / (1 + share)).log()
 
 
 class VisualAgentClassifier(Classifier):
@@ -96,20 +102,13 @@ class VisualAgentClassifier(Classifier):
         by_agent = (images @ F.normalize(self.agents.float(), dim=1).T).softmax(dim=1)
         return ((by_text + self.weight * by_agent) / (1 + self.weight)).log()
 
-    def formula(self) -> tuple[str, dict[str, torch.Tensor]]:
-        tensors = {
+    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+        return mix, {
             "texts": self.logit_scale * self.text_embeds.float(),
             "agents": F.normalize(self.agents.float(), dim=1),
             "share": torch.tensor(self.weight),
         }
-        by_agent = 't["share"] * (z @ t["agents"].T).softmax(1)'
-        return f'(((z @ t["texts"].T).softmax(1) + {by_agent}) / (1 + t["share"])).log()', tensors
 
     def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """V_c to V_c M; the texts stay."""
         return {"agents": self.agents.double().cpu() @ matrix.cpu()}
-
-    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_unit_rows("text_embeds", state["text_embeds"])
-        if (state["agents"].float().norm(dim=1) < 1e-6).any():
-            raise ValueError("agents must not be zero: a class needs a direction")
