@@ -20,7 +20,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import saving
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.teaching import ClosingPass, taught
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.data.gallery import Gallery
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.samples import item_name, named_labels
@@ -372,7 +372,7 @@ class ClassIncrementalLearner:
         if any(classifier.needs_text for classifier in state.classifiers.values()):
             old = [self.encoder.text_embeds(state.class_names)] if state.tasks else []
             texts = torch.cat([*old, self.encoder.text_embeds(closing.class_names)])
-        return taught(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
+        return learn_task(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
 
     # ------------------------------------------------------------------ using
 

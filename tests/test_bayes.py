@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dulbe_peft import BayesClassifier
 from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.evidence import best_step
-from dulbe_peft.classifiers.ridge import RIDGES
+from dulbe_peft.classifiers.sums import RIDGES
 
 DIM, CLASSES, SCALE, WIDTH = 6, 5, 20.0, 8
 CENTRES = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
@@ -301,16 +301,3 @@ def test_what_few_images_said_of_lambda_fades_with_further_ones():
     for start in range(10):
         classifier.update_classes(images[start::10], labels[start::10])
     assert not best_step(classifier.wins)
-
-
-def test_a_state_without_wins_is_of_an_earlier_version():
-    classifier = make(each=6)
-    state = {name: value for name, value in classifier.state_dict().items() if name != "wins"}
-    older = BayesClassifier(DIM, SCALE, features=WIDTH)
-    older.load_state_dict(state)
-    assert not older.wins.any() and torch.equal(older.gram, classifier.gram)
-    forged = (-1, 0), (31, 0), (2**63 - 1, 0), (1, 1)  # above the number of images, and on the diagonal
-    for value, diagonal in forged:
-        wins = torch.full((25, 25), value).triu(1) + diagonal * torch.eye(25, dtype=torch.int64)
-        with pytest.raises(RuntimeError, match="wins must count images"):
-            older.load_state_dict(state | {"wins": wins})

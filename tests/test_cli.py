@@ -78,7 +78,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys):
     saved = json.loads((tmp_path / "frozen" / "task-002" / "learner.json").read_text())
     assert saved["classifiers"] == ["ranpac", "lda"]  # the first one is what predict uses
     config = json.loads((tmp_path / "frozen" / "task-002" / "ranpac_config.json").read_text())
-    assert (config["features"], config["seed"]) == (64, 1)
+    assert config["settings"] == {"features": 64, "seed": 1, "ridge": "auto"}
     assert main(["evaluate", str(tmp_path / "frozen" / "task-002"), "--data", str(folders)]) == 0
     assert set(json.loads(capsys.readouterr().out)["classifiers"]) == {"ranpac", "lda"}
     assert main(["export", str(tmp_path / "frozen" / "task-002"), str(tmp_path / "lora")]) == 2

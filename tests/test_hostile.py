@@ -437,13 +437,12 @@ def test_an_export_says_what_the_learner_says_after_forgetting_and_with_another_
     bayes = learner.classifiers["bayes"]
     before, wins = bayes.strength(), torch.zeros_like(bayes.wins)
     wins[len(wins) // 2 + 6] = 400
-    bayes._install({"wins": wins})
+    bayes.install({"wins": wins})
     assert bayes.strength() > 10 * before
     features = learner.image_embeds([image for image, _ in images_of(0, 1, 2)])
     for classifier in learner.classifiers.values():
-        formula, tensors = checked_formula(classifier)
-        found = eval(formula, {"torch": torch, "z": features, "t": tensors})
-        assert torch.allclose(found, classifier(features), atol=1e-4)
+        function, tensors = checked_formula(classifier)
+        assert torch.allclose(function(features, **tensors), classifier(features), atol=1e-4)
         facts = class_facts(learner.state, classifier)
         assert tuple(facts["class_names"]) == learner.class_names
         assert facts["reject_below"]["0.1"] == classifier.rejection_threshold(0.1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.rapf import RapfClassifier, fused, gaussians, hard_pairs, push_apart
 
 DIM = 6
@@ -228,13 +227,3 @@ def test_gaussians_move_with_the_features(classifier):
     sigma = classifier.factors[1].double() @ classifier.factors[1].double().T
     torch.testing.assert_close(sigma, matrix.T @ factors[1] @ factors[1].T @ matrix, rtol=1e-4, atol=1e-6)
     assert torch.equal(classifier.map, map_)
-
-
-def test_what_is_wrong_is_named(classifier):
-    with pytest.raises(ValueError, match="replayed must be at least 1, got 0"):
-        RapfClassifier(DIM, replayed=0)
-    with pytest.raises(ValueError, match="draws must be finite and positive"):
-        make_classifier("rapf:draws=0", DIM)
-    state = classifier.state_dict()
-    with pytest.raises(RuntimeError, match="map must not be zero"):
-        RapfClassifier(DIM).load_state_dict({**state, "map": torch.zeros(DIM, DIM)})

@@ -56,9 +56,9 @@ def parse_classifier(spec: str, defaults: Mapping[str, Any] | None = None) -> tu
 def make_classifier(
     spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0, defaults: Mapping[str, Any] | None = None
 ) -> Classifier:
-    """An empty classifier from `name` or `name:key=value,key=value`; a classifier without classes is returned as it is.
+    """An empty classifier from `name` or `name:key=value,key=value`; one that is given without classes is returned.
 
-    `defaults` are for the settings that the text leaves out, and only for classifiers that have them.
+    `defaults` are for settings that the text leaves out, and only for classifiers that have them.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, metric=cosine, classes=0)

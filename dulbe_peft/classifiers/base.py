@@ -371,7 +371,7 @@ class Classifier(GrowingState):
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
-    def _unit(self, features: torch.Tensor, name: str, rows: int | None = None) -> torch.Tensor:
+    def _unit(self, features: torch.Tensor | None, name: str, rows: int | None = None) -> torch.Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
     # ------------------------------------------------------------------ files

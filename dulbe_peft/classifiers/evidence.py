@@ -53,8 +53,8 @@ def log_evidence(
     Every class's residuals r over the n images are r ~ N(0, s2 (I + H L^-1 H')), independently of the others'. With
     q = the sum over the classes of r' (I + H L^-1 H')^-1 r, the most likely s2 is q / (n C).
 
-    G = H'H has the eigenvalues `values`, (K,). In the basis of its eigenvectors, H'R is `turned`, (K, C), and L has the
-    eigenvalues `precisions`, (K,). `residual` is the sum of the squares of R, and `rows` is n.
+    G = H'H has the eigenvalues `values`, (K,). In the basis of its eigenvectors, H'R is `turned`, (K, C), and L has
+    the eigenvalues `precisions`, (K,). `residual` is the sum of the squares of R, and `rows` is n.
 
     Reference:
         MacKay, 1992, section 3: the evidence of a linear model.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ class ClosingPass:
 
 
 @torch.no_grad()
-def taught(
+def learn_task(
     classifiers: Mapping[str, Classifier],
     closing: ClosingPass,
     texts: torch.Tensor | None,
@@ -39,13 +38,9 @@ def taught(
 ) -> dict[str, Classifier]:
     """Every classifier with the task's classes; the given ones stay as they are.
 
-    Args:
-        classifiers: name -> classifier over the classes before the task.
-        closing: the task.
-        texts: (C_seen, d), text embeddings of all seen classes by the model after the task, the old classes' first;
-            None will do where no classifier needs text.
-        drift: "linear" moves what is stored of old classes by the map from `closing.before` to `closing.features`.
-        text_embeds: "at_introduction" leaves the stored embeddings of old classes as they are.
+    `texts`, (C_seen, d), are of all seen classes by the model after the task, the old classes' first. `drift` "linear"
+    moves what is stored of old classes by the map from `closing.before` to `closing.features`. `text_embeds`
+    "at_introduction" leaves the stored embeddings of old classes as they are.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old = len(next(iter(made.values())).class_names)
@@ -55,9 +50,8 @@ def taught(
     for classifier in made.values():
         text = None
         if classifier.needs_text and texts is not None:
-            kept: Any = getattr(classifier, "text_embeds", None)
-            at_introduction = text_embeds == "at_introduction" and kept is not None
-            text = torch.cat([kept.to(texts) if at_introduction else texts[:old], texts[old:]])
+            kept = classifier.tensors().get("text_embeds") if text_embeds == "at_introduction" else None
+            text = torch.cat([texts[:old] if kept is None else kept.to(texts), texts[old:]])
         if map_ is not None:
             classifier.move(map_)
         classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)

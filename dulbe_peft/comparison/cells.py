@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import torch
 
-from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.classifiers import spec as spec_of
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.data.fingerprint import fingerprint
@@ -271,8 +271,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _origin(cell: dict[str, Any], row: Row) -> str:
     """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
-    classifier = make_classifier(row.classifier, 8, cell["logit_scale"], cell["bridge"])
-    made = {"classifier": [classifier.name, classifier.settings()], "drift": row.drift}
+    cls, settings = parse_classifier(row.classifier, cell["bridge"])
+    made = {"classifier": [cls.name, cell["logit_scale"], settings], "drift": row.drift}
     return json_sha256({"run": cell["settings"], "text_embeds": cell["text_embeds"]} | made)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
@@ -137,7 +137,8 @@ class Plan:
         specs = [*self.classifiers, *(spec for spec in own if parse_spec(spec)[0] not in named)]
         rows = []
         for spec in specs:
-            moves = strategy.adapts and make_classifier(spec, 8).follows
+            cls, settings = parse_classifier(spec)
+            moves = strategy.adapts and cls.follows_drift(settings)
             rows += [Row(method, spec, drift) for drift in self.drifts if moves or drift == "none"]
             if not moves and "none" not in self.drifts:
                 rows.append(Row(method, spec))

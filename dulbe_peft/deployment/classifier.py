@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,7 @@ SHARES = (0.01, 0.05, 0.1)  # of false alarms
 
 
 def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
-    """The classifier of this name; None: the first one, which `predict` uses.
-
-    Raises:
-        ValueError: the learner has no such classifier, or has learned no class.
-    """
+    """The classifier of this name; None: the first one, which `predict` uses."""
     if not state.tasks:
         raise ValueError("the learner has learned no class yet: there is nothing to export")
     if name is not None and name not in state.classifiers:
@@ -37,11 +35,9 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
     """What goes with the probabilities, as plain data.
 
-    Returns:
-        `class_names`; their `prompts` where the model reads texts, each a list where there are several templates;
-        `classifier`, its name and settings;
-        `reject_below`: share of false alarms -> the largest probability below which an image is of none of the
-        classes, where images could be held back to choose it.
+    `prompts` are there where the model reads texts, each a list where there are several templates. `reject_below` is
+    there where images could be held back: share of false alarms -> the largest probability below which an image is of
+    none of the classes.
     """
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
@@ -54,25 +50,29 @@ def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def checked_formula(classifier: Classifier) -> tuple[str, dict[str, torch.Tensor]]:
-    """The classifier's `formula`, after a check that it gives the classifier's scores.
-
-    Raises:
-        ValueError: the classifier has no formula, or one that gives other scores.
-    """
-    formula, tensors = classifier.formula()
+def checked_formula(classifier: Classifier) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    """The classifier's `formula`, after a check that it gives the classifier's scores and that a card can show it."""
+    function, tensors = classifier.formula()
     features = random_features(classifier.embed_dim, classifier.device)
-    # The line is the classifier's own code, like its `logits`; none is ever read from a file.
-    found = eval(formula, {"torch": torch, "z": features, "t": tensors})
-    if not same_scores(found, classifier.logits(features)):
+    if not same_scores(function(features, **tensors), classifier.logits(features)):
         raise ValueError(f"formula() of the {classifier.name!r} classifier gives other scores than its logits()")
-    return formula, tensors
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        source = ""
+    if not source.startswith("def "):
+        raise ValueError(
+            f"formula() of the {classifier.name!r} classifier must give a function that stands in a module, got "
+            f"{function!r}"
+        )
+    return function, tensors
 
 
-def write_classifier(folder: Path, state: LearnerState, classifier: Classifier) -> str:
-    """Write both files into an existing folder; returns the formula of the scores."""
-    formula, tensors = checked_formula(classifier)
-    tensors = tensors | {"temperature": torch.tensor(classifier.temperature)}
-    write_tensors(folder / TENSORS_FILE, tensors, {"format": "pt"})
-    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": formula})
-    return formula
+def write_classifier(folder: Path, state: LearnerState, classifier: Classifier) -> Callable[..., torch.Tensor]:
+    """Write both files into an existing folder; returns the function of the scores."""
+    function, tensors = checked_formula(classifier)
+    write_tensors(
+        folder / TENSORS_FILE, tensors | {"temperature": torch.tensor(classifier.temperature)}, {"format": "pt"}
+    )
+    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": inspect.getsource(function)})
+    return function

@@ -7,14 +7,13 @@ onnx           pixels to probabilities in one file  with the same facts in it an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from peft import PeftModel
 
 from dulbe_peft.adapter.export import write_lora
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
-from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.cards import export_card, onnx_code, torch_code
 from dulbe_peft.deployment.classifier import choose_classifier, write_classifier
 from dulbe_peft.deployment.graph import write_graph
@@ -68,14 +67,18 @@ def export_learner(
             f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
             "format 'transformers' or 'onnx'"
         )
-    writers: dict[str, Callable[[Path], str]] = {
-        "lora": partial(_write_lora, state, chosen, compress_to),
-        "transformers": partial(_write_transformers, state, chosen),
-        "onnx": partial(_write_onnx, state, chosen),
-    }
 
     def write(temporary: Path) -> None:
-        code = writers[format](temporary)
+        if format == "onnx":
+            code = onnx_code(state, write_graph(temporary, state, chosen))
+        else:
+            code = torch_code(state, format, write_classifier(temporary, state, chosen))
+        if format == "lora":
+            write_lora(cast(PeftModel, state.model), temporary, compress_to)
+        elif format == "transformers":
+            merged_model(state).save_pretrained(str(temporary))
+        processor_folder = temporary if format == "transformers" else temporary / PROCESSOR_FOLDER
+        state.processor.save_pretrained(str(processor_folder))
         (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
 
     return commit_export(folder, format, write)
@@ -89,23 +92,3 @@ def export_transformers(learner: Any, folder: str | Path, classifier: str | None
 def export_onnx(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
     """Write a learner as an ONNX graph from pixel values to probabilities; see [`export_learner`]."""
     return export_learner(learner, folder, "onnx", classifier)
-
-
-def _write_lora(state: LearnerState, classifier: Classifier, compress_to: int | None, folder: Path) -> str:
-    model: Any = state.model
-    write_lora(model, folder, compress_to)
-    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    return torch_code(state, "lora", write_classifier(folder, state, classifier))
-
-
-def _write_transformers(state: LearnerState, classifier: Classifier, folder: Path) -> str:
-    formula = write_classifier(folder, state, classifier)
-    merged_model(state).save_pretrained(str(folder))
-    state.processor.save_pretrained(str(folder))
-    return torch_code(state, "transformers", formula)
-
-
-def _write_onnx(state: LearnerState, classifier: Classifier, folder: Path) -> str:
-    facts = write_graph(folder, state, classifier)
-    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    return onnx_code(state, facts)

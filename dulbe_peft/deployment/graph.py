@@ -32,15 +32,17 @@ CHECKED_BATCHES = (1, 3, 8)
 def write_graph(folder: Path, state: LearnerState, classifier: Classifier) -> dict[str, Any]:
     """Write `model.onnx` and `model.json` into an existing folder, and return what the second one holds.
 
-    Returns:
-        `class_names`, `classifier` and `prompts` as in `class_facts`; `image_size`: [width, height] in pixels;
-        `preprocessing`: see `processor_steps`; `largest_difference`: from PyTorch's probabilities, on random pixels.
-
-    Raises:
-        ImportError: a package of the extra "onnx" is missing.
-        ValueError: the classifier cannot be a graph, or the graph gives other probabilities than PyTorch.
+    That is `class_facts`, `image_size`: [width, height] in pixels, `preprocessing`: see `processor_steps`, and
+    `largest_difference`: from PyTorch's probabilities, on random pixels.
     """
-    _check_installed()
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"the export to ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'"
+        ) from error
     module = PixelsToProbabilities(merged_model(state), classifier).eval()
     size = image_size(state.base, state.processor)
     program = _exported(module, torch.zeros(2, 3, size, size), classifier.name)
@@ -54,19 +56,8 @@ def write_graph(folder: Path, state: LearnerState, classifier: Classifier) -> di
     return facts
 
 
-def _check_installed() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"the export to ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'"
-        ) from error
-
-
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _quiet_exporter() -> Iterator[None]:
     """Hold back what the exporter says about packages and versions of its own; its errors come through."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
@@ -84,7 +75,7 @@ def _quietly() -> Iterator[None]:
 @torch.no_grad()
 def _exported(module: PixelsToProbabilities, pixels: torch.Tensor, name: str) -> Any:
     try:
-        with _quietly():
+        with _quiet_exporter():
             return torch.onnx.export(
                 module,
                 (pixels,),

@@ -23,12 +23,7 @@ def merged_model(state: LearnerState) -> Any:
 
 
 class PixelsToProbabilities(nn.Module):
-    """Pixel values (batch, 3, height, width) to calibrated probabilities (batch, C).
-
-    Args:
-        model: a served encoder without adapters, on the CPU.
-        classifier: a classifier of its features; copied.
-    """
+    """Pixel values (batch, 3, height, width) to calibrated probabilities (batch, C), by a model without adapters."""
 
     def __init__(self, model: Any, classifier: Classifier) -> None:
         super().__init__()

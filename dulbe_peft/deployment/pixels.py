@@ -36,16 +36,7 @@ def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
 
 
 def processor_steps(processor: Any) -> dict[str, Any] | None:
-    """What `pixel_values` needs to do as an image processor does; None where it gives other values.
-
-    Args:
-        processor: has an `image_processor` of transformers.
-
-    Returns:
-        `size`: width and height to resize to, or None; `shortest_edge`: of the resized image where `size` is None;
-        `resample`: Pillow's number of the filter; `crop`: width and height of the part in the middle, or None;
-        `rescale`: factor of the values 0 to 255; `mean` and `std`: three numbers each.
-    """
+    """What `pixel_values` needs to do as an image processor of transformers does; None where it gives other values."""
     image_processor = processor.image_processor
     try:
         steps = _read(image_processor.to_dict())

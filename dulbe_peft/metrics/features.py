@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.classifiers import Classifier, make_classifier
-from dulbe_peft.classifiers.teaching import ClosingPass, taught
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
@@ -149,7 +149,7 @@ def learn_from_features(
     found = []
     for index, task in enumerate(tasks):
         with own_randomness(seed, index):
-            made = taught(made, task.closing, task.texts, drift, text_embeds)
+            made = learn_task(made, task.closing, task.texts, drift, text_embeds)
         found.append(_answers(made[name], task))
     return found, made[name]
 

@@ -264,7 +264,7 @@ def _completed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     known = {
         key: settings[key]
         for key in settings
-        if key in ("embed_dim", "logit_scale", *CLASSIFIERS[name].setting_names())
+        if key in ("embed_dim", "logit_scale", *CLASSIFIERS[name].setting_defaults())
     }
     return settings if len(known) < len(settings) else plain(_classifier_settings(CLASSIFIERS[name](**known)))
 

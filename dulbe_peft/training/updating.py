@@ -30,7 +30,7 @@ def check_update(state: LearnerState, names: Sequence[str]) -> None:
             "classes, update_classes takes further images of known ones"
         )
     for classifier in state.classifiers.values():
-        classifier.check_update(names)
+        classifier.check_update()
 
 
 @torch.no_grad()
