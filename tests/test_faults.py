@@ -844,7 +844,7 @@ FILES = [
     ("head config with a field", head_json(num_depths=10**9), V, "num_depths"),
     ("head config of a huge width", head_json(embed_dim=10**12), V, "1000000000000"),
     ("head config of a class more", head_json(class_names=["a", "b", "c", "d", "e"]), V, "visual_prototypes (5, 64)"),
-    ("head config of no list", head_json(class_names={"a": 1}), V, "class_names list"),
+    ("head config of no list", head_json(class_names={"a": 1}), V, "class_names array"),
     ("head config with NaN", head_json(logit_scale=NAN), V, "logit_scale nan"),
     ("statistics empty", statistics_bytes(empty), V, f"{STATISTICS} damaged"),
     ("statistics truncated", statistics_bytes(truncate), V, f"{STATISTICS} damaged"),
