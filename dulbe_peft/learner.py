@@ -267,8 +267,8 @@ class ClassIncrementalLearner:
         with raise_in_all():
             self._check_adapter()
             if isinstance(state.model, PeftModel):
-                state.model.base_model._check_unmerged()  # type: ignore[operator]
-                state.model.base_model._check_unscaled()  # type: ignore[operator]
+                state.model.base_model.check_unmerged()  # type: ignore[operator]
+                state.model.base_model.check_unscaled()  # type: ignore[operator]
                 if state.strategy.adapts:
                     check_trained(state.model)
             names, labels = named_labels(dataset, class_names)
@@ -320,7 +320,7 @@ class ClassIncrementalLearner:
         with raise_in_all():
             self._check_learned()
             if state.adapter is not None:
-                state.adapter._check_unscaled()
+                state.adapter.check_unscaled()
             names, labels = named_labels(dataset, class_names, default=self.class_names)
             check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
             place = {name: index for index, name in enumerate(self.class_names)}

@@ -17,7 +17,7 @@ from tiny_encoders import IMAGE_SIZE, make_model, make_processor
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.layer import _RESTING, DualModeLinear
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "a {}."}
@@ -77,7 +77,7 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
         if isinstance(module, DualModeLayer):
             found[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
         if isinstance(module, DualModeLinear):
-            found[f"{name} held"] = module._held, module._rests
+            found[f"{name} held"] = module._held, module._resting
     if isinstance(state.model, PeftModel):
         found["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
     for name, classifier in state.classifiers.items():
@@ -89,7 +89,6 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
     found["turn"] = learner._turn.acquire(blocking=False) and learner._turn.release() is None
     found["profile"] = list(learner.profile._phases)
     found["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-    found["resting"] = len(_RESTING.get())
     return found
 
 

@@ -521,18 +521,6 @@ def test_all_linear_is_refused_whole(tiny_clip):
     assert not any("dulbe_" in name for name in clip.state_dict())
 
 
-def test_a_history_grows_no_further_than_files_can_hold(tiny_clip, monkeypatch):
-    monkeypatch.setattr("dulbe_peft.adapter.model.MAX_HISTORY_RANK", 5)
-    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
-    randomise([*model.shared_parameters(), *model.residual_parameters()])
-    model.fold_task()
-    randomise([*model.shared_parameters(), *model.residual_parameters()])
-    before = image_features(model)
-    with pytest.raises(ValueError, match="would have rank 6, and files hold at most 5"):
-        model.fold_task()
-    assert model.history_rank == 3 and torch.equal(image_features(model), before)
-
-
 @pytest.mark.parametrize("scale", [0, 0.25, 0.7, 1.0])
 def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, scale):
     learned = learned.double()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -47,54 +47,51 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _adapters_here(self, names: Iterable[str]) -> list[str]:
+    def adapters_here(self, names: Iterable[str]) -> list[str]:
+        """The adapters among `names` that this layer has."""
         container = getattr(self, self.adapter_layer_names[0])
         return [name for name in names if name in container]
 
-    def _missing(self, adapter: str) -> ValueError:
-        available = sorted(getattr(self, self.adapter_layer_names[0]))
-        return ValueError(f"Adapter {adapter} not found. Adapters of this layer: {available}")
+    @contextmanager
+    def _temporarily(self, attribute: str, value: Any) -> Iterator[None]:
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
+        try:
+            yield
+        finally:
+            setattr(self, attribute, before)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Write the adapters' updates into the base weight, keeping the pristine weight for `unmerge`.
+        """Write the adapters' updates (None: of the active ones) into the base weight, and keep the pristine weight.
 
-        Args:
-            safe_merge: refuse a result that is not finite, leaving the weight as it was.
-            adapter_names: the adapters to merge; None merges the active ones.
-
-        Raises:
-            ValueError: `safe_merge` is set and an update is not finite.
+        `safe_merge` refuses a result that is not finite.
         """
-        for name in self._adapters_here(check_adapters_to_merge(self, adapter_names)):
+        for name in self.adapters_here(check_adapters_to_merge(self, adapter_names)):
             weight = self._linear.weight
             with torch.no_grad():
                 delta = self.get_delta_weight(name).to(weight.device)
                 merged = (weight.data.float() + delta).to(weight.dtype)
-                if safe_merge and not torch.isfinite(merged).all():
-                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-                if self._pristine_weight is None:
-                    self._pristine_weight = weight.data
-                # Noted first: where Ctrl-C comes in between, `unmerge` knows that there is something to put back.
-                self.merged_adapters.append(name)
-                weight.data = merged
+            if safe_merge and not torch.isfinite(merged).all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            if self._pristine_weight is None:
+                self._pristine_weight = weight.data
+            weight.data = merged
+            self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
         """Put the pristine base weight back, bit for bit."""
-        if not self.merged:
+        if self._pristine_weight is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         weight = self._linear.weight
-        assert self._pristine_weight is not None
         weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
         self._pristine_weight = None
         self.merged_adapters.clear()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.disable_adapters:
-            if self.merged:
-                self.unmerge()
-            return self.base_layer(x, *args, **kwargs)
-        if self.merged:
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
         return self._adapted_forward(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from dataclasses import dataclass, field, fields
@@ -12,7 +13,6 @@ from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from dulbe_peft.adapter.expressions import check_expression
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.utils.checks import check_int
@@ -57,7 +57,10 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         self.history_rank = check_int("history_rank", self.history_rank, 0, MAX_HISTORY_RANK)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), str):
-                check_expression(name, getattr(self, name))
+                try:
+                    re.compile(getattr(self, name))
+                except re.error as error:
+                    raise ValueError(f"{name} is {getattr(self, name)!r}, no regular expression: {error}") from error
         if self.task_type == TaskType.FEATURE_EXTRACTION:
             warnings.warn(
                 "task_type=FEATURE_EXTRACTION makes PEFT pass text-model arguments to the model, which every CLIP "
@@ -67,15 +70,10 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
-        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle or damaged is refused.
+        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle or damaged is a `ValueError`.
 
         A folder's `adapter_model.bin` is read, by PEFT's restricted reader, where it can hold nothing but tensors:
         that is what `save_pretrained(..., safe_serialization=False)` writes.
-
-        Raises:
-            ValueError: the repository holds `adapter_model.bin` and no `adapter_model.safetensors`, or a folder does
-                and the file could hold more than tensors (it is not unpickled), or a folder's safetensors file is
-                damaged or has a history of another rank.
         """
         where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
         source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"

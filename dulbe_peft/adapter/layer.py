@@ -15,18 +15,16 @@ Which weight a forward pass of the vision tower's layer uses, and whether it add
 | normal | | W_0 + B_hist P_hist', cached | on |
 | held | `layer.holding(weight)` | the given one; further updates are added where given | on, or off as asked |
 | scaled | `layer.scaled(adapter, scale)` | W_0 + scale * (B_hist P_hist' + B P') | off: they are in the weight |
-| resting | `resting(layers)`, for this thread alone | as above | off |
+| resting | `layer.resting()` | as above | off |
 | merged, or adapter disabled | PEFT | the base layer's own | off |
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -37,29 +35,11 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, updated_linear
 from dulbe_peft.utils.precision import without_autocast
 
-# The layers whose modes are off, one set for each block. A context variable, so that threads do not see each other's.
-_RESTING: ContextVar[tuple[frozenset[DualModeLinear], ...]] = ContextVar("_RESTING", default=())
-_COUNTING = threading.Lock()
 
-
-@contextmanager
-def resting(layers: Iterable[DualModeLinear]) -> Iterator[None]:
-    """Leave out the layers' current modes in this thread: their history alone.
-
-    Compiled code cannot read a context variable. It reads a count on each layer, which all threads share.
-    """
-    block = frozenset(layers)
-    with _COUNTING:
-        for layer in block:
-            layer._rests += 1
-    _RESTING.set((*_RESTING.get(), block))
-    try:
-        yield
-    finally:
-        _RESTING.set(tuple(other for other in _RESTING.get() if other is not block))
-        with _COUNTING:
-            for layer in block:
-                layer._rests -= 1
+class _Held(NamedTuple):
+    weight: torch.Tensor
+    updates: Callable[[], Updates]
+    modes: bool
 
 
 class DualModeLinear(DualModeLayer):
@@ -90,22 +70,21 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B = nn.ParameterDict({})
         # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self._rests = 0  # how many `resting` blocks hold this layer, of all threads
-        self._held: tuple[torch.Tensor, Callable[[], Updates] | None, bool] | None = None
+        self._held: _Held | None = None
+        self._resting = False
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
         """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history."""
-        shared_rank, residual_rank = config.shared_rank, config.residual_rank
-        weight = self._linear.weight
-        device = weight.device
-        kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
-        cpu_basis = torch.linalg.qr(torch.randn(self.in_features, shared_rank + residual_rank, dtype=torch.float32))[0]
-        self.dulbe_P[adapter_name] = cpu_basis.contiguous().to(device)
+        kind: dict[str, Any] = {"device": self._linear.weight.device, "dtype": torch.float32}
+        rank = config.shared_rank + config.residual_rank
+        basis = torch.linalg.qr(torch.randn(self.in_features, rank, dtype=torch.float32))[0]
+        self.dulbe_P[adapter_name] = basis.contiguous().to(kind["device"])
         self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, **kind)
         self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, **kind)
-        for container, rank in ((self.dulbe_shared_B, shared_rank), (self.dulbe_residual_B, residual_rank)):
+        modes = (self.dulbe_shared_B, config.shared_rank), (self.dulbe_residual_B, config.residual_rank)
+        for container, rank in modes:
             up = torch.zeros(self.out_features, rank, dtype=torch.float32)
             if not config.init_weights and rank:
                 nn.init.kaiming_uniform_(up, a=math.sqrt(5))
@@ -120,16 +99,7 @@ class DualModeLinear(DualModeLayer):
             if adapter_name in buffers:
                 buffers[adapter_name] = buffers[adapter_name].float()
 
-    # ------------------------------------------------------------------ the frozen history
-
-    def history_rank(self, adapter: str) -> int:
-        """Rank of `adapter`'s folded history."""
-        return int(self.dulbe_history_B[adapter].shape[1])
-
-    def basis_shapes(self, adapter: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(d_in, r_S) and (d_in, r_R)."""
-        ranks = self.dulbe_shared_B[adapter].shape[1], self.dulbe_residual_B[adapter].shape[1]
-        return (self.in_features, ranks[0]), (self.in_features, ranks[1])
+    # ------------------------------------------------------------------ weights
 
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
@@ -153,60 +123,58 @@ class DualModeLinear(DualModeLayer):
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
         """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
-        base = self._linear.weight
         up, down = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
         if modes:
-            up, down = (
-                torch.cat([up, self.current_up(adapter)], dim=1),
-                torch.cat([down, self.dulbe_P[adapter]], dim=1),
-            )
-        return _fold(base, scale * up, down)
-
-    def current_delta(self, adapter: str) -> torch.Tensor:
-        """B P' of the current task's modes, (d_out, d_in) in float32."""
-        up = self.current_up(adapter)
-        with without_autocast(up):
-            return up.float() @ self.dulbe_P[adapter].float().T
+            up = torch.cat([up, self.current_up(adapter)], dim=1)
+            down = torch.cat([down, self.dulbe_P[adapter]], dim=1)
+        return _fold(self._linear.weight, scale * up, down)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """History and current modes together, (d_out, d_in) in float32."""
-        if adapter not in self.dulbe_shared_B:
-            raise self._missing(adapter)
-        history_up, history_down = self.dulbe_history_B[adapter].float(), self.dulbe_history_P[adapter].float()
-        with without_autocast(history_up):
-            return torch.addmm(self.current_delta(adapter), history_up, history_down.T)
+        up, history_up = self.current_up(adapter).float(), self.dulbe_history_B[adapter].float()
+        with without_autocast(up):
+            current = up @ self.dulbe_P[adapter].float().T
+            return torch.addmm(current, history_up, self.dulbe_history_P[adapter].float().T)
+
+    def current_up(self, adapter: str) -> torch.Tensor:
+        """B = [B_S B_R], (d_out, r_S + r_R)."""
+        return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
+
+    def basis_shapes(self, adapter: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(d_in, r_S) and (d_in, r_R)."""
+        ranks = self.dulbe_shared_B[adapter].shape[1], self.dulbe_residual_B[adapter].shape[1]
+        return (self.in_features, ranks[0]), (self.in_features, ranks[1])
+
+    def history_rank(self, adapter: str) -> int:
+        """Rank of `adapter`'s folded history."""
+        return int(self.dulbe_history_B[adapter].shape[1])
 
     def is_trained(self, adapter: str) -> bool:
         """Whether any current up-projection differs from zero."""
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
-    def holding(
-        self, weight: torch.Tensor, updates: Callable[[], Updates] | None = None, modes: bool = True
-    ) -> AbstractContextManager[None]:
-        """Use `weight` in place of W_0 and all history, and add what `updates` returns in every forward pass.
+    # ------------------------------------------------------------------ states for the length of a block
 
-        Args:
-            weight: (d_out, d_in).
-            updates: returns pairs of P, (d_in, r), and B, (d_out, r).
-            modes: whether the current modes are added, too; False where `updates` has them in another form.
+    def holding(
+        self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
+    ) -> AbstractContextManager[None]:
+        """Use `weight`, (d_out, d_in), in place of W_0 and all history, and add `updates()` in every forward pass.
+
+        An update is a pair of P, (d_in, r), and B, (d_out, r). Without `modes` the current modes are left out, where
+        `updates` has them in another form.
         """
-        return self._holding((weight, updates, modes))
+        return self._temporarily("_held", _Held(weight, updates, modes))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         # With nothing held, scale 1 is the layer as it is, bit for bit.
-        return self._holding(None if scale == 1 else (self.scaled_weight(adapter, scale, modes=True), None, False))
+        held = None if scale == 1 else _Held(self.scaled_weight(adapter, scale, modes=True), list, False)
+        return self._temporarily("_held", held)
 
-    @contextmanager
-    def _holding(self, held: tuple[torch.Tensor, Callable[[], Updates] | None, bool] | None) -> Iterator[None]:
-        before, self._held = self._held, held
-        try:
-            yield
-        finally:
-            self._held = before
+    def resting(self) -> AbstractContextManager[None]:
+        """Leave out the current modes: the history alone."""
+        return self._temporarily("_resting", True)
 
-    def current_up(self, adapter: str) -> torch.Tensor:
-        """B = [B_S B_R], (d_out, r_S + r_R)."""
-        return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
+    # ------------------------------------------------------------------ from task to task
 
     @torch.no_grad()
     def fold(self, adapter: str) -> None:
@@ -217,66 +185,43 @@ class DualModeLinear(DualModeLayer):
         self._zero_up_projections(adapter)
 
     @torch.no_grad()
-    def set_up_projections(self, adapter: str, up: torch.Tensor) -> None:
-        """Write B = [B_S B_R], (d_out, r_S + r_R)."""
-        shared_rank = self.dulbe_shared_B[adapter].shape[1]
-        self.dulbe_shared_B[adapter].copy_(up[:, :shared_rank])
-        self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
-
-    @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
-        """Freeze P = [P_S P_R] as the current bases and set B = 0.
-
-        Args:
-            shared: P_S, (d_in, r_S).
-            residual: P_R, (d_in, r_R).
-        """
-        old = self.dulbe_P[adapter]
-        self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(old.device, torch.float32).contiguous()
+        """Freeze P = [P_S P_R], (d_in, r_S) and (d_in, r_R), as the current bases and set B = 0."""
+        device = self.dulbe_P[adapter].device
+        self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(device, torch.float32).contiguous()
         self._zero_up_projections(adapter)
-
-    def task_tensors(self, adapter: str) -> dict[str, torch.Tensor]:
-        """What `fold` and `install_bases` change, for `put_back`: bases and history themselves, copies of both B."""
-        kept = {name: getattr(self, name)[adapter] for name in self.other_param_names}
-        return kept | {name: getattr(self, name)[adapter].detach().clone() for name in self.adapter_layer_names}
-
-    @torch.no_grad()
-    def put_back(self, adapter: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Make the layer again what it was when `task_tensors` was called."""
-        for name in self.other_param_names:
-            getattr(self, name)[adapter] = tensors[name]
-        for name in self.adapter_layer_names:
-            getattr(self, name)[adapter].copy_(tensors[name])
 
     def _zero_up_projections(self, adapter: str) -> None:
         for container in (self.dulbe_shared_B, self.dulbe_residual_B):
             container[adapter].data.zero_()
             container[adapter].grad = None
 
-    # ------------------------------------------------------------------ forward
+    @torch.no_grad()
+    def set_up_projections(self, adapter: str, up: torch.Tensor) -> None:
+        """Write B = [B_S B_R], (d_out, r_S + r_R)."""
+        shared_rank = self.dulbe_shared_B[adapter].shape[1]
+        self.dulbe_shared_B[adapter].copy_(up[:, :shared_rank])
+        self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
+
+    # ------------------------------------------------------------------ forward and state
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self._linear
-        weight, updates, modes_on = linear.weight, None, True
-        if self._held is not None:
-            weight, updates, modes_on = self._held
-        rests = self._rests if torch.compiler.is_compiling() else any(self in block for block in _RESTING.get())
-        modes_on = modes_on and not rests
-        extra: Updates = [] if updates is None else updates()
-        for name in self._adapters_here(self.active_adapters):
-            if weight is linear.weight:
+        linear, held = self._linear, self._held
+        weight = linear.weight if held is None else held.weight
+        updates = [] if held is None else held.updates()
+        modes = not self._resting and (held is None or held.modes)
+        for name in self.adapters_here(self.active_adapters):
+            if held is None and weight is linear.weight:
                 weight = self.folded_weight(name)
-            elif self._held is None and self.dulbe_history_B[name].shape[1]:
+            elif held is None and self.history_rank(name):
                 # A second adapter's history, beside the folded first one's.
-                extra.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
-            if modes_on:
-                extra.append((self.dulbe_P[name], self.current_up(name).to(self.dulbe_P[name].dtype)))
-        return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, extra)
-
-    # ------------------------------------------------------------------ state
+                updates.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
+            if modes:
+                updates.append((self.dulbe_P[name], self.current_up(name).to(self.dulbe_P[name].dtype)))
+        return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, updates)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None, "_held": None, "_rests": 0}
+        return {**self.__dict__, "_folded": None, "_held": None, "_resting": False}
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         self._folded = None
@@ -289,10 +234,9 @@ class DualModeLinear(DualModeLayer):
             buffers = getattr(self, attribute)
             for name in list(buffers):
                 saved = state_dict.get(f"{prefix}{attribute}.{name}")
-                if saved is None or saved.ndim != 2 or saved.shape[0] != size:
-                    continue
-                if saved.shape[1] != buffers[name].shape[1]:
-                    buffers[name] = buffers[name].new_zeros(saved.shape)
+                if saved is not None and saved.ndim == 2 and saved.shape[0] == size:
+                    if saved.shape != buffers[name].shape:
+                        buffers[name] = buffers[name].new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

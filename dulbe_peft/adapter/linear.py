@@ -24,11 +24,8 @@ Updates = list[tuple[torch.Tensor, torch.Tensor]]
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:
     """x W' + bias + sum_i (x P_i) B_i', (..., d_out), in x's dtype as `torch.nn.functional.linear` has it.
 
-    Args:
-        x: (..., d_in).
-        weight: W, (d_out, d_in).
-        bias: (d_out,) or None.
-        updates: pairs of P, (d_in, r), and B, (d_out, r). Products with an update run in P's dtype.
+    With x (..., d_in), W (d_out, d_in), and pairs of P, (d_in, r), and B, (d_out, r). Products with an update run in
+    P's dtype.
     """
     fused = (
         len(updates) == 1

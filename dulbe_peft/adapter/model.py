@@ -14,11 +14,11 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, regis
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.config import MAX_HISTORY_RANK, DualModeLoraConfig
-from dulbe_peft.adapter.layer import DualModeLinear, resting
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.registration import DULBE, PREFIX
 from dulbe_peft.adapter.saved import KEY_RENAMES, check_saved
-from dulbe_peft.adapter.targets import check_target, check_targets, find_target, in_text_tower
+from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
@@ -48,8 +48,7 @@ class DualModeLoraModel(BaseTuner):
     # ------------------------------------------------------------------ injection
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        _check_adapter_name(adapter_name)
-        if any(isinstance(m, DualModeLayer) and m._adapters_here([adapter_name]) for m in model.modules()):
+        if any(isinstance(m, DualModeLayer) and m.adapters_here([adapter_name]) for m in model.modules()):
             raise ValueError(
                 f"the model already has the adapter {adapter_name!r}: call its unload() before wrapping it again, or "
                 "add_adapter() with another name"
@@ -57,8 +56,14 @@ class DualModeLoraModel(BaseTuner):
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Inject as PEFT does, after a check of the name."""
-        _check_adapter_name(adapter_name)
+        """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
+        if not isinstance(adapter_name, str):
+            raise TypeError(f"adapter name must be a string, got {adapter_name!r}")
+        if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
+            raise ValueError(
+                f"adapter name {adapter_name!r} cannot be used: it must not be empty, hold '.', '/' or '\\', or be "
+                "the name of a method of nn.ParameterDict"
+            )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
@@ -81,7 +86,6 @@ class DualModeLoraModel(BaseTuner):
         if isinstance(target, (DualModeLinear, TextLoraLinear)):
             target.update_layer(adapter_name, peft_config)
             return
-        check_target(peft_config, current_key, target)
         kind = TextLoraLinear if in_text_tower(current_key) else DualModeLinear
         layer = kind(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:
@@ -103,18 +107,21 @@ class DualModeLoraModel(BaseTuner):
         return super().merge_and_unload(progressbar, safe_merge, adapter_names)
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
-        for layer in self.modules():
-            if isinstance(layer, DualModeLayer):
-                for name in layer._adapters_here(adapter_names or layer.active_adapters):
-                    if not torch.isfinite(layer.get_delta_weight(name)).all():
-                        raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        for layer in self._layers():
+            for name in layer.adapters_here(adapter_names or layer.active_adapters):
+                if not torch.isfinite(layer.get_delta_weight(name)).all():
+                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
     def unload(self) -> nn.Module:
         """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
-        for layer in self.modules():
-            if isinstance(layer, DualModeLayer) and layer.merged:
+        for layer in self._layers():
+            if layer.merged:
                 layer.unmerge()
         return super().unload()
+
+    def _layers(self) -> list[DualModeLayer]:
+        """All layers of both towers, with whatever adapters."""
+        return [module for module in self.modules() if isinstance(module, DualModeLayer)]
 
     # ------------------------------------------------------------------ layers and parameters
 
@@ -169,20 +176,15 @@ class DualModeLoraModel(BaseTuner):
         Raises:
             TypeError: `modes` is no mapping to [`ModeBases`].
             ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal,
-                or an adapter is merged. Nothing is changed then, nor by Ctrl-C.
+                or an adapter is merged. Nothing is changed then.
         """
         adapter = self._active()
         layers = self.dual_mode_layers()
-        self._check_unmerged()
+        self.check_unmerged()
         check_modes(modes, {name: layer.basis_shapes(adapter) for name, layer in layers.items()}, orthonormal)
-        before = [(layer, layer.task_tensors(adapter)) for layer in layers.values()]
-        try:
-            self.fold_task()
-            for name, layer in layers.items():
-                layer.install_bases(adapter, modes[name].shared, modes[name].residual)
-        except BaseException:
-            self._put_back(before)
-            raise
+        self.fold_task()
+        for name, layer in layers.items():
+            layer.install_bases(adapter, modes[name].shared, modes[name].residual)
 
     def fold_task(self) -> None:
         """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
@@ -193,81 +195,54 @@ class DualModeLoraModel(BaseTuner):
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
-        adapter = self._active()
-        self._check_unmerged()
-        layers = list(self.dual_mode_layers().values())
-        if not any(layer.is_trained(adapter) for layer in layers):
-            return
-        rank = self.history_rank + max(layer.dulbe_P[adapter].shape[1] for layer in layers)
-        if rank > MAX_HISTORY_RANK:
-            raise ValueError(
-                f"the history would have rank {rank:,}, and files hold at most {MAX_HISTORY_RANK:,}: "
-                "merge the adapter into the model with merge_and_unload() and begin a new one"
-            )
-        before = [(layer, layer.task_tensors(adapter)) for layer in layers]
-        try:
+        adapter, layers = self._active(), self.dual_mode_layers().values()
+        self.check_unmerged()
+        if any(layer.is_trained(adapter) for layer in layers):
             for layer in layers:
                 layer.fold(adapter)
             self.active_config.history_rank = self.history_rank
-        except BaseException:
-            self._put_back(before)
-            raise
-
-    def _put_back(self, before: list[tuple[DualModeLinear, dict[str, torch.Tensor]]]) -> None:
-        for layer, tensors in before:
-            layer.put_back(self._active(), tensors)
-        self.active_config.history_rank = self.history_rank
 
     def previous_task(self) -> AbstractContextManager[None]:
-        """The vision tower as it was when this task began, in this thread: history on, current modes off.
+        """The vision tower as it was when this task began: history on, current modes off.
 
         The text LoRA and `modules_to_save` stay as they are.
         """
-        self._check_unmerged()
-        return resting(self.dual_mode_layers().values())
+        self.check_unmerged()
+        return _all_of(layer.resting() for layer in self.dual_mode_layers().values())
 
     def without_idle_modes(self) -> AbstractContextManager[None]:
         """Leave out modes whose B are all zero, as between tasks: the same outputs at a lower cost."""
         adapter, layers = self._active(), self.dual_mode_layers().values()
         if any(layer.merged or layer.is_trained(adapter) for layer in layers):
             return nullcontext()
-        return resting(layers)
+        return _all_of(layer.resting() for layer in layers)
 
-    @contextmanager
-    def held_weights(self) -> Iterator[None]:
+    def held_weights(self) -> AbstractContextManager[None]:
         """Hold the effective weights of now, for the training of one task; later changes are not noticed.
 
         Such changes are those of base weights, of the history (`fold_task`, `begin_task`) and of the active adapter.
         Compiled code reads held weights as they are, whatever the rank of the history. Without held weights it is
         compiled anew for each rank, and makes the weights in every pass.
         """
-        adapter = self._active()
-        with ExitStack() as held:
-            for layer in self.dual_mode_layers().values():
-                if not layer.base_layer.weight.requires_grad:
-                    held.enter_context(layer.holding(layer.folded_weight(adapter).detach()))
-            yield
+        adapter, layers = self._active(), self.dual_mode_layers().values()
+        frozen = (layer for layer in layers if not layer.base_layer.weight.requires_grad)
+        return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
 
-    @contextmanager
-    def scaled_history(self, scale: float) -> Iterator[None]:
+    def scaled_history(self, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight.
 
         1 is the model as it is, 0 the base model, -1 the model from which the finished tasks' updates are subtracted.
         """
-        adapter = self._active()
-        self._check_unmerged()
-        with ExitStack() as held:
-            for layer in self.dual_mode_layers().values():
-                held.enter_context(layer.holding(layer.scaled_weight(adapter, scale)))
-            yield
+        adapter, layers = self._active(), self.dual_mode_layers().values()
+        self.check_unmerged()
+        return _all_of(layer.holding(layer.scaled_weight(adapter, scale)) for layer in layers)
 
-    @contextmanager
-    def scaled(self, scale: float) -> Iterator[None]:
+    def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers.
 
         dW is all that the adapter has learned: the finished tasks' updates, the current modes and the text LoRA. The
-        blend is one of weights, so it costs nothing when the model is used. The block is for using a model, not for
-        training it. The blend is made when the block begins. All threads see it.
+        blend is one of weights, so it costs nothing when the model is used. It is made when the block begins. The
+        block is for using a model, not for training it.
 
         Args:
             scale: in [0, 1]. 0 is the base model and 1 the model as it has learned, both bit for bit.
@@ -281,29 +256,17 @@ class DualModeLoraModel(BaseTuner):
         """
         check_number("scale", scale, least=0, most=1)
         adapter = self._active()
-        self._check_unmerged()
+        self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError(
                 f"the adapter has modules_to_save={list(self.active_config.modules_to_save)}: these replace whole "
                 "modules, and a scale blends the adapter's updates alone"
             )
-        with ExitStack() as held:
-            for layer in self.modules():
-                if isinstance(layer, DualModeLayer) and layer._adapters_here([adapter]):
-                    held.enter_context(layer.scaled(adapter, scale))
-            yield
-
-    def _check_unscaled(self) -> None:
-        if any(layer._held is not None for layer in self.dual_mode_layers().values()):
-            raise ValueError("the model is scaled for the length of a block: learn before or after it")
+        return _all_of(layer.scaled(adapter, scale) for layer in self._layers() if layer.adapters_here([adapter]))
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:
-        """Train the bases P beside B while the block runs; yields them, one (d_in, r_S + r_R) a layer.
-
-        Args:
-            names: the layers whose bases are trained; None trains all.
-        """
+        """Train the bases P of these layers, or of all, beside B while the block runs; yields them, (d_in, r) each."""
         adapter, layers = self._active(), self.dual_mode_layers()
         bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
         try:
@@ -313,10 +276,16 @@ class DualModeLoraModel(BaseTuner):
                 basis.requires_grad_(False)
                 basis.grad = None
 
-    def _check_unmerged(self) -> None:
-        merged = sorted({n for m in self.modules() if isinstance(m, DualModeLayer) for n in m.merged_adapters})
+    def check_unmerged(self) -> None:
+        """Raise where an adapter is merged."""
+        merged = sorted({name for layer in self._layers() for name in layer.merged_adapters})
         if merged:
             raise ValueError(f"adapters {merged} are merged into the base weights: call unmerge_adapter() first")
+
+    def check_unscaled(self) -> None:
+        """Raise inside a block of `scaled`."""
+        if any(layer._held is not None for layer in self.dual_mode_layers().values()):
+            raise ValueError("the model is scaled for the length of a block: learn before or after it")
 
     # ------------------------------------------------------------------ state
 
@@ -350,12 +319,7 @@ class DualModeLoraModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers.
-
-        Raises:
-            ValueError: no visual key of the file names a layer of the model, a key is missing or unknown, or a tensor
-                has the wrong shape or type or is not finite.
-        """
+        """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
         known = model.state_dict()
         saved = [key for key in state_dict if f".{PREFIX}" in key and not in_text_tower(key)]
         best: dict[str, torch.Tensor] = {}
@@ -380,14 +344,13 @@ class DualModeLoraModel(BaseTuner):
         return {key: tensor.clone() for key, tensor in best.items()}
 
 
-def _check_adapter_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"adapter name must be a string, got {name!r}")
-    if not name or set(name) & set("./\\") or hasattr(nn.ParameterDict, name):
-        raise ValueError(
-            f"adapter name {name!r} cannot be used: it becomes a part of parameter names and of folder names, so it "
-            "must not be empty, hold '.', '/' or '\\', or be the name of a method of nn.ParameterDict"
-        )
+@contextmanager
+def _all_of(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter blocks one after the other, each as soon as it is made."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
 
 
 def register() -> None:

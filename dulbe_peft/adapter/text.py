@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,26 +52,19 @@ class TextLoraLinear(DualModeLayer):
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """(text_alpha / text_rank) B A, (d_out, d_in) in float32."""
-        if adapter not in self.dulbe_text_A:
-            raise self._missing(adapter)
         down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()
         with without_autocast(up):
             return self.scaling[adapter] * (up @ down)
 
-    @contextmanager
-    def scaled(self, adapter: str, scale: float) -> Iterator[None]:
-        before, self._scale = self._scale, scale
-        try:
-            yield
-        finally:
-            self._scale = before
+    def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
+        return self._temporarily("_scale", scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scale": 1.0}
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.base_layer(x)
-        for name in self._adapters_here(self.active_adapters):
+        for name in self.adapters_here(self.active_adapters):
             down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
             hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
             result = result + (self._scale * self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
