@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
 
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.text import TextLoraLinear
@@ -74,18 +76,17 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
     for name, factors in layers.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = factors.down
         tensors[f"base_model.model.{name}.lora_B.weight"] = factors.up
-    _lora_config(model.peft_config[adapter], layers).save_pretrained(str(folder))
+    _lora_config(tuner.active_config, layers).save_pretrained(str(folder))
     write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
-def _factors(base: Any, adapter: str) -> dict[str, _Factors]:
+def _factors(base: nn.Module, adapter: str) -> dict[str, _Factors]:
     """Layer name -> its whole update, history first; the layer's own tensors."""
     layers = {}
     for name, layer in base.named_modules():
         if isinstance(layer, DualModeLinear) and adapter in layer.dulbe_P:
             down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1).T
-            current = [layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]]
-            up = torch.cat([layer.dulbe_history_B[adapter], *current], dim=1)
+            up = torch.cat([layer.dulbe_history_B[adapter], layer.current_up(adapter)], dim=1)
             layers[name] = _Factors(down, up.detach(), 1.0)
         elif isinstance(layer, TextLoraLinear) and adapter in layer.dulbe_text_A:
             down, up = layer.dulbe_text_A[adapter].detach(), layer.dulbe_text_B[adapter].detach()
@@ -94,41 +95,32 @@ def _factors(base: Any, adapter: str) -> dict[str, _Factors]:
 
 
 def _compress(layers: dict[str, _Factors], rank: int) -> tuple[dict[str, _Factors], dict[str, Any]]:
+    """The best factors of at most `rank`, and the report."""
     compressed, rows = {}, {}
     lost = total = 0.0
     for name, factors in layers.items():
-        compressed[name], left_out, whole = _truncate(name, factors, rank)
+        down, up = factors.down.double(), factors.up.double()
+        if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+            raise ValueError(f"the update of layer {name!r} holds NaN or infinity: it cannot be compressed")
+        left, left_core = torch.linalg.qr(up)
+        right, right_core = torch.linalg.qr(down.T)
+        u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
+        kept = factors
+        if len(down) > rank:
+            root = values[:rank].sqrt()
+            short_up, short_down = left @ (u[:, :rank] * root), (root[:, None] * vh[:rank]) @ right.T
+            kept = _Factors(short_down.to(factors.down.dtype), short_up.to(factors.up.dtype), factors.scale)
+        energy = (factors.scale * values) ** 2
+        left_out, whole = energy[len(kept.down) :].sum().item(), energy.sum().item()
+        error = (left_out / whole) ** 0.5 if whole else 0.0
+        compressed[name] = kept
+        rows[name] = {"rank_before": len(down), "rank": len(kept.down), "relative_error": error}
         lost, total = lost + left_out, total + whole
-        rows[name] = {
-            "rank_before": len(factors.down),
-            "rank": len(compressed[name].down),
-            "relative_error": _ratio(left_out, whole),
-        }
-    return compressed, {"rank": rank, "relative_error": _ratio(lost, total), "layers": rows}
+    error = (lost / total) ** 0.5 if total else 0.0
+    return compressed, {"rank": rank, "relative_error": error, "layers": rows}
 
 
-def _truncate(name: str, factors: _Factors, rank: int) -> tuple[_Factors, float, float]:
-    """The best factors of at most `rank`, and the squared Frobenius norms of what is left out and of the whole."""
-    down, up = factors.down.double(), factors.up.double()
-    if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise ValueError(f"the update of layer {name!r} holds NaN or infinity: it cannot be compressed")
-    left, left_core = torch.linalg.qr(up)
-    right, right_core = torch.linalg.qr(down.T)
-    u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
-    energy = (factors.scale * values) ** 2
-    if len(down) <= rank:
-        return factors, 0.0, energy.sum().item()
-    root = values[:rank].sqrt()
-    short_up, short_down = left @ (u[:, :rank] * root), (root[:, None] * vh[:rank]) @ right.T
-    kept = _Factors(short_down.to(factors.down.dtype), short_up.to(factors.up.dtype), factors.scale)
-    return kept, energy[rank:].sum().item(), energy.sum().item()
-
-
-def _ratio(lost: float, total: float) -> float:
-    return (lost / total) ** 0.5 if total > 0 else 0.0
-
-
-def _lora_config(config: Any, layers: dict[str, _Factors]) -> LoraConfig:
+def _lora_config(config: DualModeLoraConfig, layers: dict[str, _Factors]) -> LoraConfig:
     """A configuration with the highest rank as the default, and the layers that differ as patterns."""
     ranks = {name: len(factors.down) for name, factors in layers.items()}
     alphas = {name: factors.scale * ranks[name] for name, factors in layers.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.utils.checks import check_number, is_int
 from dulbe_peft.utils.devices import evaluating
 
@@ -39,48 +40,43 @@ def probe_gradients(
         Section "Gradient-Demand Dual-Mode Subspace Allocation", the prospective gradient; appendix
         "Prospective-gradient estimation".
     """
-    layers = _layers(model)
+    if not hasattr(model, "dual_mode_layers"):
+        raise TypeError(
+            f"model must come from get_peft_model(model, DualModeLoraConfig(...)), got {type(model).__name__}"
+        )
+    layers: dict[str, DualModeLinear] = model.dual_mode_layers()  # type: ignore[operator]
+    if not layers:
+        raise ValueError("model has no dual-mode layer to probe")
     if any(layer.merged for layer in layers.values()):
         raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
-    with evaluating(model):
-        weights = [_leaf(layer.folded_weight(adapter)) for layer in layers.values()]
-        with ExitStack() as held:
-            for layer, weight in zip(layers.values(), weights, strict=True):
-                held.enter_context(layer.holding(weight))
-            for batch in batches:
-                loss, size = _checked_loss(loss_fn(model, batch), len(losses))
-                (loss * size).backward(inputs=weights)
-                losses.append(loss.detach())
-                total += size
-        if not total:
-            raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
-        if all(weight.grad is None for weight in weights):
-            raise ValueError("the loss of loss_fn has no gradient in any adapted layer: it must run the vision tower")
-        gradients = {
-            name: torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(total)
-            for (name, _), weight in zip(layers.items(), weights, strict=True)
-        }
-    _check_finite(losses, gradients)
+    with evaluating(model), ExitStack() as held:
+        weights = {}
+        for name, layer in layers.items():
+            weight = layer.folded_weight(adapter).detach()
+            # At least float32: half precision loses sums over many batches.
+            weights[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
+            held.enter_context(layer.holding(weights[name]))
+        for batch in batches:
+            loss, size = _checked_loss(loss_fn(model, batch), len(losses))
+            (loss * size).backward(inputs=list(weights.values()))
+            losses.append(loss.detach())
+            total += size
+    if not total:
+        raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
+    if all(weight.grad is None for weight in weights.values()):
+        raise ValueError("the loss of loss_fn has no gradient in any adapted layer: it must run the vision tower")
+    bad = [index for index, finite in enumerate(torch.isfinite(torch.stack(losses)).tolist()) if not finite]
+    if bad:
+        raise ValueError(f"loss of probe batch {bad[0]} is {losses[bad[0]].item()}, expected a finite number")
+    gradients = {n: torch.zeros_like(w) if w.grad is None else w.grad.div_(total) for n, w in weights.items()}
+    finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()])
+    for name, fine in zip(gradients, finite.tolist(), strict=True):
+        if not fine:
+            raise ValueError(f"gradient of layer {name!r} holds NaN or infinity")
     return gradients
-
-
-def _leaf(weight: torch.Tensor) -> torch.Tensor:
-    """A leaf with the weight's values, in at least float32: half precision loses sums over many batches."""
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
-
-
-def _layers(model: nn.Module) -> dict[str, Any]:
-    if not hasattr(model, "dual_mode_layers"):
-        raise TypeError(
-            f"model must come from get_peft_model(model, DualModeLoraConfig(...)), got {type(model).__name__}"
-        )
-    layers: dict[str, Any] = model.dual_mode_layers()  # type: ignore[operator]
-    if not layers:
-        raise ValueError("model has no dual-mode layer to probe")
-    return layers
 
 
 def _checked_loss(result: Any, index: int) -> tuple[torch.Tensor, int]:
@@ -93,17 +89,6 @@ def _checked_loss(result: Any, index: int) -> tuple[torch.Tensor, int]:
     if not is_int(size) or size < 1:
         raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
     return loss, size
-
-
-def _check_finite(losses: list[torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    finite = torch.isfinite(torch.stack(losses))
-    if not finite.all():
-        index = int((~finite).nonzero()[0])
-        raise ValueError(f"loss of probe batch {index} is {losses[index].item()}, expected a finite number")
-    names = list(gradients)
-    bad = (~torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()])).nonzero()
-    if len(bad):
-        raise ValueError(f"gradient of layer {names[int(bad[0])]!r} holds NaN or infinity")
 
 
 def route_gradients(
@@ -131,9 +116,8 @@ def route_gradients(
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
-    for name, loss in (("task_loss", task_loss), ("structure_loss", structure_loss)):
-        if loss is None and name == "structure_loss":
-            continue
+    losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
+    for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
         if loss.device.type == "cpu" and not torch.isfinite(loss):

@@ -40,32 +40,30 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
 
     A file without text LoRA fits a model with one. A file with text LoRA fits a model that has no text tower.
     """
-    own = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
+    ours = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
     theirs = {key for key in saved if f".{PREFIX}" in key}
-    for text in (False, True):
-        ours = {key for key in own if in_text_tower(key) is text}
-        got = {key for key in theirs if in_text_tower(key) is text}
-        without = not got or (not ours and not any(map(in_text_tower, known)))
-        if ours != got and not (text and without):
-            missing, unknown = sorted(ours - got), sorted(got - ours)
-            raise ValueError(
-                f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]} "
-                f"({len(missing)} and {len(unknown)} in all)"
-            )
-    ranks = set()
-    for key in sorted(own & theirs):
-        tensor, compared = saved[key], slice(1) if ".dulbe_history_" in key else slice(None)
-        if tensor.ndim != known[key].ndim or tensor.shape[compared] != known[key].shape[compared]:
-            shapes = f"{tuple(tensor.shape)}, the model's {tuple(known[key].shape)}"
-            raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
-        if ".dulbe_history_" in key:
-            ranks.add(tensor.shape[1])
+    if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):
+        ours, theirs = ({key for key in keys if not in_text_tower(key)} for keys in (ours, theirs))
+    if ours != theirs:
+        missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
+        raise ValueError(
+            f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]} "
+            f"({len(missing)} and {len(unknown)} in all)"
+        )
+    ranks = {saved[key].shape[-1] for key in ours if ".dulbe_history_" in key and saved[key].ndim}
     if len(ranks) > 1:
         raise ValueError(f"the saved adapter's history has different ranks {sorted(ranks)} in different layers")
+    for key in sorted(ours):
+        expected = known[key].shape
+        if ".dulbe_history_" in key:
+            expected = expected[:1] + saved[key].shape[1:2]
+        if saved[key].shape != expected:
+            shapes = f"{tuple(saved[key].shape)}, the model's {tuple(known[key].shape)}"
+            raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
+        if saved[key].dtype not in _FLOATS:
+            raise ValueError(f"the saved adapter's {key!r} has type {saved[key].dtype}, expected floating point")
     for key, tensor in saved.items():
-        if key in theirs and tensor.dtype not in _FLOATS:
-            raise ValueError(f"the saved adapter's {key!r} has type {tensor.dtype}, expected floating point")
-        if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
+        if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")
 
 

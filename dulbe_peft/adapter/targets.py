@@ -50,25 +50,32 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
 
     "all-linear" becomes a list of names, where it is known which layers belong to the blocks.
     """
+    modules = {name: module for name, module in model.named_modules() if name and ".base_layer" not in name}
     if config.target_modules == "all-linear" and find_record(model) is not None:
-        config.target_modules = _block_endings(model)
+        config.target_modules = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in modules.items()
+                if isinstance(module, (nn.Linear, DualModeLayer))
+                # The blocks are the numbered modules.
+                and any(part.isdigit() for part in name.split("."))
+                and not in_text_tower(name)
+            }
+        )
     every = config.target_modules == "all-linear"
-    names = [name for name, _ in model.named_modules() if name]
     visual = False
-    for name, module in model.named_modules():
-        if not name or ".base_layer" in name or (every and not isinstance(module, nn.Linear)):
+    for name, module in modules.items():
+        if every and not isinstance(module, nn.Linear):
             continue
         targeted = find_target(config, model, name)
-        if isinstance(targeted, _ExcludedModule) or not (targeted or every):
-            continue
-        check_target(config, name, module)
-        visual = visual or not in_text_tower(name)
+        if not isinstance(targeted, _ExcludedModule) and (targeted or every):
+            _check_target(config, name, module)
+            visual = visual or not in_text_tower(name)
     if not visual and not every and not config.exclude_modules and not config.modules_to_save:
-        raise _NoTarget(_no_target_message(config, names))
+        raise _NoTarget(_no_target_message(config, list(modules)))
 
 
-def check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
-    """Raise a ValueError where a module cannot be adapted."""
+def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
     linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
     if not isinstance(linear, nn.Linear):
         hint = ""
@@ -76,32 +83,15 @@ def check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> No
             hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
         kind = type(linear).__name__
         raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
-    rank = config.shared_rank + config.residual_rank
     if in_text_tower(name):
-        if config.text_rank > linear.in_features:
-            raise ValueError(
-                f"text_rank = {config.text_rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
-                "lower it"
-            )
-    elif rank > linear.in_features:
+        ranks, rank = "text_rank", config.text_rank
+    else:
+        ranks, rank = "shared_rank + residual_rank", config.shared_rank + config.residual_rank
+    if rank > linear.in_features:
         raise ValueError(
-            f"shared_rank + residual_rank = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: "
-            "lower the ranks or leave the layer out"
+            f"{ranks} = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: lower the rank or leave "
+            "the layer out"
         )
-
-
-def _block_endings(model: nn.Module) -> list[str]:
-    """Name endings of all linear layers in the vision tower's blocks, which are the numbered modules."""
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, DualModeLayer))
-            and ".base_layer" not in name
-            and any(part.isdigit() for part in name.split("."))
-            and not in_text_tower(name)
-        }
-    )
 
 
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
