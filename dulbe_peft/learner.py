@@ -17,7 +17,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoints import saving
+from dulbe_peft.checkpoints import loading, saving
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
@@ -34,7 +34,7 @@ from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trained
-from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import TaskRecord, TaskTrainer
 from dulbe_peft.training.updating import check_update, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
@@ -288,13 +288,13 @@ class ClassIncrementalLearner:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
-        before, adapter = (self.state, self.record, self.closing), saving.adapter_state(self.model)
+        before, adapter = (self.state, self.record, self.closing), adapter_state(self.model)
         try:
             yield
         except BaseException:
             self.state, self.record, self.closing = before
             if adapter is not None:
-                saving.set_adapter_state(self.model, adapter)
+                set_adapter_state(self.model, adapter)
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()
             raise
@@ -642,9 +642,19 @@ class ClassIncrementalLearner:
             ValueError: the results are of another learner.
         """
         self._check_adapter()
-        commit = {"revision": revision, "commit_message": commit_message, "create_pr": create_pr}
         return on_main_process(
-            lambda: saving.push(self.state, repo_id, statistics, results, dataset_name, private, token, commit)
+            lambda: saving.push(
+                self.state,
+                repo_id,
+                statistics,
+                results,
+                dataset_name,
+                private=private,
+                token=token,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
         )
 
     @classmethod
@@ -675,8 +685,8 @@ class ClassIncrementalLearner:
             FileNotFoundError: there is no such folder, repository or revision.
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
-        folder, origin = saving.locate(source, revision, token, cache_dir)
-        with usual_torch(), saving.opened(folder, base_model, args, machine) as state:
+        folder, origin = loading.locate(source, revision, token, cache_dir)
+        with usual_torch(), loading.loaded_state(folder, base_model, args, machine) as state:
             empty = [
                 type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
                 for c in state.classifiers.values()

@@ -18,7 +18,7 @@ import pytest
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.run import LOCK_FILE
-from dulbe_peft.utils.folders import clear_leftovers, commit_folder, read_manifest
+from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, commit_folder, read_manifest
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
@@ -119,7 +119,7 @@ def every_commit_that_dies(folder):
     """
     for call in range(1, 200):
         saved = folder / str(call) / "saved"
-        commit_folder(saved, lambda temporary: (temporary / "a").write_text("old") and None, {})
+        commit_folder(saved, "learner", lambda temporary: (temporary / "a").write_text("old") and None)
         child = os.fork()
         if not child:
             commit_and_die(saved, call)
@@ -142,7 +142,7 @@ def commit_and_die(folder, call):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    commit_folder(folder, lambda temporary: (temporary / "a").write_text("new") and None, {})
+    commit_folder(folder, "learner", lambda temporary: (temporary / "a").write_text("new") and None)
     os._exit(0)
 
 
@@ -155,6 +155,7 @@ def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(proces
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
     for _, folder in dead:
         clear_leftovers(folder.parent, "saved")
+        folder.with_name(f".saved{LOCK_SUFFIX}").unlink(missing_ok=True)
         assert [path.name for path in folder.parent.iterdir()] == ["saved"]
         assert read_manifest(folder)
         found.append((folder / "a").read_text())

@@ -415,7 +415,7 @@ def content(root):
 def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, tmp_path, export):
     before = content(saved)
     for inside in (saved, saved / "lora"):
-        with pytest.raises(FileExistsError, match=f"{saved} holds a saved learner"):
+        with pytest.raises(FileExistsError, match="of the kind 'learner'|holds a saved learner"):
             export(clip, inside)
     run = tmp_path / "run"
     run.mkdir()
@@ -427,6 +427,11 @@ def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, t
     first = content(export(clip, tmp_path / "out"))
     assert "classifier.json" in map(str, first) or export is not export_transformers
     assert content(export(clip, tmp_path / "out")) == first
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "README.md").write_text("edited")
+    export(clip, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "README.md").read_text() == "edited"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -305,8 +305,9 @@ def _json(files, name, **fields):
     return {name: json.dumps(json.loads(files[name]) | fields).encode()}
 
 
-def _tensors(files, name, change, metadata=None):
-    tensors = load(files[name])
+def _tensors(files, name, change):
+    tensors, length = load(files[name]), int.from_bytes(files[name][:8], "little")
+    metadata = json.loads(files[name][8 : 8 + length]).get("__metadata__")
     change(tensors)
     return {name: save(tensors, metadata)}
 
@@ -353,12 +354,15 @@ FORGERIES = {
     ),
     "statistics of another width": (
         lambda f: _tensors(f, STATISTICS, _set("fc2", lambda t: torch.zeros(3, 3))),
-        "statistics of .* have shape",
+        "statistics of .* the model",
     ),
-    "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), "tasks = "),
+    "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), r"tasks\.0: .* array, got 1"),
     "settings that do not exist": (lambda f: _json(f, "learner.json", arguments={"colour": 1}), "colour"),
-    "updates that are none": (lambda f: _json(f, "learner.json", updates=[{"after": "x"}]), "updates = "),
-    "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "step = 'x'"),
+    "updates that are none": (
+        lambda f: _json(f, "learner.json", updates=[{"after": "x"}]),
+        r"updates\.0\.after: .* integer",
+    ),
+    "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "step: .* integer, got 'x'"),
     "no configuration": (lambda f: {"adapter_config.json": b"[" * 10**5}, "cannot be loaded"),
 }
 

@@ -134,9 +134,8 @@ def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
     assert lengths == [4, 2]
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert again.memory == {"epochs": torch.tensor(2)}
-    folders.commit_folder(
-        tmp_path / "published", lambda folder: saving.write(again.state, folder, statistics=False), {}
-    )
+    published = tmp_path / "published"
+    folders.commit_folder(published, "learner", lambda folder: saving.write(again.state, folder, statistics=False))
     with pytest.raises(ValueError, match="without"):
         ClassIncrementalLearner.from_pretrained(tmp_path / "published").learn_task(*tasks[1])
 

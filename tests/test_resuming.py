@@ -130,7 +130,7 @@ def test_the_first_of_two_tasks_that_differ_is_named_with_its_files(base, root, 
 def test_every_task_folder_lists_its_own_images(whole):
     for number, names in enumerate((("one", "three"), ("two", "zero"), ("five", "four")), 1):
         folder = whole / f"task-{number:03d}"
-        assert "data.json" in read_manifest(folder)["files"]
+        assert "data.json" in read_manifest(folder).files
         saved = read_listing(folder)
         assert {entry.split("/")[0] for entry in saved["train"]} == set(names)
         assert (len(saved["train"]), len(saved["test"])) == (8, 4)

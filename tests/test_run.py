@@ -96,8 +96,8 @@ def breaking(tasks, call, action):
 
 def assert_first_task_is_intact(output, finished):
     assert sorted(path.name for path in output.iterdir()) == ["task-001", "timings.json"]
-    files = read_manifest(output / "task-001")["files"]
-    assert files == read_manifest(finished / "task-001")["files"]
+    files = read_manifest(output / "task-001").files
+    assert files == read_manifest(finished / "task-001").files
 
 
 # ---------------------------------------------------------------------- what a folder says
@@ -105,9 +105,9 @@ def assert_first_task_is_intact(output, finished):
 
 def test_a_task_folder_names_its_run(finished):
     manifest = read_manifest(finished / "task-002")
-    identity = manifest["identity"]
-    assert manifest["versions"] == library_versions() and len(manifest["tasks"]) == 2
-    assert manifest["configuration_sha256"] == json_sha256([identity["adapter"], identity["arguments"]])
+    identity = manifest.notes["identity"]
+    assert manifest.versions == library_versions() and len(manifest.notes["tasks"]) == 2
+    assert manifest.notes["configuration_sha256"] == json_sha256([identity["adapter"], identity["arguments"]])
     assert identity["classes"] == [["one", "three"], ["two", "zero"]] and identity["arguments"]["seed"] == 0
     assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
     kept = ["predictions.csv", "results.json", "task-001", "task-002", "timings.json"]

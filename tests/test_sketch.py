@@ -13,7 +13,7 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
-from dulbe_peft.checkpoints import saving
+from dulbe_peft.checkpoints import loading
 from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.decompositions import cut
@@ -251,14 +251,14 @@ def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):
     whole.learn_task(tasks[0].train, tasks[0].class_names)
     whole.save_pretrained(tmp_path / "one")
     with pytest.raises(CheckpointError, match="of the kind 'sketch', the learner's settings: 'exact'"):
-        saving.restore(other.state, tmp_path / "one")
+        loading.restore(other.state, tmp_path / "one")
     assert other.memory is None and not other.tasks
     other.learn_task(tasks[0].train, tasks[0].class_names)
     for name, matrix in other.statistics.items():
         factor, _ = cut(matrix.double(), 16, name)
         torch.testing.assert_close(whole.statistics[name], factor.float(), rtol=0, atol=1e-6 * float(matrix.max()))
     resumed = make_learner("sketch")
-    resumed.state = saving.restore(resumed.state, tmp_path / "one")
+    resumed.state = loading.restore(resumed.state, tmp_path / "one")
     for learner in (whole, resumed):
         assert learner.statistics.sketch_rows == 16
         assert all(matrix.shape == (16, matrix.shape[1]) for matrix in learner.statistics.values())

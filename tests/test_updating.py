@@ -196,7 +196,8 @@ def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, t
     from dulbe_peft.utils.folders import commit_folder
 
     learner = taught(base, digits[0], strategy="dulbe")
-    commit_folder(tmp_path / "published", lambda folder: saving.write(learner.state, folder, statistics=False), {})
+    published = tmp_path / "published"
+    commit_folder(published, "learner", lambda folder: saving.write(learner.state, folder, statistics=False))
     published = ClassIncrementalLearner.from_pretrained(tmp_path / "published")
     published.update_classes(select_classes(digits[1], ("one",)))
     published.save_pretrained(tmp_path / "again")

@@ -21,7 +21,7 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.files import write_json
-from dulbe_peft.utils.folders import commit_export
+from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import write_tensors
 
 COMPRESSION_FILE = "compression.json"
@@ -58,7 +58,8 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
             active. Nothing is written then.
         FileExistsError: the folder lies in a saved learner or holds something that no export wrote; it stays as it is.
     """
-    return commit_export(folder, "lora", lambda temporary: write_lora(model, temporary, compress_to))
+    commit_folder(Path(folder), "export", lambda temporary: write_lora(model, temporary, compress_to))
+    return Path(folder)
 
 
 def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -413,10 +412,12 @@ class Classifier(GrowingState):
         Returns:
             huggingface_hub's CommitInfo.
         """
-        repo_id = hub.create(repo_id, private, token)
-        message = commit_message or f"Upload {self.name} classifier"
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return hub.upload(
-                Path(folder), repo_id, commit_message=message, token=token, revision=revision, create_pr=create_pr
-            )
+        return hub.push(
+            lambda folder, _: self.save_pretrained(folder),
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message or f"Upload {self.name} classifier",
+            create_pr=create_pr,
+        )

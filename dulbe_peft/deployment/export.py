@@ -20,7 +20,7 @@ from dulbe_peft.deployment.graph import write_graph
 from dulbe_peft.deployment.merged import merged_model
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.folders import MODEL_CARD, commit_export
+from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
 
 FORMATS = ("lora", "transformers", "onnx")
 
@@ -81,7 +81,8 @@ def export_learner(
         state.processor.save_pretrained(str(processor_folder))
         (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
 
-    return commit_export(folder, format, write)
+    commit_folder(Path(folder), "export", write)
+    return Path(folder)
 
 
 def export_transformers(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:

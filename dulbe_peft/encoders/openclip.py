@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPM
 
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.folders import commit_export
+from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import read_tensors
 
 ACTIVATIONS = ("gelu", "quick_gelu")
@@ -131,7 +131,7 @@ def save_open_clip(
         model.save_pretrained(temporary)
         processor.save_pretrained(temporary)
 
-    commit_export(folder, "open_clip", write)
+    commit_folder(Path(folder), "export", write)
     return model
 
 

@@ -98,25 +98,25 @@ def as_written(folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Run:
-    newest, manifest = newest_task(path, lambda _: None) or (None, {})
+    newest, manifest = newest_task(path, lambda _: None) or (None, None)
     results = _read_json(path / RESULTS_FILE)
     state = {} if newest is None else _read_json(newest / LEARNER_FILE)
     settings: dict[str, Any] = {}
     finished = True
     if newest is None and results is None:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor the folder of a finished task: nothing to report")
-    if newest is None:
+    if newest is None or manifest is None:
         learned = results["class_names"]
         settings = {"strategy": results.get("strategy"), **results["configuration"]}
     else:
-        identity = {"strategy": {"name": "dulbe"}, **manifest["identity"]}
+        identity = {"strategy": {"name": "dulbe"}, **manifest.notes["identity"]}
         identity.setdefault("classifiers", {"bridge": identity.get("head", {})})  # version 0.1 had no other
-        learned = manifest["tasks"]
+        learned = manifest.notes["tasks"]
         settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
         if results is None or results["class_names"] != learned:
             names = state.get("classifiers", ["bridge"])
             progress = read_progress(newest, len(learned))
-            results = stream_results(progress, identity, learned, names, manifest["versions"])
+            results = stream_results(progress, identity, learned, names, manifest.versions)
             finished = False
     results = {**results, "class_names": learned}
     if results.get("classifiers"):  # JSON sorts them; the learner's own order is the one that counts

@@ -71,7 +71,7 @@ def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests:
         write_json(temporary / PICTURES_INDEX, index)
 
     try:
-        commit_folder(folder, write, {})
+        commit_folder(folder, "pictures", write)
     except FileExistsError as error:  # a folder of somebody's own; the run itself is finished and whole
         tqdm.write(f"no pictures of examples: {error}")
 

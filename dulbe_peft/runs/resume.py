@@ -131,13 +131,13 @@ def newest_of_run(
     if different:
         raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; {ELSEWHERE}")
     known = identity["start"]["tasks"]
-    _check_beginning(folder, manifest["tasks"], identity["start"], state)
-    finished = len(manifest["tasks"]) - len(known)
+    _check_beginning(folder, manifest.notes["tasks"], identity["start"], state)
+    finished = len(manifest.notes["tasks"]) - len(known)
     for name in ("classes", "data"):
         identity[name] = identity[name][:finished]  # earlier versions wrote those of the whole stream
     identity = settings | {name: identity[name] for name in ("classes", "data", "start")}
     _check_finished(folder, identity, stream, look)
-    changed = _differences({"of": manifest["versions"]}, {"of": library_versions()})
+    changed = _differences({"of": manifest.versions}, {"of": library_versions()})
     if changed:
         names = ", ".join(name.removeprefix("of.") for name in changed)
         say(f"{folder.name} was written with other versions of {names}: the last bits may differ")
@@ -147,7 +147,7 @@ def newest_of_run(
 def finished_tasks(output: Path) -> list[tuple[str, ...]]:
     """The class names of the tasks that a run has finished in a folder; none where it has not begun."""
     found = folders.newest_task(output, lambda _: None) if output.is_dir() else None
-    return [] if found is None else [tuple(task) for task in found[1]["tasks"]]
+    return [] if found is None else [tuple(task) for task in found[1].notes["tasks"]]
 
 
 def _check_beginning(folder: Path, tasks: list[list[str]], start: dict[str, Any], state: LearnerState) -> None:
@@ -223,21 +223,20 @@ def read_listing(task_folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- older folders
 
 
-def _read_identity(manifest: dict[str, Any]) -> dict[str, Any]:
+def _read_identity(manifest: folders.Manifest) -> dict[str, Any]:
     """The identity in a task folder's manifest, in today's form.
 
     Raises:
         ValueError: it is not as a run writes it. `TypeError`, `AttributeError` or `LookupError` likewise.
     """
-    identity = _with_defaults(manifest.get("identity", {}))
-    lists = (manifest["tasks"], identity["start"]["tasks"], identity["classes"])
+    identity = _with_defaults(manifest.notes.get("identity", {}))
+    lists = (manifest.notes["tasks"], identity["start"]["tasks"], identity["classes"])
     if not all(isinstance(n, list) for rows in lists for n in [rows, *rows]) or not isinstance(identity["data"], list):
         raise ValueError("tasks, start, classes and data must be lists")
     if not all(isinstance(entry, list) and len(entry) == len(SPLITS) for entry in identity["data"]):
         raise ValueError(f"data must have {len(SPLITS)} entries for each task, got {identity['data']!r:.100}")
-    library = manifest["versions"]
-    if not isinstance(library, dict) or "sha256" not in identity["start"]:
-        raise ValueError("versions must be an object, and start must have a sha256")
+    if "sha256" not in identity["start"]:
+        raise ValueError("start must have a sha256")
     return identity
 
 

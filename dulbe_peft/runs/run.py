@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from dulbe_peft.checkpoints import saving
+from dulbe_peft.checkpoints import loading, saving
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.encoders.loading import has_text
@@ -40,7 +40,7 @@ from dulbe_peft.runs.progress import (
 from dulbe_peft.runs.results import progress_row, stream_results
 from dulbe_peft.runs.resume import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
@@ -257,12 +257,14 @@ class Run:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
             write_json(temporary / DATA_FILE, task_listing(task))
 
-        fields = {
+        notes = {
             "configuration_sha256": folders.json_sha256([identity["adapter"], identity["arguments"]]),
             "identity": identity,
             "tasks": [list(names) for names in state.tasks],
         }
-        on_main_process(partial(folders.commit_folder, self.newest, write, fields, replace=True))
+        on_main_process(
+            partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=True)
+        )
 
     def texts(self) -> torch.Tensor | None:
         """Text embeddings of all seen classes by the model as it is, where it has a text tower."""
@@ -321,11 +323,11 @@ def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, o
 
 def _restored(state: LearnerState, folder: Path) -> LearnerState:
     """The state in the folder; raises where the learner that is at the same task took something in since then."""
-    own, adapter = beginning(state), saving.adapter_state(state.model)
-    restored = saving.restore(state, folder)
+    own, adapter = beginning(state), adapter_state(state.model)
+    restored = loading.restore(state, folder)
     if state.tasks and own["tasks"] == [list(task) for task in restored.tasks] and own != beginning(restored):
         if adapter is not None:
-            saving.set_adapter_state(state.model, adapter)
+            set_adapter_state(state.model, adapter)
         raise ValueError(
             f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
             "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "

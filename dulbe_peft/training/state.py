@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
@@ -89,3 +89,17 @@ class LearnerState:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
+
+
+def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A copy of the adapter's tensors; None without an adapter."""
+    if not isinstance(model, PeftModel):
+        return None
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Put saved tensors into the active adapter, whose history takes their length."""
+    set_peft_model_state_dict(model, state)
+    model.active_peft_config.history_rank = model.history_rank

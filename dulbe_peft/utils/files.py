@@ -34,12 +34,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of somebody's text file in UTF-8 that are not blank, without the mark that some editors put first.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not in UTF-8.
-    """
+    """The lines of somebody's text file in UTF-8 that are not blank, without the mark that some editors put first."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -48,12 +43,7 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON, or nested more deeply than anything that this library writes.
-    """
+    """What a JSON file holds; a ValueError names the file where it is no JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -83,12 +73,7 @@ def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any
 
 
 def read_csv(path: Path) -> list[list[str]]:
-    """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not in UTF-8, or no table.
-    """
+    """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             return [[cell[1:] if _is_guarded(cell) else cell for cell in row] for row in csv.reader(file)]
@@ -107,13 +92,9 @@ def _is_guarded(cell: str) -> bool:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
-
-    Raises:
-        OSError: the file cannot be written; the message has `path`, and a file that was there is as it was.
-    """
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
     path = Path(path)
-    with naming(path):
+    with write_errors(path):
         folder = temporary_folder(path)
         temporary = folder / path.name
         try:
@@ -132,12 +113,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn what goes wrong while something is written into an OSError that names `path`, as a full disk's does not."""
     try:
         yield
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
     except UnicodeEncodeError as error:  # of a file's name that is not UTF-8
         near = error.object[max(0, error.start - 100) : error.end + 20]
         raise ValueError(f"{path} cannot be written: {near!r} is not UTF-8; rename what is called so") from error
@@ -148,7 +127,7 @@ def naming(path: Path) -> Iterator[None]:
             raise OSError(f"{path} cannot be written: {error}") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        if type(error) is not Exception:
+        if type(error) not in (Exception, SafetensorError):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error  # what tokenizers raise over a full disk
 

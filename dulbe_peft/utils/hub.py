@@ -5,13 +5,15 @@ Only files that were asked for by name are downloaded, and none that is a pickle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+import glob
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, file_exists, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, file_exists, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import HFValidationError
 
 
 def fetch(
@@ -21,91 +23,57 @@ def fetch(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[Path, str]:
-    """Download files of a repository, all of the commit that the first one came from.
-
-    Args:
-        source: id of a repository on the Hub; a Path can only have been meant as a folder, and is refused.
-        files: their paths in the repository, at least one.
-        revision: branch, tag or commit; None: the main branch.
-        token: of the Hub; None takes the one that is stored on the machine.
-        cache_dir: where downloads are kept; None: the Hub client's cache.
-
-    Returns:
-        The local folder that holds them, and the hash of the commit.
-
-    Raises:
-        FileNotFoundError: `source` is no repository id, or there is no such repository, revision or file.
-    """
+    """The folder of downloaded files of a repository, and the commit they are of; else a `FileNotFoundError`."""
     if isinstance(source, Path):
         raise FileNotFoundError(f"folder {str(source)!r} does not exist")
-    folder = Path()
-    for file in files:
-        try:
-            validate_repo_id(source)
-            path = hf_hub_download(source, file, revision=revision, token=token, cache_dir=cache_dir)
-        except HFValidationError as error:
-            raise FileNotFoundError(
-                f"{source!r} is neither an existing folder nor a repository id on the Hub"
-            ) from error
-        except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
-            at = "" if revision is None else f" at revision {revision!r}"
-            raise FileNotFoundError(
-                f"{source!r} is no folder here, and the Hub gives no {file!r} of it{at}: {error}"
-            ) from error
-        # The cache's layout: snapshots/<commit>/<file>.
-        folder = Path(path).parents[len(PurePosixPath(file).parts) - 1]
-        revision = folder.name
-    return folder, folder.name
+    names = list(files)
+    where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
+    try:
+        patterns = [glob.escape(name) for name in names]
+        folder = Path(
+            snapshot_download(source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns)
+        )
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
+        raise FileNotFoundError(f"{source!r} is no folder here, and the Hub has no {where}: {error}") from error
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{source!r} is no folder here, and on the Hub {where} holds no {absent[0]!r}")
+    return folder, folder.name  # the cache's layout: snapshots/<commit>
 
 
-def create(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Make a repository where it does not exist yet, and return its whole id, owner/name.
-
-    Args:
-        repo_id: name, or owner/name.
-        private: visibility of a new repository; None: the owner's default.
-        token: of the Hub; None takes the one that is stored on the machine.
-    """
-    return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
-
-
-def upload(
-    folder: Path,
+def push(
+    write: Callable[[Path, str], None],
     repo_id: str,
     *,
     commit_message: str,
-    replaces: Sequence[str] = (),
+    private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
     create_pr: bool = False,
+    replaces: Iterable[str] = (),
 ) -> Any:
-    """Upload a folder as one commit to a repository.
+    """Upload what `write(folder, owner/name)` writes as one commit, and return huggingface_hub's CommitInfo.
 
-    Args:
-        folder: its files go to the repository's root.
-        repo_id: owner/name.
-        commit_message: first line of the commit.
-        replaces: files that are removed from the repository where the folder does not hold them.
-        token: of the Hub; None takes the one that is stored on the machine.
-        revision: branch, made where it does not exist; None: the main branch.
-        create_pr: open a pull request instead of writing to the branch.
-
-    Returns:
-        huggingface_hub's CommitInfo.
+    The repository and the branch are made where they do not exist. Files that the commit `replaces` are removed from
+    the repository where the folder does not hold them.
     """
     api = HfApi(token=token)
-    if revision is not None and not create_pr:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    absent = [name for name in replaces if not (folder / name).exists()]
-    stale = [name for name in absent if api.file_exists(repo_id, name, revision=revision)]
-    return api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        revision=revision,
-        commit_message=commit_message,
-        create_pr=create_pr,
-        delete_patterns=stale or None,
-    )
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "upload"
+        write(folder, repo_id)
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            delete_patterns=list(replaces) or None,
+        )
 
 
 def has_file(

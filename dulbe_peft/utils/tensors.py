@@ -21,23 +21,13 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
 
 
 def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file's header; no tensor is read, and no memory is taken for one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no safetensors file.
-    """
+    """Names and shapes in a safetensors file's header; no tensor is read, and no memory is taken for one."""
     with _opened(path) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, on the CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no safetensors file, or a tensor holds NaN or infinity.
-    """
+    """Tensors and metadata of a safetensors file, on the CPU; a tensor with NaN or infinity is a ValueError."""
     with _opened(path) as file:
         metadata = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in list(file.keys())}

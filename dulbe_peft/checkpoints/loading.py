@@ -1,0 +1,240 @@
+"""A learner read from a folder or from the Hub.
+
+Every file is compared with the manifest, and every tensor's name and shape with what the configuration and the base
+model make. Only safetensors, JSON and text are read, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.registration import DULBE
+from dulbe_peft.adapter.saved import check_file
+from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
+from dulbe_peft.checkpoints import base_models, learner_file
+from dulbe_peft.checkpoints.learner_file import LearnerFile
+from dulbe_peft.checkpoints.saving import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MEMORY_FILE,
+    MEMORY_FORMAT,
+    PROCESSOR_FOLDER,
+    STATISTICS_FILE,
+)
+from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
+from dulbe_peft.strategies import Memory, make_strategy
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.state import LearnerState, set_adapter_state
+from dulbe_peft.utils import folders, hub
+from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.folders import LEARNER_FILE, MANIFEST, CheckpointError, load_errors
+from dulbe_peft.utils.processes import world
+from dulbe_peft.utils.tensors import read_tensors
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
+_EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
+
+
+def locate(
+    source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
+) -> tuple[Path, dict[str, str] | None]:
+    """A learner's folder, downloaded where `source` is none, and the repository and commit it came from.
+
+    Of a run's folder it is the newest task folder that is whole. Of a repository only what the manifest lists is
+    downloaded, and nothing at all where it lists a file of another kind.
+    """
+    if not str(source):
+        raise ValueError("the folder or repository to load is '', expected its path or id")
+    if Path(source).is_dir():
+        folder = Path(source)
+        return folder if (folder / MANIFEST).exists() else _newest_task(folder), None
+    if Path(source).exists():
+        raise CheckpointError(f"{source} is a file and no saved learner: {_EXPECTED}")
+    folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
+    hub.fetch(source, sorted(_listed(folder, folders.parse_manifest(folder))), commit, token, cache_dir)
+    return folder, {"repo_id": str(source), "commit": commit}
+
+
+def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
+    """The names of a learner's files, after a check that each is of a kind that is read."""
+    files = set(manifest.files)
+    strange = sorted(name for name in files if Path(name).suffix not in READABLE)
+    if strange or LEARNER_FILE not in files:
+        raise CheckpointError(
+            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted({LEARNER_FILE} - files)}: a learner consists "
+            f"of {', '.join(sorted(READABLE))} files, and {LEARNER_FILE} is needed"
+        )
+    return files
+
+
+def _newest_task(folder: Path) -> Path:
+    """The newest whole task folder of a run; damaged ones are named on standard error."""
+    damaged: list[str] = []
+    if not folders.task_folders(folder):
+        raise CheckpointError(f"{folder} is no saved learner, for it holds no {MANIFEST}: {_EXPECTED}")
+    found = folders.newest_task(folder, damaged.append)
+    if found is None:
+        raise CheckpointError(f"{folder} is a run's folder, and none of its tasks is whole: {'; '.join(damaged)}")
+    if world()[0] == 0:
+        for line in damaged:
+            print(line, file=sys.stderr)
+    return found[0]
+
+
+@contextmanager
+def loaded_state(
+    folder: Path,
+    base_model: nn.Module | None,
+    args: LearnerArguments | None,
+    machine: Mapping[str, Any] | None = None,
+) -> Iterator[LearnerState]:
+    """The state in a folder, on a base model; where the block raises, a given base model is as it was.
+
+    `args` of None takes the saved settings without the machine's; `machine` replaces the defaults of these.
+    """
+    other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
+    if other:
+        known = ", ".join(MACHINE_SETTINGS)
+        raise ValueError(f"{other[0]!r} belongs to the learner, not to the machine; settings of the machine: {known}")
+    files = _listed(folder, folders.read_manifest(folder))
+    saved = learner_file.read(folder)
+    with load_errors(folder):
+        strategy = make_strategy(saved.strategy)
+        settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
+        config = _read_config(folder) if ADAPTER_CONFIG_FILE in files else None
+        if config is None and strategy.adapts:
+            raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
+    if base_model is None:
+        base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
+    _check_base_model(base_model)
+    base_models.check(base_model, saved.base_model, folder)
+    with load_errors(folder):
+        if config is not None:
+            check_file(folder / ADAPTER_FILE, config, base_model)
+        _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
+        processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
+    with _restored_on_error(base_model):
+        model: nn.Module = base_model
+        if config is not None:
+            with load_errors(folder):
+                model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
+        yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
+
+
+def restore(state: LearnerState, folder: Path) -> LearnerState:
+    """The state that a folder holds, for a learner of the same settings; its adapter is loaded into the model."""
+    files = _listed(folder, folders.read_manifest(folder))
+    saved = learner_file.read(folder)
+    base_models.check(state.base, saved.base_model, folder)
+    restored = _read_state(state, folder, saved, files)
+    if state.adapter is not None:
+        with load_errors(folder):
+            set_adapter_state(state.model, read_tensors(folder / ADAPTER_FILE)[0])
+    return restored
+
+
+def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]) -> LearnerState:
+    """The state with the classifiers, memory, tasks and step count of a folder that was checked."""
+    unknown = [name for name in saved.classifiers if name not in CLASSIFIERS]
+    if unknown:
+        known = ", ".join(sorted(CLASSIFIERS))
+        raise CheckpointError(
+            f"{folder} has a classifier {unknown[0]!r}, known are {known}: import the module that makes it"
+        )
+    # A run that goes on has its own order; a folder that is loaded has the saved one.
+    order = [name for name in state.classifiers or saved.classifiers if name in saved.classifiers]
+    with load_errors(folder):
+        classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
+        memory = _read_memory(state, folder, files)
+    names = [name for task in saved.tasks for name in task]
+    width = embed_dim(state.base)
+    for name, classifier in classifiers.items():
+        if classifier.class_names != names or classifier.embed_dim != width:
+            raise CheckpointError(
+                f"{folder} does not fit together: its tasks have {len(names)} classes, its classifier {name!r} has "
+                f"{len(classifier.class_names)} (or others) for features of {classifier.embed_dim} dimensions, the "
+                f"base model gives {width}"
+            )
+    return replace(
+        state,
+        classifiers=classifiers,
+        memory=memory,
+        tasks=[tuple(task) for task in saved.tasks],
+        step=saved.step,
+        source=saved.source,
+        incomplete=bool(saved.tasks and saved.memory and not memory),
+        updates=[update.model_dump() for update in saved.updates],
+    )
+
+
+def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:
+    """What the strategy kept, checked against the model's layers; None where the folder was written without it."""
+    memory: Memory | None = None
+    if STATISTICS_FILE in files:
+        memory = OccupationStatistics.load(folder / STATISTICS_FILE, state.device)
+        if memory and (memory.sketch_rows is None) != (state.args.statistics == "exact"):
+            kept = "exact" if memory.sketch_rows is None else "sketch"
+            raise ValueError(f"statistics are of the kind {kept!r}, the learner's settings: {state.args.statistics!r}")
+    elif MEMORY_FILE in files:
+        memory, metadata = read_tensors(folder / MEMORY_FILE)
+        if metadata != {MEMORY_FORMAT: state.strategy.name}:
+            raise ValueError(
+                f"{MEMORY_FILE} is of {metadata}, expected {{{MEMORY_FORMAT!r}: {state.strategy.name!r}}}"
+            )
+    state.strategy.check_memory(memory, {name: layer.in_features for name, layer in state.layers.items()})
+    return memory
+
+
+def _check_processor_files(folder: Path, text: bool) -> None:
+    """Raise where the processor's files are missing, for which transformers or `load_processor` would take others."""
+    kinds = {"image processor": IMAGE_PROCESSOR_FILES} | ({"tokenizer": TOKENIZER_FILES} if text else {})
+    for kind, names in kinds.items():
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(f"{folder} has no {kind}: one of {', '.join(names)} is needed")
+
+
+def _read_config(folder: Path) -> DualModeLoraConfig:
+    found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
+    if found != DULBE:
+        raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
+    config: DualModeLoraConfig = DualModeLoraConfig.from_pretrained(str(folder))
+    return config
+
+
+@contextmanager
+def _restored_on_error(base_model: nn.Module) -> Iterator[None]:
+    """Take an adapter out of the model again where the block raises."""
+    trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
+    modules = dict(base_model.named_modules())
+    attributes = set(vars(base_model))
+    try:
+        yield
+    except BaseException:
+        for attribute in set(vars(base_model)) - attributes:  # PEFT's `peft_config`, for one
+            delattr(base_model, attribute)
+        for name, module in list(base_model.named_modules()):
+            if name and name in modules and modules[name] is not module:
+                base_model.set_submodule(name, modules[name])
+        for parameter, flag in trainable:
+            parameter.requires_grad_(flag)
+        raise
+
+
+def _check_base_model(base_model: Any) -> None:
+    if not isinstance(base_model, nn.Module):
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
+    if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
+        raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
+    check_encoder(base_model)
