@@ -15,7 +15,6 @@ import torch
 from benchmarks import common
 from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_data
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.samples import dataset_class_names, read_sample
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
 from dulbe_peft.deployment.classifier import choose_classifier
 from dulbe_peft.deployment.merged import PixelsToProbabilities, merged_model
@@ -75,16 +74,12 @@ def _learner(values: Any) -> tuple[ClassIncrementalLearner, Any]:
 
 def _images(test: Any, names: Sequence[str], count: int) -> tuple[list[Any], torch.Tensor]:
     """Images of learned classes, evenly over the data, and their numbers among `names`."""
-    parts = [(task.test, task.class_names) for task in test] if isinstance(test, list) else [(test, None)]
     rows = []
-    for part, own in parts:
-        own = own or dataset_class_names(part)
-        for index in range(len(part)):
-            image, label = read_sample(part, index)
-            if own[label] in names:
-                rows.append((image, list(names).index(own[label])))
+    for part in [task.test for task in test] if isinstance(test, list) else [test]:
+        known = part.select([name for name in part.class_names if name in names])
+        rows += [(sample["image"], list(names).index(known.class_names[sample["label"]])) for sample in known]
     rows = rows[:: max(1, len(rows) // count)][:count]
-    return [image.convert("RGB") for image, _ in rows], torch.tensor([label for _, label in rows])
+    return [image for image, _ in rows], torch.tensor([label for _, label in rows])
 
 
 def _lines(folder: Path) -> Any:

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from dulbe_peft.classifiers.ranpac import RanpacClassifier as RanpacClassifier
     from dulbe_peft.classifiers.ridge import RidgeClassifier as RidgeClassifier
     from dulbe_peft.classifiers.text import TextClassifier as TextClassifier
+    from dulbe_peft.data.folders import ImageFolder as ImageFolder
     from dulbe_peft.data.inventory import inspect_images as inspect_images
-    from dulbe_peft.data.readers import ImageFolder as ImageFolder
-    from dulbe_peft.data.readers import NpzImages as NpzImages
     from dulbe_peft.data.readers import load_data as load_data
     from dulbe_peft.data.splits import hold_out as hold_out
     from dulbe_peft.data.splits import open_stream_data as open_stream_data
@@ -74,8 +73,9 @@ _NAMES = {
     "classifiers.ranpac": "RanpacClassifier",
     "classifiers.ridge": "RidgeClassifier",
     "classifiers.text": "TextClassifier",
+    "data.folders": "ImageFolder",
     "data.inventory": "inspect_images",
-    "data.readers": "ImageFolder NpzImages load_data",
+    "data.readers": "load_data",
     "data.splits": "hold_out open_stream_data",
     "deployment.export": "export_learner export_onnx export_transformers",
     "encoders.loading": "load_clip load_dual_encoder",

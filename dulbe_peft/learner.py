@@ -21,9 +21,9 @@ from dulbe_peft.checkpoints import loading, saving
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
-from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.data.samples import item_name, named_labels
+from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import check_processor, check_statistics_tokens, has_text, logit_scale
 from dulbe_peft.encoders.pixels import with_image_resize
@@ -271,19 +271,19 @@ class ClassIncrementalLearner:
                 state.model.base_model.check_unscaled()  # type: ignore[operator]
                 if state.strategy.adapts:
                     check_trained(state.model)
-            names, labels = named_labels(dataset, class_names)
+            images = named_images(dataset, class_names)
+            names = images.class_names
             check_class_names(names, seen=self.class_names)
-            present = set(labels.tolist())
+            present = set(images.labels.tolist())
             absent = [name for index, name in enumerate(names) if index not in present]
             if absent:
                 raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
             if has_text(self.clip):
                 self.encoder.check_prompts((*self.class_names, *names))
-        check_same_in_all((names, labels.tolist()), "class names or labels")
+        check_same_in_all((names, images.labels.tolist()), "class names or labels")
         self.profile.clear()
-        images = self.encoder.images(dataset, labels, keep=True)
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state = self._learned(state, images, names)
+            self.state = self._learned(state, self.encoder.images(images, keep=True), names)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -321,14 +321,15 @@ class ClassIncrementalLearner:
             self._check_learned()
             if state.adapter is not None:
                 state.adapter.check_unscaled()
-            names, labels = named_labels(dataset, class_names, default=self.class_names)
-            check_update(state, [names[label] for label in sorted(set(labels.tolist()))])
+            images = named_images(dataset, class_names, default=self.class_names)
+            names, labels = images.class_names, images.labels.tolist()
+            check_update(state, [names[label] for label in sorted(set(labels))])
             place = {name: index for index, name in enumerate(self.class_names)}
-            places = torch.tensor([place[names[label]] for label in labels.tolist()])
+            places = torch.tensor([place[names[label]] for label in labels])
         check_same_in_all(places.tolist(), "labels")
         self.profile.clear()
         with self.profile.phase("update"):
-            self.state = with_more_images(state, self.encoder, self.encoder.images(dataset, labels), places)
+            self.state = with_more_images(state, self.encoder, self.encoder.images(images), places)
 
     @in_turn
     def forget_class(self, name: str) -> None:
@@ -377,16 +378,14 @@ class ClassIncrementalLearner:
     # ------------------------------------------------------------------ using
 
     @in_turn
-    def image_embeds(self, images: Any, labels: Any = None) -> torch.Tensor:
+    def image_embeds(self, images: Any) -> torch.Tensor:
         """Unit features of images, (n, d), float32.
 
         Args:
             images: whatever `predict` takes.
-            labels: only for a data set: what its items' labels must be, (n,).
         """
-        dataset = Gallery(images) if labels is None else images
         with self._resting():
-            return self.encoder.dataset_embeds(self.encoder.images(dataset, labels))
+            return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
     @in_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
@@ -447,7 +446,7 @@ class ClassIncrementalLearner:
         """
         self._check_learned()
         with self._resting():
-            return predict_images(self.encoder, self.classifier, Gallery(images), top_k, reject)
+            return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, reject)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes, without a task's identity.
@@ -471,15 +470,16 @@ class ClassIncrementalLearner:
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
         self._check_learned()
-        names, labels = named_labels(dataset, class_names, default=self.class_names)
+        data = named_images(dataset, class_names, default=self.class_names)
+        names, labels = data.class_names, data.labels.tolist()
         position = {name: index for index, name in enumerate(self.class_names)}
-        unknown = [names[index] for index in sorted(set(labels.tolist())) if names[index] not in position]
+        unknown = [names[index] for index in sorted(set(labels)) if names[index] not in position]
         if unknown or (class_names is not None and not set(names) <= set(position)):
             unknown = unknown or [name for name in names if name not in position]
             raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
-        features = self.image_embeds(dataset, labels)
-        truth = torch.tensor([position[names[int(label)]] for label in labels])
-        images = [item_name(dataset, index) for index in range(len(dataset))]
+        features = self.image_embeds(data)
+        truth = torch.tensor([position[names[label]] for label in labels])
+        images = [data.item_name(index) for index in range(len(data))]
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
     @contextmanager

@@ -28,7 +28,6 @@ from dulbe_peft import (
     Task,
     load_dual_encoder,
 )
-from dulbe_peft.data.samples import dataset_labels
 from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.streams.protocols import check_counts, check_zero_shot, rename_classes
 
@@ -63,7 +62,7 @@ def accuracies(learner: ClassIncrementalLearner, tasks: list[Task]) -> list[floa
             scores = learner.classifier.logits(images)[:, columns]
         else:
             scores = images @ learner.text_embeds(names).T
-        found.append((scores.argmax(dim=-1).cpu() == torch.as_tensor(dataset_labels(task.test))).float().mean().item())
+        found.append((scores.argmax(dim=-1).cpu() == torch.as_tensor(task.test.labels)).float().mean().item())
     return found
 
 

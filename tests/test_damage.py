@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from damages import damaged
 from lives import images_of, learned, stream, tiny_base, tiny_learner
 from PIL import Image, features
 
-from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, NpzImages, OccupationStatistics
+from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.decoding import decode_image, image_problem
 from dulbe_peft.report import write_report
@@ -95,13 +94,7 @@ def image(_: Path, file: Path) -> None:
     image_problem(str(file))
     with file.open("rb") as opened:
         image_problem(opened)
-    assert decode_image(str(file), 0, str(file)).mode == "RGB"
-
-
-def npz(_: Path, file: Path) -> None:
-    images = NpzImages(file, "train")
-    for index in range(len(images)):
-        assert images[index]["image"].mode == "RGB"
+    assert decode_image(str(file)).mode == "RGB"
 
 
 def command(folder: Path, _: Path) -> None:
@@ -122,24 +115,11 @@ def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
         tiny_learner("frozen", ("bridge",)).run(stream(1), root / name, source={"data": "x"})
     saved = [path.relative_to(root / "learner").as_posix() for path in (root / "learner").rglob("*") if path.is_file()]
     (root / "images").mkdir()
-    chance, blobs = np.random.default_rng(0), []
+    chance = np.random.default_rng(0)
     pixels = Image.fromarray(chance.integers(0, 255, (24, 20, 3), dtype=np.uint8))
     kinds = ["JPEG", "PNG", "BMP", "GIF", "TIFF"] + [k for k in ("WEBP", "AVIF") if features.check(k.lower())]
     for kind in kinds:
-        buffer = io.BytesIO()
-        pixels.save(buffer, kind)
-        (root / "images" / f"x.{kind.lower()}").write_bytes(buffer.getvalue())
-        blobs.append(buffer.getvalue())
-    arrays = {
-        "blob": np.frombuffer(b"".join(blobs), np.uint8),
-        "offsets": np.cumsum([0, *map(len, blobs)]),
-        "labels": np.arange(len(blobs)) % 2,
-        "split": np.zeros(len(blobs), int),
-        "names": np.array(["a", "b"]),
-    }
-    (root / "npz").mkdir()
-    np.savez(root / "npz" / "stored.npz", **arrays)
-    np.savez_compressed(root / "npz" / "small.npz", **arrays)
+        pixels.save(root / "images" / f"x.{kind.lower()}", kind)
     (root / "settings").mkdir()
     (root / "settings" / "order.txt").write_text("one\nzero\n")
     (root / "settings" / "run.yaml").write_text(
@@ -167,14 +147,13 @@ def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
             seals=True,
         ),
         "image": Kind(root / "images", [path.name for path in (root / "images").iterdir()], image),
-        "npz": Kind(root / "npz", ["stored.npz", "small.npz"], npz),
         "settings": Kind(root / "settings", ["run.yaml", "order.txt"], command),
     }
 
 
 # How many files of each kind in a thousand: the slower to read, the fewer.
 SHARES = {
-    "learner": 160, "manifest": 100, "statistics": 80, "head": 100, "run": 60, "report": 80, "image": 240, "npz": 140,
+    "learner": 160, "manifest": 100, "statistics": 80, "head": 100, "run": 60, "report": 80, "image": 380,
     "settings": 40,
 }  # fmt: skip
 

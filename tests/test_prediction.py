@@ -18,9 +18,7 @@ from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip, load_data
 from dulbe_peft.commands.main import main
-from dulbe_peft.data.gallery import Gallery
 from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.streams.tasks import select_classes
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +86,9 @@ def test_an_image_that_cannot_be_read_is_stepped_over(world, tmp_path, workers):
     assert len(rows) == 3
     read = rows[str(tmp_path / "deep" / "good.png")]
     assert read.error is None and list(read.classes) == world.learner.predict(files(world)[0])
-    assert "cannot identify image file" in rows[str(tmp_path / "deep" / "er" / "bad.jpg")].error
+    assert "it is none of the formats JPEG" in rows[str(tmp_path / "deep" / "er" / "bad.jpg")].error
     assert "No such file" in rows[str(tmp_path / "gone.png")].error
-    with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: cannot identify"):
+    with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: it is none of"):
         learner.predict(tmp_path)
 
 
@@ -110,12 +108,6 @@ def test_nothing_to_predict(world, tmp_path):
     assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
     with pytest.raises(ValueError, match="holds no image"):
         world.learner.predict(tmp_path)
-
-
-def test_a_gallery_s_names(world):
-    assert Gallery(world.test).item_name(3) == world.test.item_name(3)
-    assert Gallery([Image.new("RGB", (2, 2))]).item_name(0) == "item 0"
-    assert len(Gallery([world.test, world.test])) == 2 * len(world.test)
 
 
 # ---------------------------------------------------------------------- the command
@@ -183,7 +175,7 @@ def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folder
     known = [name for name in tests.class_names if name in world.learner.class_names]
     others = [name for name in tests.class_names if name not in known]
     for key, names in (("refused", known), ("found", others)):
-        answers = world.learner.predict(select_classes(tests, names), reject=0.3)
+        answers = world.learner.predict(tests.select(names), reject=0.3)
         assert measured[key] == pytest.approx(answers.count(None) / len(answers))
     assert measured["asked_for"] == 0.3 and measured["found"] > measured["refused"]
     assert f"none of these: {100 * measured['refused']:.2f} % of the images of known classes" in said.err

@@ -14,7 +14,7 @@ from PIL import Image
 from small_runs import QUICK
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.data.listing import differences
+from dulbe_peft.data.fingerprint import differences
 from dulbe_peft.runs.progress import Past, read_progress, spread
 from dulbe_peft.runs.resume import read_listing
 from dulbe_peft.streams.tasks import Task

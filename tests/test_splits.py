@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.data import inventory
-from dulbe_peft.data.fingerprint import fingerprint
-from dulbe_peft.data.inventory import inspect_images, without
-from dulbe_peft.data.readers import ImageFolder, NpzImages
+from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
@@ -67,11 +66,6 @@ def test_an_inventory_counts_and_names(tmp_path):
         "2 classes       5",
     ]
     assert f"  {bad}: it is none of the formats JPEG, PNG" in found.format()
-    kept = without(data, found.positions["train"])
-    assert names(kept) == names(data) - {bad} and kept.labels.tolist() == [0, 0, 0, 1]
-    assert [kept[index]["label"] for index in range(4)] == [0, 0, 0, 1]
-    with pytest.raises(ValueError, match=r"positions \[7, 7\] are out of range for 5 images"):
-        without(data, [7])
 
 
 def test_a_table_of_many_classes_and_files_stays_short(tmp_path):
@@ -110,39 +104,15 @@ def test_threads_wait_together_for_a_slow_disk(tmp_path, monkeypatch):
     assert max(most[:5]) == 1 and max(most) > 4
 
 
-def test_an_inventory_of_npz_files_tasks_and_lists(tmp_path):
-    files = [photo(tmp_path / f"{number}.png").read_bytes() for number in range(3)] + [b"damaged"]
-    np.savez(
-        tmp_path / "x.npz",
-        blob=np.frombuffer(b"".join(files), np.uint8),
-        offsets=np.cumsum([0] + [len(file) for file in files]),
-        labels=np.array([0, 1, 1, 1]),
-        split=np.array([0, 0, 1, 0]),
-        names=np.array(["finch", "robin"]),
-    )
-    data = NpzImages(tmp_path / "x.npz", "train")
-    found = inspect_images(data)
-    assert found.counts == {"train": {"finch": 1, "robin": 2}} and found.positions == {"train": [2]}
-    assert found.unreadable[0][0] == f"{tmp_path / 'x.npz'}[3]"
-    tasks = class_incremental_tasks(data, increment=1)
-    assert inspect_images(tasks[1].train).positions == {"train": [1]}
+def test_an_inventory_of_tasks_and_lists(tmp_path):
+    photos(tmp_path, {"finch": 1, "robin": 2})
+    (tmp_path / "robin" / "1.jpg").write_bytes(b"damaged")
+    tasks = class_incremental_tasks(ImageFolder(tmp_path), increment=1)
+    assert inspect_images(tasks[1].train).positions == {"images": [1]}
     rows = [(Image.new("RGB", (4, 4)), 1), (Image.new("RGB", (4, 4)), 0)]
     plain = inspect_images(rows)
     assert plain.unchecked == 2 and plain.counts == {"images": {"0": 1, "1": 1}}
     assert "not looked at before training: 2 images" in plain.format()
-
-
-def test_an_inventory_of_a_hugging_face_dataset(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    from dulbe_peft.data.readers import HubImages
-
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-    good = photo(tmp_path / "a.png")
-    images = [{"bytes": good.read_bytes(), "path": None}, {"bytes": b"x", "path": None}, {"bytes": None, "path": good}]
-    images[2]["path"] = str(good)
-    data = HubImages(datasets.Dataset.from_dict({"image": images, "label": [0, 1, 1]}, features=features), "birds")
-    assert inspect_images(data).positions == {"images": [1]}
-    assert data[2]["image"].size == (6, 5)
 
 
 # ---------------------------------------------------------------------- held-back images
@@ -163,8 +133,7 @@ def test_hold_out_is_a_division_that_ignores_order_and_place(tmp_path):
     assert names(hold_out(data, 0.25, seed=1)[1]) != names(test)
     rows = list(range(len(data)))
     random.Random(0).shuffle(rows)
-    shuffled = inventory.images_at(data, np.array(rows))
-    assert names(hold_out(shuffled, 0.25)[1]) == names(test)
+    assert names(hold_out(data.at(rows), 0.25)[1]) == names(test)
 
 
 def test_hold_out_keeps_its_choice_when_photographs_come(tmp_path):
@@ -188,12 +157,6 @@ def test_hold_out_leaves_something_to_learn_from(tmp_path):
         hold_out(ImageFolder(photos(tmp_path / "few", {"a": 1, "b": 1})), 0.5)
     with pytest.raises(ValueError, match="carries no class names"):
         hold_out([(Image.new("RGB", (4, 4)), 0)] * 3, 0.5)
-
-
-def test_held_out_images_keep_their_fingerprint(tmp_path):
-    root = photos(tmp_path, {"a": 20, "b": 20})
-    prints = {fingerprint(hold_out(ImageFolder(root), 0.3)[0]) for _ in range(2)}
-    assert len(prints) == 1
 
 
 # ---------------------------------------------------------------------- what a folder holds
@@ -282,42 +245,6 @@ def test_unreadable_images_are_one_error_or_left_out(tmp_path):
     assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
     assert not {path.as_posix() for path in bad} & (names(train) | names(test))
     assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
-
-
-def test_npz_files_have_the_splits_that_have_images(tmp_path):
-    content = photo(tmp_path / "a.png").read_bytes()
-
-    def save(path, split):
-        count = len(split)
-        blob = np.frombuffer(content * count, np.uint8)
-        offsets = np.arange(count + 1) * len(content)
-        np.savez(path, blob=blob, offsets=offsets, labels=np.arange(count) % 2, split=split, names=["a", "b"])
-
-    save(tmp_path / "both.npz", [0, 0, 1, 1])
-    save(tmp_path / "one.npz", [0] * 20)
-    assert [len(part) for part in open_stream_data(tmp_path / "both.npz")[:2]] == [2, 2]
-    train, test, _ = open_stream_data(tmp_path / "one.npz")
-    assert len(train) == 20 and test is None
-    train, test, _ = open_stream_data(tmp_path / "one.npz", test_fraction=0.4)
-    assert len(train) + len(test) == 20
-    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
-        open_stream_data(tmp_path / "both.npz", "val")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        open_stream_data(tmp_path / "gone.npz")
-
-
-def test_saved_hugging_face_datasets_have_the_splits_that_were_saved(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-    content = {"bytes": photo(tmp_path / "a.png").read_bytes(), "path": None}
-    data = datasets.Dataset.from_dict({"image": [content] * 4, "label": [0, 1, 0, 1]}, features=features)
-    datasets.DatasetDict(train=data, test=data, val=data).save_to_disk(tmp_path / "three")
-    data.save_to_disk(tmp_path / "single")
-    train, test, found = open_stream_data(tmp_path / "three")
-    assert len(train) == len(test) == 4 and found.left_out[0][0].endswith("three[val]")
-    train, test, _ = open_stream_data(tmp_path / "single")
-    assert len(train) == 4 and test is None
 
 
 def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):

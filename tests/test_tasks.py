@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_class_name, format_prompts
-from dulbe_peft.data.samples import dataset_class_names, dataset_labels
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 
@@ -158,10 +158,10 @@ def test_class_names_must_come_from_somewhere():
 
 
 def test_labels_are_read_without_images_where_they_can_be():
-    assert dataset_labels(Decoy(labels=np.array([2, 0], np.int16))).tolist() == [2, 0]
-    assert dataset_labels(Decoy(targets=[1, 0, 1])).tolist() == [1, 0, 1]
+    assert labelled_images(Decoy(labels=np.array([2, 0], np.int16))).labels.tolist() == [2, 0]
+    assert labelled_images(Decoy(targets=[1, 0, 1])).labels.tolist() == [1, 0, 1]
     pairs = Pairs([1, np.int32(0), np.uint8(3)])
-    assert dataset_labels(pairs).tolist() == [1, 0, 3]
+    assert labelled_images(pairs).labels.tolist() == [1, 0, 3]
     assert pairs.reads == 3
 
 
@@ -169,11 +169,11 @@ def test_torch_subsets_and_labels():
     torch = pytest.importorskip("torch")
     decoy = Decoy(labels=torch.tensor([4, 3, 2]), classes=letters(5))
     subset = torch.utils.data.Subset(torch.utils.data.Subset(decoy, [2, 1]), [1, 0])
-    assert dataset_labels(subset).tolist() == [3, 2]
-    assert dataset_class_names(subset) == tuple("abcde")
-    assert dataset_labels(Pairs([torch.tensor(1), torch.tensor(0)])).tolist() == [1, 0]
+    assert labelled_images(subset).labels.tolist() == [3, 2]
+    assert labelled_images(subset).class_names == tuple("abcde")
+    assert labelled_images(Pairs([torch.tensor(1), torch.tensor(0)])).labels.tolist() == [1, 0]
     with pytest.raises(TypeError, match="sample 0"):
-        dataset_labels(Pairs([torch.tensor(True)]))
+        labelled_images(Pairs([torch.tensor(True)]))
 
 
 def test_hugging_face_datasets_give_labels_and_names_without_decoding():
@@ -188,36 +188,36 @@ def test_hugging_face_datasets_give_labels_and_names_without_decoding():
     assert [task.train.indices.tolist() for task in tasks] == [[1, 2], [0, 3]]
     assert [task.test.indices.tolist() for task in tasks] == [[1], [0]]
     with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
-        dataset_labels(data.rename_column("label", "fine"))
+        labelled_images(data.rename_column("label", "fine"))
     with pytest.raises(TypeError, match=r"keys \['train'\]; pass one of its splits"):
-        dataset_labels(datasets.DatasetDict(train=data))
+        labelled_images(datasets.DatasetDict(train=data))
 
 
 @pytest.mark.parametrize("labels", [[0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1]])
 def test_labels_that_are_no_ints_are_refused_wherever_they_stand(labels):
     for data in (Pairs(labels), Decoy(labels=labels), Decoy(targets=tuple(labels))):
         with pytest.raises(TypeError, match="int"):
-            dataset_labels(data)
+            labelled_images(data)
     if labels[0] is not None and not isinstance(labels[0], int):
         with pytest.raises(TypeError, match="int"):
-            dataset_labels(Decoy(labels=np.array(labels)))
+            labelled_images(Decoy(labels=np.array(labels)))
 
 
 def test_malformed_datasets_are_refused():
     with pytest.raises(ValueError, match="sample 1 is -1"):
-        dataset_labels(Pairs([0, -1]))
+        labelled_images(Pairs([0, -1]))
     with pytest.raises(ValueError, match="2 dimensions"):
-        dataset_labels(Decoy(labels=np.zeros((2, 1), int)))
+        labelled_images(Decoy(labels=np.zeros((2, 1), int)))
     short = Decoy(labels=[0, 1])
     short.length = 3
     with pytest.raises(ValueError, match="2 labels but 3 images"):
-        dataset_labels(short)
+        labelled_images(short)
     with pytest.raises(TypeError, match="generator"):
-        dataset_labels(label for label in [0])
+        labelled_images(label for label in [0])
     with pytest.raises(TypeError, match="sample 0 is a tuple"):
-        dataset_labels([("image", 0, "extra")])
+        labelled_images([("image", 0, "extra")])
     with pytest.raises(ValueError, match=r"sample 0 has the keys \['image', 'target'\]"):
-        dataset_labels([{"image": 0, "target": 1}])
+        labelled_images([{"image": 0, "target": 1}])
 
 
 def test_a_sample_that_contradicts_the_list_of_labels_is_refused():
@@ -225,7 +225,7 @@ def test_a_sample_that_contradicts_the_list_of_labels_is_refused():
     task = class_incremental_tasks(data, increment=1)[1]
     assert task.train[-1] == {"image": "image 2", "label": 0}
     data.items[2] = ("image 2", 0)
-    with pytest.raises(ValueError, match="sample 2 .* label 0, but its list of labels says 1"):
+    with pytest.raises(ValueError, match="its own label is 0, but .* list of labels says 1"):
         task.train[1]
 
 
@@ -253,7 +253,7 @@ def test_class_names_are_data():
     odd = ["naïve", "../../etc/passwd", "🦊" * 3, "x" * 300, "{name} {}", "%s", "\u202eab", np.str_("numpy")]
     checked = check_class_names(odd)
     assert checked == tuple(odd) and all(type(name) is str for name in checked)
-    assert Task(None, None, ["a"]).class_names == ("a",)
+    assert Task(Pairs([0]), None, ["a"]).class_names == ("a",)
 
 
 @pytest.mark.parametrize(

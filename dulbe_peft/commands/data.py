@@ -7,7 +7,7 @@ from typing import Any
 
 def add_labelled(parser: Any) -> None:
     """The arguments that name labelled images to look at, and not to learn from."""
-    parser.add_argument("--data", required=True, help="images: a folder, an .npz file, or hf:NAME for datasets")
+    parser.add_argument("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
     parser.add_argument("--split", default="test", help="split of the data (%(default)s); '' for a folder of classes")
     parser.add_argument("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
 

@@ -93,20 +93,15 @@ def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequen
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
     """`size` images of the first task and of the second, so that there are old classes; or twice of a single one."""
-    from dulbe_peft.data.samples import dataset_labels
-    from dulbe_peft.data.subset import ClassSubset
-
     groups = [(task.train, np.arange(len(task.class_names))) for task in tasks[:2]]
     if len(groups) == 1 and len(groups[0][1]) > 1:
         groups = [(groups[0][0], half) for half in np.array_split(groups[0][1], 2)]
     parts = []
-    for dataset, classes in groups:
-        labels = dataset_labels(dataset)
-        inside = np.flatnonzero(np.isin(labels, classes))
+    for images, classes in groups:
+        inside = np.flatnonzero(np.isin(images.labels, classes))
         chosen = inside[np.linspace(0, len(inside) - 1, min(size, len(inside)), dtype=int)]
-        present, places = np.unique(labels[chosen], return_inverse=True)
-        names = tuple(dataset.class_names[label] for label in present)
-        parts.append(ClassSubset(dataset, chosen, places, names, labels[chosen]))
+        present, places = np.unique(images.labels[chosen], return_inverse=True)
+        parts.append(images.at(chosen, places, [images.class_names[label] for label in present]))
     return parts
 
 
@@ -135,7 +130,7 @@ def _passes(learner: Any, part: Any) -> tuple[float, float]:
     """Seconds of a pass that reads the images, and of a second one as it closes a task."""
     from dulbe_peft.training.trainer import TaskTrainer
 
-    images = learner.encoder.images(part, part.labels, keep=True)
+    images = learner.encoder.images(part, keep=True)
     trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda figures, steps: None)
     times = []
     for collect in (False, learner.strategy.remembers_inputs):

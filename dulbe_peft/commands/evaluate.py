@@ -41,10 +41,7 @@ def add(commands: Any) -> None:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the figures."""
     from dulbe_peft.data.inventory import counted
-    from dulbe_peft.data.names import spelled_as
-    from dulbe_peft.data.samples import dataset_class_names, dataset_labels
     from dulbe_peft.metrics.evaluation import BASELINES
-    from dulbe_peft.streams.tasks import select_classes
 
     if arguments.scale and not arguments.zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
@@ -52,19 +49,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     learner = load_learner(arguments)
     data = load_labelled(arguments)
-    carried = spelled_as(dataset_class_names(data) or (), learner.class_names)
-    known = [name for name in carried if name in set(learner.class_names)]
-    unknown = [name for name in carried if name not in set(known)]
+    known = [name for name in data.class_names if name in set(learner.class_names)]
+    unknown = [name for name in data.class_names if name not in set(known)]
     if arguments.zero_shot:
         _print_in_full(_zero_shot(arguments, learner, data, known, unknown))
         return 0
     if not known:
         raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.learner!r}")
-    chosen = select_classes(data, known)
+    chosen = data.select(known)
     found = learner.evaluate_images(chosen)
     figures = found.figures() | {
         "num_classes": len(known),
-        "not_learned": {"classes": unknown, "num_images": len(dataset_labels(data)) - len(chosen)},
+        "not_learned": {"classes": unknown, "num_images": len(data) - len(chosen)},
     }
     print(f"{counted(len(chosen), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
     baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
@@ -77,7 +73,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if arguments.reject is not None:
-        others: Any = select_classes(data, unknown) if unknown else []
+        others: Any = data.select(unknown) if unknown else []
         figures["rejection"] = _rejection(learner, arguments.reject, found, others)
     _print_in_full(figures)
     return 0
@@ -95,12 +91,11 @@ def _zero_shot(
     """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.retention import zero_shot_retention
-    from dulbe_peft.streams.tasks import select_classes
 
     if not unknown:
         raise ValueError(f"all classes in {arguments.data!r} have been learned: name images of other classes")
-    others = select_classes(data, unknown)
-    learned = [(select_classes(data, known), known)] if known else []
+    others = data.select(unknown)
+    learned = [(data.select(known), known)] if known else []
     found = zero_shot_retention(learner, others, scales=arguments.scale or [1.0], learned=learned)
     print(f"{counted(len(others), 'image')} of {counted(len(unknown), 'class')} not learned:", file=sys.stderr)
     for row in found["scales"]:

@@ -68,13 +68,17 @@ def feature_arrays(learner: Any, data: Any, scale: float = 1.0) -> dict[str, Any
     """
     import numpy as np
 
-    from dulbe_peft.data.samples import item_name, named_labels
+    from dulbe_peft.data.images import named_images
     from dulbe_peft.encoders.loading import has_text
 
-    names, labels = named_labels(data)
+    data = named_images(data)
     with learner.scaled(scale):
-        arrays = {"features": learner.image_embeds(data, labels).cpu().numpy()}
+        arrays = {"features": learner.image_embeds(data).cpu().numpy()}
         if has_text(learner.clip):
-            arrays["text_embeds"] = learner.text_embeds(names).detach().cpu().numpy()
-    images = [item_name(data, index) for index in range(len(data))]
-    return arrays | {"labels": labels, "class_names": np.array(names), "image_names": np.array(images)}
+            arrays["text_embeds"] = learner.text_embeds(data.class_names).detach().cpu().numpy()
+    images = [data.item_name(index) for index in range(len(data))]
+    return arrays | {
+        "labels": data.labels,
+        "class_names": np.array(data.class_names),
+        "image_names": np.array(images),
+    }

@@ -41,8 +41,6 @@ def add(commands: Any) -> None:
 
 def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
-    from dulbe_peft.data.names import spelled_as
-    from dulbe_peft.data.samples import dataset_class_names
     from dulbe_peft.report import format_summary
     from dulbe_peft.report.views import write_views
     from dulbe_peft.runs.progress import known_past
@@ -53,11 +51,12 @@ def learn(arguments: argparse.Namespace) -> int:
     learner = load_learner(arguments)
     source = source_of(arguments)
     train, test = open_source(source)
-    carried = spelled_as(dataset_class_names(train) or (), learner.class_names)
-    known = [name for name in carried if name in set(learner.class_names)]
-    new = [name for name in carried if name not in set(known)]
+    known = [name for name in train.class_names if name in set(learner.class_names)]
+    new = [name for name in train.class_names if name not in set(known)]
     if not new and (not known or arguments.no_update):
-        raise ValueError(f"{arguments.data!r} has nothing to learn: its classes, {list(carried)[:5]} ..., are known")
+        raise ValueError(
+            f"{arguments.data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known"
+        )
     past = known_past(learner)
     before = past.rows[-1] if past.rows else None
     if known and not arguments.no_update:
@@ -128,9 +127,8 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
-    from dulbe_peft.streams.tasks import select_classes
 
-    images = select_classes(train, known)
+    images = train.select(known)
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
     say(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
@@ -139,11 +137,11 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
 
 def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
     """The tasks of the new classes."""
-    from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
+    from dulbe_peft.streams.tasks import class_incremental_tasks
 
-    held_out = None if test is None else select_classes(test, new)
+    held_out = None if test is None else test.select(new)
     left_out = 0 if test is None or held_out is None else len(test) - len(held_out)
     if left_out:
         say(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     size = len(new) if increment is None else min(increment, len(new))
-    return class_incremental_tasks(select_classes(train, new), held_out or None, increment=size)
+    return class_incremental_tasks(train.select(new), held_out or None, increment=size)

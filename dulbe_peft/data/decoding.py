@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from contextlib import nullcontext
 from typing import IO, Any
 
 import numpy as np
@@ -46,11 +47,7 @@ _one_at_a_time = threading.Lock()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits.
-
-    Raises:
-        ValueError: the image is 32-bit, which says nothing about where white is.
-    """
+    """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits."""
     image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
     turn = _UPRIGHT.get(_orientation(image))
     # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
@@ -58,7 +55,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
+    if image.mode in ("I", "F"):  # 32 bits say nothing about where white is
         raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns about the direct way
@@ -77,12 +74,7 @@ def _orientation(image: Image.Image) -> Any:
 
 
 def open_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
-    """Open a path or binary file with the decoders of `IMAGE_FORMATS` alone; decodes no pixel.
-
-    Raises:
-        ValueError: the image has more pixels than Pillow decodes, 178,956,970 unless `PIL.Image.MAX_IMAGE_PIXELS`
-            has been changed.
-    """
+    """Open a path or binary file with the decoders of `IMAGE_FORMATS` alone; decodes no pixel."""
     try:
         try:
             return Image.open(source, formats=IMAGE_FORMATS)
@@ -90,47 +82,24 @@ def open_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
             with _one_at_a_time, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return Image.open(source, formats=IMAGE_FORMATS)
-    except Image.DecompressionBombError as error:
-        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-        raise ValueError(f"it is {_size(source) or error} large; at most {most} pixels are read") from error
-
-
-def _size(source: str | os.PathLike[str] | IO[bytes]) -> str:
-    """Width and height in words, of an image that Pillow has refused to open for its size."""
-    if isinstance(source, (str, os.PathLike)):
-        with open(source, "rb") as file:
-            return _size(file)
-    source.seek(0)
-    prefix = source.read(16)
-    for factory, accept in (Image.OPEN[name] for name in IMAGE_FORMATS):
-        if accept is not None and accept(prefix) is True:
-            try:
-                source.seek(0)
-                width, height = factory(source, "").size
-            except Exception:
-                continue
-            return f"{width} x {height} = {width * height} pixels"
-    return ""
+    except Image.DecompressionBombError as error:  # which is no ValueError
+        raise ValueError(str(error)) from error
 
 
 class UnreadableImageError(ValueError):
-    """An image cannot be read; the message says which one, and why."""
+    """A stored image cannot be read; the message says why."""
 
 
-def decode_image(source: Any, index: int, name: str) -> Image.Image:
-    """Open a path or binary file as an upright RGB image; of several frames, the first.
-
-    Raises:
-        UnreadableImageError: it cannot be read; the message has `index` and `name`.
-    """
+def decode_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
+    """Open a path or binary file as an upright RGB image; of several frames, the first."""
     try:
         with open_image(source) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise UnreadableImageError(f"image {index} ({name}) cannot be read: {_reason(error, source)}") from error
+        raise UnreadableImageError(_reason(error, source)) from error
 
 
-def image_problem(source: str | IO[bytes], in_full: bool = False) -> str | None:
+def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = False) -> str | None:
     """Why an image cannot be read, as far as its header and its length say; None where they say that it can.
 
     A file that ends as its format demands is not decoded. Any other one is decoded in full to be sure: it may be
@@ -141,24 +110,17 @@ def image_problem(source: str | IO[bytes], in_full: bool = False) -> str | None:
         in_full: decode every file, so that no damage stays unseen.
     """
     try:
-        if isinstance(source, (str, os.PathLike)):
-            with open(source, "rb") as file:
-                _look(file, in_full)
-        else:
-            _look(source, in_full)
+        with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:
+            file.seek(0)
+            image = open_image(file)
+            if image.mode in ("I", "F"):
+                to_rgb(image)  # raises, unless the file turns out to have another mode
+            if in_full or not _is_whole(image, file):
+                file.seek(0)
+                open_image(file).load()
     except Exception as error:  # as in decode_image
         return _reason(error, source)
     return None
-
-
-def _look(file: IO[bytes], in_full: bool) -> None:
-    file.seek(0)
-    image = open_image(file)
-    if image.mode in ("I", "F"):
-        to_rgb(image)  # raises, unless the file turns out to have another mode
-    if in_full or not _is_whole(image, file):
-        file.seek(0)
-        open_image(file).load()
 
 
 def _is_whole(image: Image.Image, file: IO[bytes]) -> bool:
@@ -195,7 +157,7 @@ def _tiff_end(image: Any) -> int:
 def _reason(error: Exception, source: Any) -> str:
     """An error in words that need no path, which the caller gives."""
     if isinstance(source, (str, os.PathLike)) and os.path.islink(source) and not os.path.exists(source):
-        return f"{os.path.basename(source)} is a link to {os.readlink(str(source))}, which does not exist"
+        return f"{os.path.basename(source)} is a link to {os.readlink(os.fspath(source))}, which does not exist"
     if isinstance(error, Image.UnidentifiedImageError):
         return f"it is none of the formats {', '.join(IMAGE_FORMATS)}"
     if isinstance(error, OSError) and error.strerror:

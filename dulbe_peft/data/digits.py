@@ -7,25 +7,23 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dulbe_peft.data.images import LabelledImages
+
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # What commands call them where others are named by their path.
 DEMO_DIGITS = "demo-digits"
 
 
-class DigitImages:
+class DigitImages(LabelledImages):
     """Images 8 x 8 of scikit-learn's handwritten digits as PIL images with a label 0 to 9."""
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
+        super().__init__(pixels, labels.astype(np.int64), DIGITS)
         self.pixels = pixels
-        self.labels = labels.astype(np.int64)
-        self.class_names = DIGITS
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        grey = (self.pixels[index] * (255 / 16)).round().astype(np.uint8)
-        return {"image": Image.fromarray(grey).convert("RGB"), "label": int(self.labels[index])}
+    def _item(self, position: int) -> tuple[Any, int]:
+        grey = (self.source[position] * (255 / 16)).round().astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB"), int(self._own_labels[position])
 
 
 def load_digit_images(split: str | None) -> DigitImages:

@@ -1,52 +1,80 @@
-"""What tells one data set from another."""
+"""What tells one data set from another, and which of its images differ."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.samples import dataset_class_names, dataset_labels, read_sample
+from dulbe_peft.data.images import LabelledImages, labelled_images
 
-
-def _chunks(dataset: Any, look: bool) -> Iterable[bytes]:
-    names = dataset_class_names(dataset) or ()
-    labels = dataset_labels(dataset)
-    yield f"{len(labels)} images, {len(names)} classes".encode()
-    yield labels.astype("<i8").tobytes()
-    yield from (name.encode() for name in names)
-    content_id = getattr(dataset, "content_id", None)
-    if content_id is not None:
-        yield from (os.fsencode(content_id(index)) for index in range(len(labels)))
-    if look:
-        chosen = np.linspace(0, len(labels) - 1, min(4, len(labels)), dtype=int)
-        yield from (_pixels(dataset, int(index)) for index in chosen)
-
-
-def _pixels(dataset: Any, index: int) -> bytes:
-    """An image's shape and pixels; nothing where it cannot be read."""
-    try:
-        pixels = np.asarray(read_sample(dataset, index)[0])
-    except (OSError, TypeError, ValueError):
-        return b""
-    return b"" if pixels.dtype == object else f"{pixels.shape} {pixels.dtype}".encode() + pixels.tobytes()
+Listing = list[str] | None
+_SHOWN = 3  # files of a kind that a message names
 
 
 def fingerprint(dataset: Any, look: bool = True) -> str:
     """Hexadecimal SHA-256 of what a dataset is, to refuse going on with other data.
 
-    It covers the length, the labels, the class names, where the dataset has `content_id` the names and sizes of the
-    files (or the places in an `.npz`), in their order, and the pixels of four images spread over it. It does not
-    depend on where the data lies. A change of other images that keeps names and sizes goes unseen.
+    It covers the length, the labels, the class names, where the dataset knows them the names and sizes of the files,
+    in their order, and the pixels of four images spread over it. It does not depend on where the data lies. A change
+    of other images that keeps names and sizes goes unseen.
 
     Args:
         dataset: any that can be learned from.
         look: look at the four images; False for data that is augmented anew each time it is read.
     """
-    digest = hashlib.sha256(b"dulbe_peft dataset 1")
-    for chunk in _chunks(dataset, look):
+    digest = hashlib.sha256(b"dulbe_peft dataset 2")
+    for chunk in _chunks(labelled_images(dataset), look):
         digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()
+
+
+def _chunks(images: LabelledImages, look: bool) -> Iterable[bytes]:
+    yield f"{len(images)} images, {len(images.class_names)} classes".encode()
+    yield images.labels.astype("<i8").tobytes()
+    yield from (name.encode() for name in images.class_names)
+    yield from (os.fsencode(entry) for entry in listing(images) or ())
+    if look:
+        for index in np.linspace(0, len(images) - 1, min(4, len(images)), dtype=int):
+            try:
+                pixels = np.asarray(images.image(int(index)))
+            except (OSError, TypeError, ValueError):  # it cannot be read
+                yield b""
+            else:
+                yield b"" if pixels.dtype == object else f"{pixels.shape} {pixels.dtype}".encode() + pixels.tobytes()
+
+
+def listing(images: LabelledImages | None) -> Listing:
+    """What tells images from others without reading them, in their order: for folders, `class/file:bytes`."""
+    return None if images is None else [images.content_id(index) for index in range(len(images))]
+
+
+def differences(before: Listing, now: Listing) -> str:
+    """What was added, removed and changed between two listings, the first few by name; empty where nothing was.
+
+    >>> differences(["cat/1.jpg:10", "cat/2.jpg:20"], ["cat/2.jpg:25", "cat/3.jpg:30"])
+    '1 added (cat/3.jpg), 1 removed (cat/1.jpg), 1 changed (cat/2.jpg)'
+    """
+    old, new = _by_name(before or ()), _by_name(now or ())
+    kinds = {
+        "added": [name for name in new if name not in old],
+        "removed": [name for name in old if name not in new],
+        "changed": [name for name in new if name in old and new[name] != old[name]],
+    }
+    return ", ".join(
+        f"{len(names)} {kind} ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+        for kind, names in kinds.items()
+        if names
+    )
+
+
+def _by_name(entries: Sequence[str]) -> dict[str, str]:
+    """File name -> its size in bytes; an entry that names no file is its own name."""
+    found = {}
+    for entry in entries:
+        name, _, size = entry.rpartition(":")
+        found[name if "/" in name else entry] = size
+    return found

@@ -1,97 +1,97 @@
-"""Datasets of the Hugging Face library `datasets`, from its hub or saved in a folder."""
+"""Datasets of the library `datasets`: on the Hugging Face hub, saved in a folder, or parquet files in a folder."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.data.rows import row_source, undecoded
-from dulbe_peft.data.samples import StoredImages, carried_class_names, dataset_labels
+from dulbe_peft.data.folders import SPLIT_NAMES
+from dulbe_peft.data.images import LabelledImages, labelled_images
 
+HUB_PREFIX = "hf:"
 SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
 
 
-class HubImages(StoredImages):
-    """A Hugging Face `datasets.Dataset` with an image column and a `ClassLabel` column.
-
-    The images are decoded here and not by `datasets`, which would try every format that Pillow knows.
-
-    Args:
-        dataset: one split.
-        name: what messages call it.
-        image_column: column with the images.
-        label_column: column with the labels.
-
-    Raises:
-        ValueError: a column is missing or the labels have no names.
-    """
-
-    def __init__(self, dataset: Any, name: str, image_column: str = "image", label_column: str = "label") -> None:
-        for column in (image_column, label_column):
-            if column not in dataset.column_names:
-                raise ValueError(f"{name} has no column {column!r}; its columns are {dataset.column_names}")
-        if getattr(dataset.features[label_column], "names", None) is None:
-            raise ValueError(
-                f"column {label_column!r} of {name} has no class names; make it one with class_encode_column"
-            )
-        columns = dataset.with_format(None).select_columns([image_column, label_column])
-        for old, new in ((image_column, "image"), (label_column, "label")):
-            if old != new:
-                columns = columns.rename_column(old, new)
-        stored = undecoded(columns)
-        if stored is None:
-            kind = type(columns.features["image"]).__name__
-            raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
-        self.name = name
-        self.dataset = stored
-        self.labels = dataset_labels(columns)
-        self.class_names = carried_class_names(columns)
-
-    def item_name(self, index: int) -> str:
-        """The dataset and the row."""
-        return f"{self.name}[{index}]"
-
-    def item_source(self, index: int) -> io.BytesIO | str:
-        """What Pillow opens: the bytes of an image, or the path of a file on this machine."""
-        return row_source(self.dataset[index]["image"], f"image {index} ({self.item_name(index)})")
+def hub_images(dataset: Any, name: str, image_column: str = "image", label_column: str = "label") -> LabelledImages:
+    """The images of a `datasets.Dataset` with an image column and a `ClassLabel` column; messages call it `name`."""
+    for column in (image_column, label_column):
+        if column not in dataset.column_names:
+            raise ValueError(f"{name} has no column {column!r}; its columns are {dataset.column_names}")
+    if getattr(dataset.features[label_column], "names", None) is None:
+        raise ValueError(f"column {label_column!r} of {name} has no class names; make it one with class_encode_column")
+    kind = type(dataset.features[image_column]).__name__
+    if kind != "Image":
+        raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
+    columns = dataset.with_format(None).select_columns([image_column, label_column])
+    for old, new in ((image_column, "image"), (label_column, "label")):
+        if old != new:
+            columns = columns.rename_column(old, new)
+    images = labelled_images(columns)
+    return LabelledImages(images.source, images.labels, images.class_names, name, stored=True)
 
 
-def import_datasets() -> Any:
-    """The package `datasets`."""
+def is_dataset_folder(path: Path) -> bool:
+    """Whether `datasets` has written this folder, or it holds parquet files in the layout of the Hub."""
+    return any((path / name).is_file() for name in SAVED_FILES) or bool(_parquet_files(path))
+
+
+def load_hub_images(
+    path_or_name: str, split: str | None, image_column: str = "image", label_column: str = "label"
+) -> LabelledImages:
+    """One split of a dataset on the hub, "hf:NAME", or of a folder that `is_dataset_folder` knows."""
+    datasets, path = _import_datasets(path_or_name), Path(path_or_name)
+    if path_or_name.startswith(HUB_PREFIX):
+        if split is None:
+            raise ValueError(f"{path_or_name} needs a split, got None")
+        data = datasets.load_dataset(path_or_name.removeprefix(HUB_PREFIX), split=split)
+        return hub_images(data, path_or_name, image_column, label_column)
+    data = _saved_splits(datasets, path)
+    if isinstance(data, dict):
+        if split not in data:
+            raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {sorted(data)}")
+        data = data[split]
+        if isinstance(data, list):
+            try:
+                data = datasets.Dataset.from_parquet(data)
+            except Exception as error:  # on damaged files the library raises errors of its own
+                raise ValueError(f"{', '.join(data)} cannot be read: {error.__cause__ or error}") from error
+    elif split is not None and data.split is not None and str(data.split) != split:
+        raise FileNotFoundError(f"{path} holds the split {str(data.split)!r} alone, not {split!r}")
+    return hub_images(data, path_or_name, image_column, label_column)
+
+
+def hub_splits(path_or_name: str) -> list[str]:
+    """Names of the splits of what `load_hub_images` reads; none where one split without a name was saved."""
+    datasets = _import_datasets(path_or_name)
+    if path_or_name.startswith(HUB_PREFIX):
+        return list(datasets.get_dataset_split_names(path_or_name.removeprefix(HUB_PREFIX)))
+    data = _saved_splits(datasets, Path(path_or_name))
+    if isinstance(data, dict):
+        return list(data)
+    return [] if data.split is None else [str(data.split)]
+
+
+def _saved_splits(datasets: Any, path: Path) -> Any:
+    """Split -> parquet files or dataset, or one dataset that was saved without splits."""
+    return _parquet_files(path) or datasets.load_from_disk(str(path))
+
+
+def _parquet_files(path: Path) -> dict[str, list[str]]:
+    """Split -> its files, in a folder or in its folder "data": "train.parquet" or "train-00000-of-00002.parquet"."""
+    found: dict[str, list[str]] = {}
+    for folder in (path, path / "data"):
+        for file in sorted(folder.glob("*.parquet")) if not found else ():
+            name = re.match(r"[^\W\d_]+", file.name)
+            if name and name[0].lower() in SPLIT_NAMES:
+                found.setdefault(name[0], []).append(os.fspath(file))
+    return found
+
+
+def _import_datasets(name: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
-        raise ImportError(
-            'reading a Hugging Face dataset needs the package datasets: pip install "dulbe_peft[datasets]"'
-        ) from error
-
-
-def load_saved(path: Path, split: str | None) -> Any:
-    """One split of what `save_to_disk` wrote."""
-    saved = import_datasets().load_from_disk(str(path))
-    if hasattr(saved, "keys"):
-        if split not in saved:
-            raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {sorted(saved)}")
-        return saved[split]
-    if split is not None and saved.split is not None and str(saved.split) != split:
-        raise FileNotFoundError(f"{path} holds the split {str(saved.split)!r} alone, not {split!r}")
-    return saved
-
-
-def is_saved(path: Path) -> bool:
-    """Whether `datasets` has written this folder."""
-    return any((path / name).is_file() for name in SAVED_FILES)
-
-
-def hub_splits(name: str | os.PathLike[str]) -> list[str]:
-    """Names of the splits of a dataset on the hub, "hf:NAME", or of a folder that `save_to_disk` wrote."""
-    text = os.fspath(name)
-    if text.startswith("hf:"):
-        return list(import_datasets().get_dataset_split_names(text.removeprefix("hf:")))
-    saved = import_datasets().load_from_disk(text)
-    if hasattr(saved, "keys"):
-        return list(saved)
-    return [] if saved.split is None else [str(saved.split)]
+        raise ImportError(f'reading {name} needs the package datasets: pip install "dulbe_peft[datasets]"') from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.decoding import image_problem
-from dulbe_peft.data.rows import row_source, undecoded
-from dulbe_peft.data.samples import carried_class_names, dataset_class_names, dataset_labels, item_name, source_item
-from dulbe_peft.data.subset import ClassSubset
+from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.utils.checks import check_int
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
@@ -91,7 +89,12 @@ class Inventory:
             for row in rows
         ]
         if self.left_out:
-            lines += ["", f"left out: {len(self.left_out)}", *_reasons(self.left_out)]
+            paths: dict[str, list[str]] = {}
+            for path, why in self.left_out:
+                paths.setdefault(why, []).append(path)
+            reasons = sorted(paths.items(), key=lambda row: -len(row[1]))
+            lines += ["", f"left out: {len(self.left_out)}"]
+            lines += [f"  {len(rows):>6}  {why}, such as {rows[0]}" for why, rows in reasons]
         if self.unchecked:
             lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
@@ -103,15 +106,6 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where there is not one."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def _reasons(left_out: Sequence[tuple[str, str]]) -> list[str]:
-    """One line for each reason, the most frequent first, with the first path it applies to."""
-    paths: dict[str, list[str]] = {}
-    for path, why in left_out:
-        paths.setdefault(why, []).append(path)
-    ordered = sorted(paths.items(), key=lambda row: -len(row[1]))
-    return [f"  {len(rows):>6}  {why}, such as {rows[0]}" for why, rows in ordered]
 
 
 def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
@@ -139,35 +133,32 @@ def inspect_images(
         TypeError: `dataset` is no data set.
         ValueError: its labels are wrong.
     """
-    labels = dataset_labels(dataset)
-    names = dataset_class_names(dataset) or tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
-    origin = source_item(dataset, 0)[0] if len(labels) else dataset
-    title = split or getattr(origin, "split", None) or "images"
-    per_class = np.bincount(labels, minlength=len(names))
-    left_out = list(getattr(origin, "left_out", ()))
+    images = labelled_images(dataset)
+    names = images.class_names or tuple(map(str, range(int(images.labels.max(initial=-1)) + 1)))
+    title = split or images.split or "images"
+    per_class = np.bincount(images.labels, minlength=len(names))
     counts = {title: {name: int(count) for name, count in zip(names, per_class)}}
-    if not hasattr(origin, "item_source") and undecoded(origin) is None:
-        return Inventory(counts, left_out=left_out, unchecked=len(labels))
-    problems = enumerate(_problems(dataset, len(labels), processes, in_full))
-    bad = [(index, problem) for index, problem in problems if problem is not None]
-    unreadable = [(item_name(dataset, index), problem) for index, problem in bad]
-    return Inventory(counts, unreadable, left_out, positions={title: [index for index, _ in bad]})
+    left_out = list(images.left_out)
+    if not images.stored:
+        return Inventory(counts, left_out=left_out, unchecked=len(images))
+    problems = enumerate(_problems(images, processes, in_full))
+    bad = {index: problem for index, problem in problems if problem is not None}
+    unreadable = [(images.item_name(index), problem) for index, problem in bad.items()]
+    return Inventory(counts, unreadable, left_out, positions={title: list(bad)})
 
 
-def _problems(dataset: Any, total: int, at_once: int | None, in_full: bool) -> list[str | None]:
+def _problems(images: LabelledImages, at_once: int | None, in_full: bool) -> list[str | None]:
     def problem(index: int) -> str | None:
-        origin, position = source_item(dataset, index)
         try:
-            stored = undecoded(origin)
-            source = origin.item_source(position) if stored is None else row_source(stored[position]["image"], "it")
+            file: Any = images.file(index)
         except Exception as error:  # a damaged table, whatever its library raises
             return str(error)
-        return image_problem(source, in_full)
+        return image_problem(file, in_full)
 
     if at_once is not None:
         at_once = check_int("processes", at_once, 1)
     found: list[str | None] = []
-    indices: Iterable[int] = iter(range(total))
+    indices = iter(range(len(images)))
     if at_once is None:
         started = time.perf_counter()
         found += map(problem, islice(indices, _FIRST))
@@ -177,26 +168,3 @@ def _problems(dataset: Any, total: int, at_once: int | None, in_full: bool) -> l
         return [*found, *map(problem, indices)]
     with ThreadPoolExecutor(at_once) as pool:
         return [*found, *pool.map(problem, indices)]
-
-
-def without(dataset: Any, indices: Iterable[int]) -> ClassSubset:
-    """A data set that carries class names, without some of its images.
-
-    Args:
-        dataset: the data set.
-        indices: positions of the images to leave out.
-
-    Raises:
-        ValueError: the data set carries no class names, or a position is out of range.
-    """
-    excluded = np.asarray(sorted(set(indices)), dtype=np.int64)
-    if len(excluded) and not 0 <= excluded[0] <= excluded[-1] < len(dataset):
-        raise ValueError(f"positions {excluded[[0, -1]].tolist()} are out of range for {len(dataset)} images")
-    return images_at(dataset, np.setdiff1d(np.arange(len(dataset)), excluded))
-
-
-def images_at(dataset: Any, indices: np.ndarray) -> ClassSubset:
-    """The images at some positions of a data set that carries class names, with the same labels."""
-    names = carried_class_names(dataset)
-    labels = dataset_labels(dataset)[indices]
-    return ClassSubset(dataset, indices, labels, names, labels)

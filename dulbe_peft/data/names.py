@@ -9,8 +9,17 @@ CLASS_NAME_STYLES = ("verbatim", "spaces")
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
 
 
+def normalized(text: str) -> str:
+    """A text in the one form that Unicode recommends; systems write letters with accents in several ways.
+
+    >>> normalized("cafe\\u0301") == "caf\\xe9"
+    True
+    """
+    return unicodedata.normalize("NFC", text)
+
+
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
-    """Class names as a tuple of plain strings; any text will do, for a name is data and never a path.
+    """Class names as a tuple of normalized strings; any text will do, for a name is data and never a path.
 
     Args:
         names: names of the classes, in the order their labels index.
@@ -19,75 +28,48 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     Raises:
         TypeError: `names` is a single string or has no order, or a name is not a string.
         ValueError: there is no name; a name is blank, longer than 1000 characters, holds a control character such as
-            NUL, or cannot be written as UTF-8; or it occurs twice, here or in `seen`, also as other code points that
-            stand for the same letters.
+            NUL, or cannot be written as UTF-8; or it occurs twice, here or in `seen`.
     """
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
     if isinstance(names, Set) or not isinstance(names, Iterable):
         raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
-    taken = {unicodedata.normalize("NFC", name) for name in seen}
-    checked: list[str] = []
+    taken = set(map(normalized, seen))
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
+        where = f"class_names[{position}]"
         if not isinstance(name, str):
-            raise TypeError(f"class_names[{position}] must be a string, got {name!r} of type {type(name).__name__}")
+            raise TypeError(f"{where} must be a string, got {name!r} of type {type(name).__name__}")
         if len(name) > _LONGEST:
-            raise ValueError(
-                f"class_names[{position}] is {name!r:.60}... of {len(name)} characters; at most {_LONGEST} are allowed"
-            )
-        name = str(name)  # numpy's strings are a subclass that JSON and pickle need not meet
+            raise ValueError(f"{where} is {name!r:.60}... of {len(name)} characters; at most {_LONGEST} are allowed")
         if not name.strip():
-            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not be blank")
+            raise ValueError(f"{where} is {name!r}; a class name must not be blank")
         if any(unicodedata.category(character) == "Cc" for character in name):
-            raise ValueError(f"class_names[{position}] is {name!r}; a class name must not hold control characters")
+            raise ValueError(f"{where} is {name!r}; a class name must not hold control characters")
         try:
             name.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"class_names[{position}] is {name!r}, which cannot be written as UTF-8") from error
-        shown = unicodedata.normalize("NFC", name)  # systems write the same letters in several ways
-        if shown in positions:
-            raise ValueError(f"class_names[{position}] and [{positions[shown]}] are both {name!r}; names must differ")
-        if shown in taken:
-            raise ValueError(f"class_names[{position}] is {name!r}, a class that was seen already")
-        positions[shown] = position
-        checked.append(name)
-    if not checked:
+            raise ValueError(f"{where} is {name!r}, which cannot be written as UTF-8") from error
+        name = normalized(str(name))  # numpy's strings are a subclass that JSON and pickle need not meet
+        if name in positions:
+            raise ValueError(f"{where} and [{positions[name]}] are both {name!r}; names must differ")
+        if name in taken:
+            raise ValueError(f"{where} is {name!r}, a class that was seen already")
+        positions[name] = position
+    if not positions:
         raise ValueError("class_names is empty; at least one class is needed")
-    return tuple(checked)
-
-
-def spelled_as(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """`names`, each spelled as the known one of the same letters, where there is one.
-
-    Systems write letters with accents in several ways, as one code point or as two. So a folder that was copied may be
-    called otherwise than the folder that it was copied from, and both look alike.
-
-    >>> spelled_as(["cafe\\u0301", "tea"], ["caf\\xe9"]) == ("caf\\xe9", "tea")
-    True
-    """
-    spellings = {unicodedata.normalize("NFC", name): name for name in known}
-    return tuple(spellings.get(unicodedata.normalize("NFC", name), name) for name in names)
+    return tuple(positions)
 
 
 def format_class_name(name: str, style: str = "verbatim") -> str:
-    """A class name as it goes into a prompt: as it stands, or with underscores turned into spaces.
-
-    Raises:
-        ValueError: `style` is neither "verbatim" nor "spaces".
-    """
+    """A class name as it goes into a prompt: as it stands, or with underscores turned into spaces."""
     if style not in CLASS_NAME_STYLES:
         raise ValueError(f"class name style is {style!r}; it must be one of {', '.join(CLASS_NAME_STYLES)}")
     return name.replace("_", " ") if style == "spaces" else name
 
 
 def format_prompts(class_names: Iterable[str], template: str, style: str = "verbatim") -> list[str]:
-    """One prompt per class: `template` with its "{}" replaced by the name, whatever characters the name holds.
-
-    Raises:
-        TypeError: `template` is not a string.
-        ValueError: `template` does not hold "{}" exactly once, `style` is unknown, or two classes give one prompt.
-    """
+    """One prompt per class: `template` with its "{}" replaced by the name, whatever characters the name holds."""
     if not isinstance(template, str):
         raise TypeError(f"template must be a string, got {template!r} of type {type(template).__name__}")
     if template.count("{}") != 1:

@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.digits import DEMO_DIGITS
-from dulbe_peft.data.folders import SPLIT_NAMES, Found, holds_only_folders, subfolders
-from dulbe_peft.data.hub import hub_splits, is_saved
-from dulbe_peft.data.inventory import Inventory, images_at, inspect_images, unreadable_lines, without
-from dulbe_peft.data.names import spelled_as
-from dulbe_peft.data.npz import npz_splits
+from dulbe_peft.data.folders import SPLIT_NAMES, FolderContent, holds_only_folders, subfolders
+from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
+from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.inventory import Inventory, inspect_images, unreadable_lines
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.data.samples import carried_class_names, dataset_class_names, dataset_labels, source_item
-from dulbe_peft.data.subset import ClassSubset
 from dulbe_peft.utils.checks import check_int, check_number
 
 # ---------------------------------------------------------------------- holding images back
 
 
-def hold_out(dataset: Any, fraction: float, seed: int = 0, purpose: str = "test") -> tuple[ClassSubset, ClassSubset]:
+def hold_out(
+    dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
+) -> tuple[LabelledImages, LabelledImages]:
     """Divide a data set into images to learn from and images to test on.
 
     A hash of each image's name and class, and of the seed, decides. So neither the order of the files nor the other
@@ -55,7 +54,8 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
     if fraction >= 1:
         raise ValueError(f"fraction must be below 1, got {fraction}: some images must be left to learn from")
     seed = check_int("seed", seed, 0)
-    drawn, labels = _draws(dataset, seed, purpose)
+    images = labelled_images(dataset)
+    drawn, labels = _draws(images, seed, purpose), images.labels
     tested = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -65,43 +65,28 @@ def hold_out(dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
         tested[order[:count]] = True
     if not tested.any():
         raise ValueError(f"no class has enough images to hold {fraction} of them back")
-    return images_at(dataset, np.flatnonzero(~tested)), images_at(dataset, np.flatnonzero(tested))
+    return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
 
 
-def draw_per_class(dataset: Any, count: int, seed: int = 0) -> ClassSubset:
-    """At most so many images of each class, drawn at random; with a smaller `count` some of the same ones.
-
-    Like `hold_out`, a hash of each image's name and class, and of the seed, decides.
-
-    Args:
-        dataset: a data set that carries class names.
-        count: images of each class, at least 1.
-        seed: another seed draws other images.
-
-    Raises:
-        ValueError: `count` is below 1, or the data set carries no class names.
-    """
+def draw_per_class(images: LabelledImages, count: int, seed: int = 0) -> LabelledImages:
+    """At most `count` images of each class, drawn as in `hold_out`; with a smaller count some of the same ones."""
     count, seed = check_int("count", count, 1), check_int("seed", seed, 0)
-    drawn, labels = _draws(dataset, seed, "draw")
+    drawn, labels = _draws(images, seed, "draw"), images.labels
     kept = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     kept = [members[np.argsort(drawn[members], kind="stable")[:count]] for members in kept]
-    return images_at(dataset, np.sort(np.concatenate(kept)))
+    return images.at(np.sort(np.concatenate(kept)))
 
 
-def _draws(dataset: Any, seed: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
-    """A number in [0, 1) for each image, and the labels."""
-    names, labels = carried_class_names(dataset), dataset_labels(dataset)
-    return np.array([_draw(dataset, index, names[label], seed, purpose) for index, label in enumerate(labels)]), labels
-
-
-def _draw(dataset: Any, index: int, class_name: str, seed: int, purpose: str) -> float:
-    """A number in [0, 1) that the seed, the purpose, the class and the image's own name decide."""
-    origin, position = source_item(dataset, index)
-    named = getattr(origin, "relative_name", None) or getattr(origin, "content_id", None)
-    name = str(position) if named is None else named(position)
-    what = f"{seed}" if purpose == "test" else f"{seed} {purpose}"  # tests: as in version 0.1
-    digest = hashlib.sha256(b"\0".join([what.encode(), class_name.encode(), os.fsencode(name)])).digest()
-    return int.from_bytes(digest[:8], "little") / 2**64
+def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
+    """(n,): a number in [0, 1) for each image, by the seed, the purpose, the class and the image's own name."""
+    if not images.class_names:
+        raise ValueError("the dataset carries no class names; give it an attribute class_names, a sequence of strings")
+    drawn = np.zeros(len(images))
+    for index, label in enumerate(images.labels):
+        drawing = f"{seed}" if purpose == "test" else f"{seed} {purpose}"
+        parts = (drawing.encode(), images.class_names[label].encode(), images.relative_name(index).encode())
+        drawn[index] = int.from_bytes(hashlib.sha256(b"\0".join(parts)).digest()[:8], "little") / 2**64
+    return drawn
 
 
 # ---------------------------------------------------------------------- opening what there is
@@ -113,7 +98,7 @@ def open_stream_data(
     test_split: str = "test",
     test_fraction: float | None = None,
     skip_unreadable: bool = False,
-) -> tuple[Any, Any, Inventory]:
+) -> tuple[LabelledImages, LabelledImages | None, Inventory]:
     """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
 
     A folder of images holds its splits, `photos/train/cat/*` and `photos/test/cat/*`, or its classes alone,
@@ -139,84 +124,58 @@ def open_stream_data(
         >>> print(found.summary())
         2 classes; images: 97 in train, 23 in test
     """
-    splits, left_out = _splits(path, train_split, test_split)
+    text = os.fspath(path)
+    splits, left_out = _splits(text, train_split, test_split)
     if test_fraction is not None and test_split in splits:
         raise ValueError(
-            f"test_fraction is {test_fraction}, but {os.fspath(path)} has the test split {test_split!r}: leave one out"
+            f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
         )
-    train: Any = load_data(path, train_split if splits else None)
-    test: Any = load_data(path, test_split) if test_split in splits else None
-    if test is not None:
-        test = _with_classes_of(train, test)
-    found = Inventory({}, left_out=left_out) + inspect_images(train, split=train_split, in_full=skip_unreadable)
-    if test is not None:
-        found += inspect_images(test, split=test_split, in_full=skip_unreadable)
+    parts = {train_split: load_data(path, train_split if splits else None)}
+    if test_split in splits:
+        parts[test_split] = _with_classes_of(parts[train_split], load_data(path, test_split))
+    found = Inventory({}, left_out=left_out)
+    for split, images in parts.items():
+        found += inspect_images(images, split=split, in_full=skip_unreadable)
     if found.unreadable and not skip_unreadable:
-        raise ValueError(_unreadable_message(path, found))
-    train = _readable(train, found.positions.get(train_split))
-    test = _readable(test, found.positions.get(test_split))
+        first = f"{len(found.unreadable)} of the images in {text} cannot be read:"
+        advice = "mend or remove them, or leave them out with --skip-unreadable (in Python skip_unreadable=True)"
+        raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
+    for split, bad in found.positions.items():
+        parts[split] = parts[split].at(np.setdiff1d(np.arange(len(parts[split])), bad))
     if test_fraction is not None:
-        train, test = hold_out(train, test_fraction)
-    used = ((train_split, train), *([] if test is None else [(test_split, test)]))
-    return train, test, replace(found, counts={split: _counts(data) for split, data in used})
+        parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
+    counts = {
+        split: dict(zip(images.class_names, np.bincount(images.labels, minlength=len(images.class_names)).tolist()))
+        for split, images in parts.items()
+    }
+    return parts[train_split], parts.get(test_split), replace(found, counts=counts)
 
 
-def _unreadable_message(path: str | os.PathLike[str], found: Inventory) -> str:
-    count = len(found.unreadable)
-    lines = unreadable_lines(found.unreadable)
-    return "\n".join(
-        [
-            f"{count} of the images in {os.fspath(path)} cannot be read:",
-            *lines,
-            "mend or remove them, or leave them out with --skip-unreadable (in Python skip_unreadable=True)",
-        ]
-    )
-
-
-def _readable(dataset: Any, bad: list[int] | None) -> Any:
-    return without(dataset, bad) if bad else dataset
-
-
-def _counts(dataset: Any) -> dict[str, int]:
-    names = dataset_class_names(dataset) or ()
-    return {n: int(c) for n, c in zip(names, np.bincount(dataset_labels(dataset), minlength=len(names)))}
-
-
-def _with_classes_of(train: Any, test: Any) -> Any:
+def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledImages:
     """The test images with the labels of the training images, where some class has no test image."""
-    names, written = dataset_class_names(train) or (), dataset_class_names(test) or ()
-    tested = spelled_as(written, names)
-    unknown = [name for name in tested if name not in names]
+    labels = {name: label for label, name in enumerate(train.class_names)}
+    unknown = [name for name in test.class_names if name not in labels]
     if unknown:
         raise ValueError(f"class {unknown[0]!r} has test images and no training image ({len(unknown)} such classes)")
-    if names == written:
-        return test
-    labels = dataset_labels(test)
-    positions = np.array([names.index(name) for name in tested], dtype=np.int64)
-    return ClassSubset(test, np.arange(len(labels)), positions[labels], names, labels)
+    places = np.array([labels[name] for name in test.class_names], dtype=np.int64)
+    return test.at(slice(None), places[test.labels], train.class_names)
 
 
-def _splits(path: str | os.PathLike[str], train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _splits(text: str, train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The splits of a data set, none where it holds classes alone, and those that are left out, with the reason."""
-    text, folder = os.fspath(path), Path(path)
-    if text == DEMO_DIGITS and not folder.exists():
-        splits = ["train", "test"]
-    elif not text.startswith("hf:") and folder.is_dir() and not is_saved(folder):
-        return _folder_splits(folder, train, test)
-    elif text.startswith("hf:") or folder.is_dir():
+    folder = Path(text)
+    if text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
         splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open
-    elif folder.suffix.lower() == ".npz" and folder.is_file():
-        splits = npz_splits(folder)
+    elif folder.is_dir():
+        return _folder_splits(folder, train, test)
+    elif text == DEMO_DIGITS:
+        splits = ["train", "test"]
     else:
         return [train], []  # load_data says what is wrong
-    _check_split(text, train, splits, True)
-    _check_split(text, test, splits, test != "test")
+    for name in (train, *([test] if test != "test" else [])):
+        if name not in splits:
+            raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {splits}")
     return splits, [(f"{text}[{name}]", _unused(name)) for name in splits if name not in (train, test)]
-
-
-def _check_split(text: str, name: str, splits: list[str], needed: bool) -> None:
-    if needed and name not in splits:
-        raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {splits}")
 
 
 def _unused(split: str) -> str:
@@ -243,7 +202,7 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str], list
             )
     left_out = []
     for name in others:
-        count = len(Found(folder / name).images)
+        count = len(FolderContent(folder / name).images)
         left_out.append((str(folder / name), f"{_unused(name)}, {count} images"))
     return [name for name in names if name in (train, test)], left_out
 

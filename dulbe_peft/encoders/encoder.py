@@ -16,10 +16,19 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
-from dulbe_peft.encoders.pixels import UNREADABLE, PixelDataset, ReadableImages
-from dulbe_peft.utils.processes import gather_rows, padded_shard, raise_in_all, shard, sum_over_processes, world
+from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
+from dulbe_peft.utils.processes import (
+    gather_objects,
+    gather_rows,
+    padded_shard,
+    raise_in_all,
+    shard,
+    sum_over_processes,
+    world,
+)
 from dulbe_peft.utils.profiling import Profile
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,12 +74,11 @@ class Encoder:
 
     # ------------------------------------------------------------------ images
 
-    def images(self, dataset: Any, labels: Any = None, keep: bool = False) -> PixelDataset:
-        """A data set's preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
+    def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
+        """Preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
-        size = image_size(self.clip, self.processor)
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
-        return PixelDataset(dataset, labels, self.processor, size, cache_bytes)
+        return PixelDataset(images, self.processor, image_size(self.clip, self.processor), cache_bytes)
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
@@ -88,14 +96,14 @@ class Encoder:
         # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
         next(loaded, None)
 
-    def batches(self, images: PixelDataset | ReadableImages, title: str) -> Iterator[Batch]:
-        """Batches of this process's part of the images."""
+    def batches(self, images: PixelDataset | ReadablePixels, title: str) -> Iterator[Any]:
+        """Batches of this process's part of the images: what the data set gives for each, side by side."""
         size, part = self.args.eval_batch_size, shard(range(len(images)))
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
-    def _load(self, images: PixelDataset | ReadableImages, title: str, batches: list[list[int]]) -> Iterable[Batch]:
+    def _load(self, images: PixelDataset | ReadablePixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(
             images,
@@ -106,7 +114,7 @@ class Encoder:
         )
         hidden = not self.args.progress or world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
-        return cast(Iterable[Batch], bar)
+        return cast(Iterable[Any], bar)
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
@@ -121,21 +129,27 @@ class Encoder:
         return gather_rows(self.image_embeds(pixels), total)
 
     @torch.no_grad()
-    def dataset_embeds(self, images: PixelDataset | ReadableImages, title: str = "encode") -> torch.Tensor:
-        """Unit features of all images, (n, d); of `ReadableImages`, zeros for one that cannot be read."""
+    def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
+        """Unit features of all images, (n, d)."""
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         with raise_in_all():
-            for pixels, labels, index in self.batches(images, title):
-                features[index] = self.image_embeds(pixels) * (labels != UNREADABLE)[:, None]
+            for pixels, _, index in self.batches(images, title):
+                features[index] = self.image_embeds(pixels)
         sum_over_processes([features])
         return features
 
+    @torch.no_grad()
     def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
         """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
-        readable = ReadableImages(images)
-        features = self.dataset_embeds(readable, title)
-        missing = (features == 0).all(dim=1).nonzero()[:, 0].tolist()
-        return features, {index: readable.reason(index) for index in missing}
+        features = torch.zeros(len(images), self.embed_dim, device=self.device)
+        unreadable: dict[int, str] = {}
+        with raise_in_all():
+            for pixels, errors, index in self.batches(ReadablePixels(images), title):
+                read = torch.tensor([not error for error in errors], device=self.device)
+                features[index[read]] = self.image_embeds(pixels)[read]
+                unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
+        sum_over_processes([features])
+        return features, {i: error for part in gather_objects(unreadable) for i, error in part.items()}
 
     # ------------------------------------------------------------------ class names
 

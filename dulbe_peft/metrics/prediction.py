@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.data.gallery import Gallery
+from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.utils.checks import check_int
 
@@ -33,29 +33,20 @@ class Prediction:
 
 @torch.no_grad()
 def predict_images(
-    encoder: Encoder, classifier: Classifier, gallery: Gallery, top_k: int = 1, reject: float | None = None
+    encoder: Encoder, classifier: Classifier, images: LabelledImages, top_k: int = 1, reject: float | None = None
 ) -> list[Prediction]:
-    """The most likely classes of every image; one that cannot be read is stepped over.
+    """The `top_k` most likely classes of every image; one that cannot be read is stepped over.
 
-    Args:
-        encoder: the model's towers.
-        classifier: gives the probabilities.
-        gallery: the images.
-        top_k: how many classes, at most.
-        reject: share of images of known classes that may be taken for unknown ones, see
-            `Classifier.rejection_threshold`; None takes every image for a known class.
-
-    Raises:
-        TypeError: `top_k` is not an int.
-        ValueError: `top_k` is below 1, or there is nothing to choose the threshold by.
+    `reject` is the share of images of known classes that may be taken for unknown ones, see
+    `Classifier.rejection_threshold`; None takes every image for a known class.
     """
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
-    if not len(gallery):
+    if not len(images):
         return []
-    features, unreadable = encoder.readable_embeds(encoder.images(gallery), "predict")
-    readable = [index for index in range(len(gallery)) if index not in unreadable]
-    rows = [Prediction(gallery.item_name(index), error=unreadable.get(index)) for index in range(len(gallery))]
+    features, unreadable = encoder.readable_embeds(encoder.images(images), "predict")
+    readable = [index for index in range(len(images)) if index not in unreadable]
+    rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
         best, chosen = classifier.probabilities(features[chunk.to(features.device)]).topk(count, dim=1)
         for index, values, classes in zip(chunk.tolist(), best.tolist(), chosen.tolist(), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.data.samples import checked_labels, named_labels
+from dulbe_peft.data.images import named_images
 from dulbe_peft.utils.checks import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
@@ -77,7 +77,8 @@ def zero_shot_retention(
     Reference:
         Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: the curve over the scale.
     """
-    names, _ = named_labels(dataset, class_names)
+    dataset = named_images(dataset, class_names)
+    names = dataset.class_names
     for scale in scales:
         check_number("scale", scale, least=0, most=1)
     groups = ([(dataset, names)], learned) if learned else ([(dataset, names)],)
@@ -107,8 +108,9 @@ def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[_Encoded | 
         if dataset is None or not names:
             encoded.append(None)
         else:
-            labels = torch.as_tensor(checked_labels(dataset, names)) + first
-            encoded.append((learner.image_embeds(dataset), labels.to(text.device)))
+            images = named_images(dataset, names)
+            labels = torch.as_tensor(images.labels) + first
+            encoded.append((learner.image_embeds(images), labels.to(text.device)))
         first += len(names)
     return text, encoded
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.data.gallery import Gallery
-from dulbe_peft.data.samples import named_labels
+from dulbe_peft.data.images import named_images
+from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner, in_turn
 from dulbe_peft.metrics.diagnostics import LayerDemand, layer_demands
@@ -44,9 +44,9 @@ def inspect_task(
     state = learner.state
     if state.adapter is None:
         raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
-    names, labels = named_labels(dataset, class_names)
+    data = named_images(dataset, class_names)
     trainer = TaskTrainer(state, learner.encoder, learner.logit_scale, lambda *_: None)
-    gradients, _ = trainer.probe(learner.encoder.images(dataset, labels), names)
+    gradients, _ = trainer.probe(learner.encoder.images(data), data.class_names)
     config = state.adapter.active_config
     return layer_demands(gradients, learner.statistics, config.shared_rank, config.residual_rank, config.support_rank)
 
@@ -86,7 +86,7 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
     if prototypes.ndim != 2 or prototypes.shape[1] != width:
         raise ValueError(f"prototypes must be (P, {width}) as the features, got shape {tuple(prototypes.shape)}")
     directions = nn.functional.normalize(prototypes.to(learner.device, torch.float32), dim=1)
-    pixels = learner.encoder.images(Gallery(images))
+    pixels = learner.encoder.images(unlabelled_images(images))
     maps = [
         token_relevance(learner.clip, pixels[index][0][None].to(learner.device), directions)
         for index in range(len(pixels))

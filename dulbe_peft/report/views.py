@@ -9,8 +9,7 @@ from typing import Any
 from PIL import Image
 from tqdm.auto import tqdm
 
-from dulbe_peft.data.readers import to_rgb
-from dulbe_peft.data.samples import read_sample
+from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.report.collect import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.report.figures import plot_matrix, plot_results
@@ -57,7 +56,7 @@ def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests:
         for number, row in enumerate(rows, 1):
             if tests[row.task - 1] is None:  # it was there when the task was tested
                 return
-            image, _ = read_sample(tests[row.task - 1], row.position)
+            image = tests[row.task - 1][row.position]["image"]
             if not isinstance(image, Image.Image):
                 return
             file = f"{kind}-{number:02d}.jpg"

@@ -21,8 +21,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier
-from dulbe_peft.data.fingerprint import fingerprint
-from dulbe_peft.data.listing import check_listing, differences, listing
+from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listing
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.streams.tasks import Task
@@ -215,9 +214,15 @@ def read_listing(task_folder: Path) -> dict[str, Any]:
     path = task_folder / DATA_FILE
     try:
         saved = read_json(path)
-        return {split: check_listing(saved[split]) for split in SPLITS}
+        return {split: _check_listing(saved[split]) for split in SPLITS}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(damage(path, error)) from error
+
+
+def _check_listing(value: Any) -> Listing:
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise ValueError(f"a listing of images must be a list of texts or null, got {value!r:.100}")
+    return value
 
 
 # ---------------------------------------------------------------------- older folders

@@ -31,7 +31,7 @@ class StreamArguments:
     data: str = field(
         default="",
         metadata={
-            "help": "Images: a folder with train/class/*.jpg or class/*.jpg, an .npz file, or hf:NAME for datasets. "
+            "help": "Images: a folder with train/class/*.jpg, class/*.jpg or train*.parquet, or hf:NAME of the Hub. "
             "Required."
         },
     )

@@ -113,14 +113,13 @@ def set_up(settings: dict[str, Any]) -> Setup:
 
 def stream_tasks(stream: StreamArguments) -> Any:
     """The tasks of the stream that the settings describe."""
-    from dulbe_peft.data.samples import carried_class_names
     from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
     train, test = open_source(source_of(stream))
     check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
-    names = carried_class_names(train)
+    names = train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":
         if not Path(order).is_file():

@@ -74,7 +74,6 @@ def reopen_tests(past: Past, look: bool) -> list[Any]:
         look: whether fingerprints look at images.
     """
     from dulbe_peft.data.fingerprint import fingerprint
-    from dulbe_peft.streams.tasks import select_classes
 
     opened: dict[str, Any] = {}
     tests: list[Any] = []
@@ -87,7 +86,7 @@ def reopen_tests(past: Past, look: bool) -> list[Any]:
                 key = repr({name: source[name] for name in FIELDS if name in source})
                 if key not in opened:
                     opened[key] = open_source(source, report=False)[1]
-                test = select_classes(opened[key], names)
+                test = opened[key].select(names)
                 if fingerprint(test, look=look) != source["test"]:
                     test = None
                     raise ValueError(f"those in {source['data']} are not the ones of then")

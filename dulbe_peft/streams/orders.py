@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.names import spelled_as
+from dulbe_peft.data.names import normalized
 from dulbe_peft.utils.checks import check_int, is_int
 
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
@@ -19,6 +19,15 @@ ICARL_CIFAR100_ORDER = (
     95, 56, 48, 71, 64, 98, 13, 99, 7, 34, 55, 54, 26, 35, 39,
 )
 # fmt: on
+
+
+def resolve_labels(names: Sequence[str], class_names: tuple[str, ...], setting: str) -> np.ndarray:
+    """The labels of some classes, int64; messages call the setting that names the classes `setting`."""
+    labels = {name: label for label, name in enumerate(class_names)}
+    unknown = [name for name in names if normalized(name) not in labels]
+    if unknown:
+        raise ValueError(f"{setting} names {unknown[0]!r}, which is no class of the dataset")
+    return np.array([labels[normalized(name)] for name in names], dtype=np.int64)
 
 
 def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ...]) -> np.ndarray:
@@ -41,12 +50,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
         raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
     entries = list(class_order)
     if entries and all(isinstance(entry, str) for entry in entries):
-        labels = {name: label for label, name in enumerate(class_names)}
-        entries = list(spelled_as(entries, class_names))
-        unknown = [name for name in entries if name not in labels]
-        if unknown:
-            raise ValueError(f"class_order names {unknown[0]!r}, which is no class of the dataset")
-        entries = [labels[name] for name in entries]
+        entries = resolve_labels(entries, class_names, "class_order").tolist()
     for position, entry in enumerate(entries):
         if not is_int(entry):
             raise TypeError(f"class_order[{position}] is {entry!r}; the entries must be all ints or all class names")

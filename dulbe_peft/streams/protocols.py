@@ -6,36 +6,24 @@ A run that follows a protocol checks its data and its pristine model against the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from dulbe_peft.data.names import check_class_names, spelled_as
-from dulbe_peft.data.samples import carried_class_names, dataset_labels
-from dulbe_peft.data.subset import ClassSubset
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.utils.files import read_lines
 
 
-def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:
-    """A data set whose classes have the names of a text file; their order and labels stay as they are.
+def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
+    """Images whose classes have the names of a text file; their order and labels stay as they are.
 
-    Args:
-        dataset: a data set that carries class names, such as folders that are called by numbers.
-        path: text file in UTF-8. A line is `old name`, a tab and `new name`. Or no line has a tab, and there is one
-            new name for each class of the data set, in its order. Lines for classes that are not there are skipped.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a class has no line, there are as many names as classes neither, or names are double or blank.
+    A line is `old name`, a tab and `new name`. Or no line has a tab, and there is one new name for each class, in
+    order. Lines for classes that are not there are skipped.
     """
-    file = Path(path)
+    file, old = Path(path), images.class_names
     if not file.is_file():
         raise FileNotFoundError(f"class names {str(path)!r} is no file")
     lines = read_lines(file)
-    old = carried_class_names(dataset)
     if any("\t" in line for line in lines):
-        pairs = {name.strip(): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
-        old = spelled_as(old, pairs)
+        pairs = {normalized(name.strip()): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
         absent = [name for name in old if name not in pairs]
         if absent:
             raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")
@@ -44,24 +32,19 @@ def rename_classes(dataset: Any, path: str | Path) -> ClassSubset:
         new = lines
     else:
         raise ValueError(f"{file} has {len(lines)} names, the data has {len(old)} classes")
-    labels = dataset_labels(dataset)
-    return ClassSubset(dataset, np.arange(len(labels)), labels, check_class_names(new), labels)
+    return images.at(slice(None), class_names=check_class_names(new))
 
 
 def check_counts(
-    train: Any, test: Any, classes: int | None = None, images: int | None = None, test_images: int | None = None
+    train: LabelledImages,
+    test: LabelledImages | None,
+    classes: int | None = None,
+    images: int | None = None,
+    test_images: int | None = None,
 ) -> None:
-    """Raise a `ValueError` where a stream's data has other numbers than its protocol.
-
-    Args:
-        train: images to learn from, with class names.
-        test: images to test on, or None.
-        classes: how many classes there must be; None: any number.
-        images: how many images there must be to learn from.
-        test_images: how many to test on.
-    """
+    """Raise a `ValueError` where a stream's data has other numbers than its protocol; None stands for any number."""
     found = {
-        "classes": (len(carried_class_names(train)), classes),
+        "classes": (len(train.class_names), classes),
         "images to learn from": (len(train), images),
         "images to test on": (0 if test is None else len(test), test_images),
     }
@@ -75,12 +58,9 @@ def check_counts(
 
 
 def check_zero_shot(found: float | None, expected: float, tolerance: float) -> None:
-    """Raise a `ValueError` where the pristine model's accuracy is not the published one: something differs.
+    """Raise a `ValueError` where the pristine model's accuracy, in [0, 1], is not the published one, in percent.
 
-    Args:
-        found: top-1 accuracy over all classes, in [0, 1]; None where nothing could be tested.
-        expected: the published accuracy, in percent.
-        tolerance: how far `found` may be from it, in points of percent.
+    Then something differs. `tolerance` is in points of percent; `found` is None where nothing could be tested.
     """
     if found is None:
         raise ValueError(

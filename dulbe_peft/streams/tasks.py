@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.names import check_class_names, spelled_as
-from dulbe_peft.data.samples import checked_labels, dataset_class_names
-from dulbe_peft.data.subset import ClassSubset
-from dulbe_peft.streams.orders import resolve_order
+from dulbe_peft.data.images import LabelledImages, labelled_images, named_images
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.streams.orders import resolve_labels, resolve_order
 from dulbe_peft.utils.checks import check_int, is_int
 
 
@@ -24,7 +23,12 @@ from dulbe_peft.utils.checks import check_int, is_int
 class Task:
     """One step of a stream: training images, test images (or None) and the names of its new classes.
 
-    The labels of both datasets index `class_names`.
+    The labels of both datasets index `class_names`. Both are read here: what `learn_task` takes becomes a data set
+    with `len`, items {"image", "label"}, `labels` and `class_names`.
+
+    Raises:
+        TypeError: a dataset is none that `learn_task` takes.
+        ValueError: a dataset is empty, a label is out of range, or the names contradict the dataset's own.
     """
 
     train: Any
@@ -33,59 +37,18 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "class_names", check_class_names(self.class_names))
+        object.__setattr__(self, "train", named_images(self.train, self.class_names))
+        if self.test is not None:
+            object.__setattr__(self, "test", named_images(self.test, self.class_names))
 
 
-def _check_count(name: str, value: Any, num_classes: int) -> int:
-    if is_int(value) and not 1 <= value <= num_classes:
-        raise ValueError(f"{name} is {value}; it must lie in 1..{num_classes}, the number of classes")
-    return check_int(name, value, 1)
-
-
-def _common_class_names(train: Any, test: Any) -> tuple[str, ...]:
-    train_names = dataset_class_names(train)
-    test_names = None if test is None else dataset_class_names(test)
-    if train_names is not None and test_names is not None:
-        test_names = spelled_as(test_names, train_names)
-    if train_names is not None and test_names is not None and train_names != test_names:
-        differing = sorted(set(train_names) ^ set(test_names))
-        detail = f"{differing[0]!r} is in one only" if differing else "they stand in another order"
-        raise ValueError(f"train and test disagree on the class names: {detail}")
-    names = train_names or test_names
-    if names is None:
-        raise ValueError("the dataset carries no class names; pass class_names")
-    return names
-
-
-def _label(name: str, names: Sequence[str]) -> int:
-    (name,) = spelled_as((name,), names)
-    if name not in names:
-        raise ValueError(f"first_tasks has the class {name!r}, which the dataset does not have")
-    return names.index(name)
-
-
-def _subset(dataset: Any, labels: np.ndarray, classes: np.ndarray, names: tuple[str, ...]) -> ClassSubset:
-    """The images of `classes`, in the dataset's order, labelled by their class's position in `classes`."""
-    positions = np.full(int(max(labels.max(), classes.max())) + 1, -1, dtype=np.int64)
-    positions[classes] = np.arange(len(classes))
-    indices = np.flatnonzero(positions[labels] >= 0)
-    return ClassSubset(dataset, indices, positions[labels[indices]], names, labels[indices])
-
-
-def select_classes(dataset: Any, class_names: Sequence[str]) -> ClassSubset:
+def select_classes(dataset: Any, class_names: Sequence[str]) -> LabelledImages:
     """The images of the named classes of a dataset that carries class names, labelled by their place in `class_names`.
 
     Raises:
         ValueError: the dataset carries no class names, or has no class of such a name.
     """
-    wanted, carried = check_class_names(class_names), dataset_class_names(dataset)
-    if carried is None:
-        raise ValueError("the dataset carries no class names to select by")
-    carried = spelled_as(carried, wanted)
-    absent = sorted(set(wanted) - set(carried))
-    if absent:
-        raise ValueError(f"the dataset has no class {absent[0]!r}")
-    labels = checked_labels(dataset, carried)
-    return _subset(dataset, labels, np.array([carried.index(name) for name in wanted], dtype=np.int64), wanted)
+    return labelled_images(dataset).select(class_names)
 
 
 def class_incremental_tasks(
@@ -117,29 +80,42 @@ def class_incremental_tasks(
         ValueError: a count or label is out of range, the order is no permutation, a dataset is empty, a class has no
             training image, a task has no test image, or the class names are missing, double or contradictory.
     """
-    names = _common_class_names(train, test) if class_names is None else check_class_names(class_names)
+    train, test = labelled_images(train), None if test is None else labelled_images(test)
+    if class_names is None:
+        class_names = train.class_names or (() if test is None else test.class_names)
+        if test is not None and test.class_names not in ((), class_names):
+            differing = sorted(set(class_names) ^ set(test.class_names))
+            detail = f"{differing[0]!r} is in one only" if differing else "they stand in another order"
+            raise ValueError(f"train and test disagree on the class names: {detail}")
+    train = named_images(train, class_names or None, title="train")
+    names = train.class_names
+    test = None if test is None else named_images(test, names, title="test")
     increment = _check_count("increment", increment, len(names))
     first = increment
     if initial_increment is not None:
         first = _check_count("initial_increment", initial_increment, len(names))
     order = resolve_order(class_order, seed, names)
-    begun = [np.array([_label(name, names) for name in task], dtype=np.int64) for task in first_tasks]
+    begun = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
     if begun:
         order, first = order[~np.isin(order, np.concatenate(begun))], increment
-    train_labels = checked_labels(train, names, "train")
-    test_labels = None if test is None else checked_labels(test, names, "test")
-    for label, count in enumerate(np.bincount(train_labels, minlength=len(names))):
+    for label, count in enumerate(np.bincount(train.labels, minlength=len(names))):
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
     tasks: list[Task] = []
     rest = np.split(order, range(first, len(order), increment)) if len(order) else []
     for classes in [*begun, *rest]:
         task_names = tuple(names[label] for label in classes)
-        held_out = None if test_labels is None else _subset(test, test_labels, classes, task_names)
+        held_out = None if test is None else test.select(task_names)
         if held_out is not None and not len(held_out):
             raise ValueError(
                 f"task {len(tasks) + 1} has no test image for any of its classes {list(task_names)}: add some, or "
                 "test on none of the tasks"
             )
-        tasks.append(Task(_subset(train, train_labels, classes, task_names), held_out, task_names))
+        tasks.append(Task(train.select(task_names), held_out, task_names))
     return tasks
+
+
+def _check_count(name: str, value: Any, num_classes: int) -> int:
+    if is_int(value) and not 1 <= value <= num_classes:
+        raise ValueError(f"{name} is {value}; it must lie in 1..{num_classes}, the number of classes")
+    return check_int(name, value, 1)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from dulbe_peft.data.names import spelled_as
+from dulbe_peft.data.names import normalized
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies import Memory
@@ -70,7 +70,7 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     Raises:
         ValueError: the class has not been learned, or it is the only one.
     """
-    (name,) = spelled_as((name,), state.class_names)
+    name = normalized(name)
     if name not in state.class_names:
         hint = closest(name, state.class_names)
         raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten{hint:.300}")

@@ -137,12 +137,19 @@ def raise_in_all() -> Iterator[None]:
 
 def check_same_in_all(value: object, what: str) -> None:
     """Raise a `ValueError` in all processes where they were not given the same."""
+    values = gather_objects(value)
+    if any(other != values[0] for other in values):
+        raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every process's value, in the order of their numbers; the values are pickled."""
     size = world()[1]
-    if size > 1:
-        values: list[Any] = [None] * size
-        distributed.all_gather_object(values, value, group=_cpu_group())
-        if any(other != values[0] for other in values):
-            raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    distributed.all_gather_object(values, value, group=_cpu_group())
+    return values
 
 
 def leave() -> None:

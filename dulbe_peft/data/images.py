@@ -1,0 +1,305 @@
+"""Images with a label for each: read once from whatever a user has, and only sliced from then on.
+
+A user's data set is anything with `len(dataset)` and `dataset[i]` giving a {"image", "label"} mapping or an
+(image, label) pair. Where the labels can be had alone (`.labels`, `.targets`, a "label" column), no image is decoded
+for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from PIL import Image
+
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image, to_rgb
+from dulbe_peft.data.names import check_class_names
+
+_LARGEST = int(np.iinfo(np.int64).max)
+
+
+class LabelledImages:
+    """Images, a label for each, and the names of the classes; a slice reads from the same source.
+
+    It is a data set like others: `len`, and items {"image", "label"}, with images upright and in RGB.
+
+    Args:
+        source: `source[i]` is a {"image", "label"} mapping or an (image, label) pair. A path, and what the library
+            `datasets` stores of an image, are decoded here.
+        labels: (n,), int64, what the source's items say; they index `class_names`.
+        class_names: empty where nobody has named the classes.
+        name: what messages call the source; else its own `item_name(i)` names an image.
+        stored: whether all images are files, whose headers can be looked at without decoding them.
+
+    Attributes:
+        indices: (n,), int64, where the images stand in `source`.
+    """
+
+    # Paths of what a folder holds and is no part of the data, with the reasons; the name of the split.
+    left_out: Sequence[tuple[str, str]] = ()
+    split: str | None = None
+
+    def __init__(
+        self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), name: str = "", stored: bool = False
+    ) -> None:
+        self.source = source
+        self.labels = self._own_labels = labels
+        self.class_names = tuple(class_names)
+        self.stored = stored
+        self._name = name
+        self.indices = np.arange(len(labels))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} images")
+        index = int(index) % len(self)
+        try:
+            image = self.image(index)
+        except UnreadableImageError as error:
+            name = self.item_name(index)
+            raise UnreadableImageError(f"image {index} ({name}) cannot be read: {error}") from error
+        return {"image": image, "label": int(self.labels[index])}
+
+    def image(self, index: int) -> Any:
+        """An image, upright and in RGB where it is a file or a PIL image; errors do not say which image it is."""
+        position = int(self.indices[index])
+        image, label = self._item(position)
+        if label != self._own_labels[position]:  # a transform of labels, say, would put it into another class
+            raise ValueError(
+                f"its own label is {label}, but the dataset's list of labels says {self._own_labels[position]}; "
+                "make both the same"
+            )
+        file = _file_of(image)
+        if file is not None:
+            return decode_image(file)
+        return to_rgb(image) if isinstance(image, Image.Image) else image
+
+    def file(self, index: int) -> Path | IO[bytes] | None:
+        """What Pillow opens of an image that is stored in a file; None of any other."""
+        return _file_of(self._item(int(self.indices[index]))[0]) if self.stored else None
+
+    def item_name(self, index: int) -> str:
+        """Name of an image for messages: its path where the source knows it."""
+        position = int(self.indices[index])
+        if self._name:
+            return f"{self._name}[{position}]"
+        named = getattr(self.source, "item_name", None)
+        return f"item {position}" if named is None else str(named(position))
+
+    def relative_name(self, index: int) -> str:
+        """What an image is called wherever the data lies: its position where the source knows no better."""
+        position = int(self.indices[index])
+        named = getattr(self.source, "content_id", None)
+        return f"#{position}" if named is None else str(named(position))
+
+    def content_id(self, index: int) -> str:
+        """What tells this image from others without reading it."""
+        return self.relative_name(index)
+
+    def at(
+        self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None
+    ) -> LabelledImages:
+        """The images at some indices, with the same labels and names or with others."""
+        part = copy.copy(self)
+        part.indices = self.indices[indices]
+        part.labels = self.labels[indices] if labels is None else labels
+        part.class_names = self.class_names if class_names is None else tuple(class_names)
+        return part
+
+    def select(self, class_names: Sequence[str]) -> LabelledImages:
+        """The images of some classes, in their order, labelled by their class's place in `class_names`."""
+        wanted, old = check_class_names(class_names), {name: label for label, name in enumerate(self.class_names)}
+        absent = sorted(set(wanted) - set(old))
+        if absent:
+            raise ValueError(f"the dataset has no class {absent[0]!r}")
+        places = np.full(len(old), -1, dtype=np.int64)
+        places[[old[name] for name in wanted]] = np.arange(len(wanted))
+        chosen = np.flatnonzero(places[self.labels] >= 0)
+        return self.at(chosen, places[self.labels[chosen]], wanted)
+
+    def _item(self, position: int) -> tuple[Any, int]:
+        return _image_and_label(self.source, position)
+
+
+def labelled_images(dataset: Any) -> LabelledImages:
+    """What a user gives as a data set, with its labels and, where it carries them, class names.
+
+    Raises:
+        TypeError: `dataset` has no length or no items, is a mapping of splits, or a label is not an int.
+        ValueError: there is not one label per image, or a label is negative.
+    """
+    if isinstance(dataset, LabelledImages) and type(dataset).__getitem__ is LabelledImages.__getitem__:
+        return dataset
+    if isinstance(dataset, Mapping):
+        raise TypeError(f"dataset is a mapping with the keys {sorted(map(str, dataset))}; pass one of its splits")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"dataset is a {type(dataset).__name__}; it must have __len__ and __getitem__")
+    inner = None
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        inner = labelled_images(dataset.dataset).at(np.asarray(dataset.indices, dtype=np.int64))
+        from torch.utils.data import Subset
+
+        if type(dataset) is Subset:
+            return inner
+    labels = _labels_of(dataset, inner)
+    if len(labels) != len(dataset):
+        raise ValueError(f"dataset has {len(labels)} labels but {len(dataset)} images")
+    if len(labels) and labels.min() < 0:
+        index = int(labels.argmin())
+        raise ValueError(f"the label of sample {index} is {labels[index]}; labels must not be negative")
+    names = _carried_names(dataset) or (() if inner is None else inner.class_names)
+    rows = undecoded(dataset)
+    return LabelledImages(dataset if rows is None else rows, labels, names, stored=rows is not None)
+
+
+def named_images(
+    dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
+) -> LabelledImages:
+    """What a user gives as a data set that is not empty and whose classes have names.
+
+    Args:
+        dataset: any data set.
+        class_names: what the labels index; None: the names that the data set carries.
+        default: what the labels index where neither is there.
+        title: what messages call the data set.
+
+    Raises:
+        TypeError: as `labelled_images`.
+        ValueError: as `labelled_images`; the data set is empty; nobody names the classes; the given names contradict
+            those that the data set carries; or a label is out of range.
+    """
+    images = labelled_images(dataset)
+    labels, carried = images.labels, images.class_names
+    names = check_class_names(class_names) if class_names is not None else carried or tuple(default)
+    if not names:
+        raise ValueError("the dataset carries no class names; pass class_names")
+    if not len(labels):
+        raise ValueError(f"{title} is empty; at least one image is needed")
+    if labels.max() >= len(names):
+        index = int(labels.argmax())
+        raise ValueError(
+            f"the label of {title} sample {index} is {labels[index]}; there are {len(names)} classes, so labels must "
+            f"lie in 0..{len(names) - 1}"
+        )
+    if names == carried:
+        return images
+    for label in np.unique(labels) if carried else ():
+        meant = carried[label] if label < len(carried) else None
+        if meant != names[label]:
+            raise ValueError(
+                f"label {label} is {names[label]!r} in class_names, but {meant!r} in the dataset's own names: leave "
+                "class_names out, or give the names in the dataset's order"
+            )
+    return images.at(slice(None), class_names=names)
+
+
+def undecoded(dataset: Any) -> Any:
+    """A dataset of the library `datasets` with the column "image" as stored; None where it has no such column.
+
+    Its own decoder would try every format that Pillow knows, and PostScript starts another program. A dataset with a
+    transform or format of its own gives what that makes of the images, and is left alone.
+    """
+    features = getattr(dataset, "features", None)
+    feature = features.get("image") if isinstance(features, Mapping) else None
+    if feature is None or type(feature).__name__ != "Image" or not hasattr(dataset, "cast_column"):
+        return None
+    if getattr(dataset, "format", {}).get("type") is not None:
+        return None
+    return dataset.cast_column("image", type(feature)(decode=False))
+
+
+def _file_of(image: Any) -> Path | IO[bytes] | None:
+    """What Pillow opens: a path, a file, or what `datasets` stores of an image; None where it is an image already."""
+    if isinstance(image, Path):
+        return image
+    if isinstance(image, io.IOBase):
+        return cast(IO[bytes], image)
+    if not isinstance(image, Mapping) or not {"bytes", "path"} <= set(image):
+        return None
+    if image["bytes"] is not None:
+        return io.BytesIO(image["bytes"])
+    if image["path"] and "://" not in image["path"]:
+        return Path(image["path"])
+    raise UnreadableImageError(f"it has no bytes and no file on this machine: {image}")
+
+
+def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
+    """Image and label of an item of a user's data set."""
+    try:
+        sample = dataset[index]
+    except (IndexError, KeyError) as error:
+        raise ValueError(f"dataset has length {len(dataset)} but no sample {index}: {error!r}") from error
+    if isinstance(sample, Mapping):
+        if "image" not in sample or "label" not in sample:
+            raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
+        image, label = sample["image"], sample["label"]
+    elif isinstance(sample, (tuple, list)) and len(sample) == 2:
+        image, label = sample
+    else:
+        raise TypeError(
+            f"sample {index} is a {type(sample).__name__}; "
+            'it must be a {"image", "label"} mapping or an (image, label) pair'
+        )
+    value = np.asarray(label)
+    if value.ndim or value.dtype.kind not in "iu":
+        raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
+    if value > _LARGEST:
+        raise ValueError(f"the label of sample {index} is {label!r}; labels must be at most {_LARGEST}")
+    return image, int(value)
+
+
+def _labels_of(dataset: Any, inner: LabelledImages | None) -> np.ndarray:
+    """Labels of a user's data set, (n,), int64, without decoding an image wherever that is possible."""
+    columns = getattr(dataset, "column_names", None)
+    for attribute in ("labels", "targets"):
+        if getattr(dataset, attribute, None) is not None:
+            return _label_array(getattr(dataset, attribute), f"dataset.{attribute}")
+    if isinstance(columns, list):
+        if "label" not in columns:
+            raise ValueError(f"dataset has the columns {columns}; name the one with the labels 'label'")
+        return _label_array(dataset.with_format(None)["label"][:], "dataset['label']")
+    if inner is not None:
+        return inner.labels
+    labels = np.zeros(len(dataset), dtype=np.int64)
+    for index in range(len(dataset)):
+        try:
+            labels[index] = _image_and_label(dataset, index)[1]
+        except OSError as error:
+            raise ValueError(f"image {index} (item {index}) cannot be preprocessed: {error}") from error
+    return labels
+
+
+def _label_array(values: Any, source: str) -> np.ndarray:
+    """Labels as int64, refusing the bools and floats that a cast would let through."""
+    for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise TypeError(f"{source} must hold one int for each image: {error}") from error
+    if array.ndim != 1:
+        raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{source} must hold ints, got values of type {array.dtype}, the first is {values[0]!r}")
+    if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
+        raise ValueError(f"{source} holds {array.max()}; labels must be at most {_LARGEST}")
+    return array.astype(np.int64)
+
+
+def _carried_names(dataset: Any) -> tuple[str, ...]:
+    """Class names that a user's data set carries: `.class_names`, `.classes`, or those of its "label" column."""
+    for attribute in ("class_names", "classes"):
+        names = getattr(dataset, attribute, None)
+        if names is not None:
+            return check_class_names(names)
+    features = getattr(dataset, "features", None)
+    names = getattr(features.get("label"), "names", None) if isinstance(features, Mapping) else None
+    return () if names is None else check_class_names(names)
