@@ -6,7 +6,7 @@ Reference: Appendix "Complete Procedure", Algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,6 @@ from torch import nn
 
 from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.encoders.encoder import Batch, Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
@@ -39,8 +38,7 @@ class TaskRecord:
     Attributes:
         images: class -> number of its training images.
         loss: mean loss of each epoch.
-        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where the strategy measures
-            none.
+        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where nothing is measured.
         residual_capture: the same of `ModeBases.residual_capture`.
         expected_depth: mean over the task's classes of the bridge ensemble's expected depth; None without one.
     """
@@ -53,16 +51,10 @@ class TaskRecord:
 
 
 class TaskTrainer:
-    """Learns one task with a strategy.
+    """Learns one task with a strategy, from the learner's state before it.
 
-    Args:
-        state: the learner before the task.
-        encoder: the model's towers.
-        logit_scale: tau.
-        log: called with the figures of every epoch and the number of its steps.
-
-    Attributes:
-        record: what the task shows; complete when `learn` returns, but for what the classifiers add.
+    `log` is called with the loss of every epoch and the number of its steps. `record` holds what the task showed. It
+    is complete when `learn` returns, but for what the classifiers add.
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
@@ -81,15 +73,10 @@ class TaskTrainer:
     def learn(
         self, images: PixelDataset, names: Sequence[str]
     ) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
-        """Train, fold and close.
+        """Train on labelled images of the classes `names`, fold and close.
 
-        Args:
-            images: the task's images with labels.
-            names: the task's classes.
-
-        Returns:
-            The images' features by the model before the task, (n, d), or None where nobody needs them; their features
-            by the finished model, (n, d); and what the strategy keeps.
+        Returns the images' features by the model before the task, (n, d), or None where nobody needs them; their
+        features by the finished model, (n, d); and what the strategy keeps.
         """
         counts = np.bincount(images.labels, minlength=len(names)).tolist()
         self.record = TaskRecord(dict(zip(names, counts, strict=True)))
@@ -115,40 +102,35 @@ class TaskTrainer:
         self, adapter: DualModeLoraModel, images: PixelDataset, names: Sequence[str]
     ) -> tuple[NewTask, torch.Tensor | None]:
         """Measure the new task and install its bases; returns it with the teacher's features, (n, d), or None."""
-        drifts = self.args.drift != "none" and self.index > 0
         task = NewTask(self.index, adapter, self.args, self.memory)
-        teacher = self._measure(task, images, names, drifts)
+        teacher = self._measure(task, images, names)
+
+        def plan() -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
+            modes = self.strategy.plan(task)
+            if modes is not None:  # on the CPU, as they travel between processes
+                modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
+            return modes, _moved(task.notes, "cpu")
+
         with self.encoder.profile.phase("allocate"):
-            modes, task.notes = on_main_process(lambda: self._plan(task))
-            for name, note in task.notes.items():
-                task.notes[name] = note.to(self.encoder.device) if isinstance(note, torch.Tensor) else note
+            modes, notes = on_main_process(plan)
+            task.notes = _moved(notes, self.encoder.device)
             if modes is not None:
                 adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
-                self._record_capture(list(modes.values()))
+                # Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured.
+                if any(m.shared_capture or m.residual_capture for m in modes.values()):
+                    self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
+                    self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
         return task, teacher
-
-    def _plan(self, task: NewTask) -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
-        """The task's bases and the strategy's notes, with tensors on the CPU, as they travel between processes."""
-        modes = self.strategy.plan(task)
-        notes = {name: n.cpu() if isinstance(n, torch.Tensor) else n for name, n in task.notes.items()}
-        if modes is None:
-            return None, notes
-        return {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}, notes
-
-    def _record_capture(self, modes: list[ModeBases]) -> None:
-        """Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured."""
-        if any(layer.shared_capture or layer.residual_capture for layer in modes):
-            self.record.shared_capture = sum(layer.shared_capture for layer in modes) / len(modes)
-            self.record.residual_capture = sum(layer.residual_capture for layer in modes) / len(modes)
 
     def _title(self, phase: str) -> str:
         return f"task {self.index + 1} {phase}"
 
     # ------------------------------------------------------------------ passes without a step
 
-    def _measure(self, task: NewTask, images: PixelDataset, names: Sequence[str], drifts: bool) -> torch.Tensor | None:
+    def _measure(self, task: NewTask, images: PixelDataset, names: Sequence[str]) -> torch.Tensor | None:
         """Fill in the task's gradients and inputs; returns the teacher's features, (n, d), where they are needed."""
         needs, altered = self.strategy.needs, self.strategy.measuring(task)
+        drifts = self.args.drift != "none" and self.index > 0
         teacher = None
         with self.encoder.profile.phase("probe"):
             with altered or nullcontext():
@@ -195,7 +177,12 @@ class TaskTrainer:
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
             epoch, epochs = 0, self.strategy.epochs(task)
-            schedule = _Schedule(optimizer, args, epochs, math.ceil(len(images) / args.batch_size))
+            per_step, steps = args.lr_schedule == "step", math.ceil(len(images) / args.batch_size)
+            schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(  # to 0 by step, or to a floor of 1 % by epoch
+                optimizer,
+                T_max=epochs * steps if per_step else epochs,
+                eta_min=0.0 if per_step else 0.01 * args.learning_rate,
+            )
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)
             wrong_logit = partial(self._wrong_logit, images, names)
@@ -214,9 +201,11 @@ class TaskTrainer:
                     with torch.no_grad():
                         self.strategy.after_step(task)
                     optimizer.zero_grad(set_to_none=True)
-                    schedule.after_step()
+                    if per_step:
+                        schedule.step()
                     losses.append(step.task_loss.detach())
-                schedule.after_epoch()
+                if not per_step:
+                    schedule.step()
                 self._log_epoch(torch.stack(losses), epoch)
                 epoch += 1
 
@@ -240,10 +229,7 @@ class TaskTrainer:
         return Step(task_loss, features, labels, text, old_text, encode, teacher_features, self.logit_scale)
 
     def _old_text(self) -> torch.Tensor | None:
-        """The old classes' text embeddings by the model as it is when this task begins, E_<t.
-
-        A classifier may hold others: a loaded one those of other prompts or of when each class came.
-        """
+        """The old classes' text embeddings by the model as it is when this task begins, E_<t."""
         if not self.seen or TEACHER not in self.strategy.needs:
             return None
         with torch.no_grad():
@@ -273,18 +259,7 @@ class TaskTrainer:
 def features_and_inputs(
     adapter: DualModeLoraModel | None, encoder: Encoder, images: PixelDataset, title: str, collect: bool
 ) -> tuple[torch.Tensor, OccupationStatistics]:
-    """Features of all images by the model as it is, and on the way, where asked for, what its layers read.
-
-    Args:
-        adapter: the tuner, where the model has one.
-        encoder: the model's towers.
-        images: the images.
-        title: of the progress bar.
-        collect: sum X'X of every adapted layer's inputs; needs an adapter.
-
-    Returns:
-        (n, d), and the sums, which are empty without `collect`.
-    """
+    """Features of all images, (n, d), and with `collect` X'X of every adapted layer's inputs, else no inputs."""
     features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
     inputs = OccupationStatistics()
     resting = nullcontext() if adapter is None else adapter.without_idle_modes()
@@ -313,21 +288,5 @@ def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=generator).tolist()
 
 
-class _Schedule:
-    """Cosine to 0 at every step, or at every epoch to a floor of 1 %."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, args: LearnerArguments, epochs: int, steps: int) -> None:
-        self.per_step = args.lr_schedule == "step"
-        self.cosine: Any = torch.optim.lr_scheduler.CosineAnnealingLR(
-            optimizer,
-            T_max=epochs * steps if self.per_step else epochs,
-            eta_min=0.0 if self.per_step else 0.01 * args.learning_rate,
-        )
-
-    def after_step(self) -> None:
-        if self.per_step:
-            self.cosine.step()
-
-    def after_epoch(self) -> None:
-        if not self.per_step:
-            self.cosine.step()
+def _moved(notes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {name: note.to(device) if isinstance(note, torch.Tensor) else note for name, note in notes.items()}
