@@ -202,7 +202,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "state, facts, message",
     [
-        (lambda: changed(visual__conv1__weight=None), {}, "no tensor 'visual.conv1.weight'"),
+        (lambda: changed(visual__conv1__weight=None), {}, "'visual.conv1.weight' must be a tensor of 4 dimensions"),
         (lambda: changed(visual__ln_pre__bias=None), {}, "(?s)Missing key.*vision_model.pre_layrnorm.bias"),
         (
             lambda: changed(transformer__resblocks__0__attn__in_proj_bias=None),

@@ -255,7 +255,6 @@ def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
 
 def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
     """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
-    _check_text(model)
     record = encoder_of(model)
     # A class has one text, so it has one embedding at every step: the text tower drops nothing.
     still = evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext()

@@ -21,7 +21,6 @@ import torch
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.pixels import with_image_resize
-from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import read_tensors
 
@@ -86,9 +85,9 @@ def convert_open_clip(
     state = _weights(_read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint)
     config = _config(state, activation, vision_heads, text_heads)
     renamed: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        renamed |= _renamed(name, tensor)
     try:
+        for name, tensor in state.items():
+            renamed |= _renamed(name, tensor)
         with torch.device("meta"):  # no memory is taken before all shapes are known to fit
             CLIPModel(config).load_state_dict(renamed, assign=True)
     except RuntimeError as error:
@@ -121,10 +120,8 @@ def save_open_clip(
     reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
     vocabulary, end = model.config.text_config.vocab_size, model.config.text_config.eos_token_id
     if len(reader) != vocabulary or reader.eos_token_id != end:
-        raise ValueError(
-            f"the tokenizer {str(tokenizer)!r} has {len(reader)} tokens and the end token {reader.eos_token_id}, the "
-            f"model has {vocabulary} and {end}: it is the tokenizer of another model"
-        )
+        found = f"has {len(reader)} tokens and the end token {reader.eos_token_id}, the model {vocabulary} and {end}"
+        raise ValueError(f"the tokenizer {str(tokenizer)!r} {found}: it is the tokenizer of another model")
     processor = with_image_resize(CLIPProcessor(CLIPImageProcessorPil(), reader), model, resize)
 
     def write(temporary: Path) -> None:
@@ -147,11 +144,8 @@ def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"checkpoint {str(path)!r} could not be read as tensors alone: {reason}. Give a state dict, best as a "
-            ".safetensors file"
-        ) from error
+        reason = f"could not be read as tensors alone: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"checkpoint {str(path)!r} {reason}. Give a state dict, best in .safetensors") from error
     # open_clip's training writes its state dict beside the epoch and the optimiser's.
     state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(state, dict):
@@ -181,61 +175,55 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
     _, features = _shape(state, "visual.proj", 2)
     side = round((positions - 1) ** 0.5)
     if side**2 != positions - 1:
-        raise ValueError(
-            f"tensor 'visual.positional_embedding' has {positions} rows, expected a square number of patches and one "
-            "class token"
-        )
-    inner, _ = _shape(state, "visual.transformer.resblocks.0.mlp.c_fc.weight", 2)
-    text_inner, _ = _shape(state, "transformer.resblocks.0.mlp.c_fc.weight", 2)
+        expected = "a square number of patches and one class token"
+        raise ValueError(f"tensor 'visual.positional_embedding' has {positions} rows, expected {expected}")
+    shared = {"hidden_act": activation, "projection_dim": features}
     return CLIPConfig(
         text_config={
+            **shared,
+            **_tower(state, "transformer", text_width, "text_heads", text or max(1, text_width // HEAD_WIDTH)),
             "vocab_size": vocabulary,
-            "hidden_size": text_width,
-            "intermediate_size": text_inner,
-            "num_hidden_layers": _layers(state, "transformer"),
-            "num_attention_heads": _heads("text_heads", text, text_width, HEAD_WIDTH),
             "max_position_embeddings": context,
-            "hidden_act": activation,
             "bos_token_id": vocabulary - 2,
             "eos_token_id": vocabulary - 1,
             "pad_token_id": vocabulary - 1,
-            "projection_dim": features,
         },
         vision_config={
-            "hidden_size": width,
-            "intermediate_size": inner,
-            "num_hidden_layers": _layers(state, "visual.transformer"),
-            "num_attention_heads": _heads("vision_heads", vision, width, VISION_HEAD_WIDTHS.get(width, HEAD_WIDTH)),
+            **shared,
+            **_tower(
+                state,
+                "visual.transformer",
+                width,
+                "vision_heads",
+                vision or max(1, width // VISION_HEAD_WIDTHS.get(width, HEAD_WIDTH)),
+            ),
             "num_channels": channels,
             "image_size": side * patch,
             "patch_size": patch,
-            "hidden_act": activation,
-            "projection_dim": features,
         },
         projection_dim=features,
     )
 
 
 def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tuple[int, ...]:
-    if name not in state:
-        raise ValueError(f"the checkpoint has no tensor {name!r}: it is not the state dict of an open_clip ViT")
-    if state[name].ndim != dimensions:
-        found = tuple(state[name].shape)
-        raise ValueError(f"tensor {name!r} must have {dimensions} dimensions, its shape is {found}")
-    return tuple(state[name].shape)
+    shape = tuple(state[name].shape) if name in state else None
+    if shape is None or len(shape) != dimensions:
+        raise ValueError(f"{name!r} must be a tensor of {dimensions} dimensions in an open_clip ViT, found {shape}")
+    return shape
 
 
-def _layers(state: Mapping[str, torch.Tensor], tower: str) -> int:
-    """How many blocks a tower has. Counting them, where the highest number could be a huge one, bounds the work."""
-    matches = (_IN_BLOCK.fullmatch(name) for name in state)
-    return len({match[2] for match in matches if match and match[1] == tower})
-
-
-def _heads(name: str, given: int | None, width: int, head_width: int) -> int:
-    heads = max(1, width // head_width) if given is None else check_int(name, given, 1)
-    if width % heads:
-        raise ValueError(f"{name} is {heads}, which does not divide the tower's width of {width}: give {name}")
-    return heads
+def _tower(state: Mapping[str, torch.Tensor], name: str, width: int, argument: str, heads: int) -> dict[str, int]:
+    """The sizes of a tower. Its blocks are counted: the highest number among their names may be a huge one."""
+    if heads < 1 or width % heads:
+        raise ValueError(f"{argument} is {heads}, which does not divide the tower's width of {width}")
+    inner, _ = _shape(state, f"{name}.resblocks.0.mlp.c_fc.weight", 2)
+    matches = (_IN_BLOCK.fullmatch(key) for key in state)
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": len({match[2] for match in matches if match and match[1] == name}),
+        "num_attention_heads": heads,
+    }
 
 
 # ---------------------------------------------------------------------- renaming
@@ -250,9 +238,7 @@ def _renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         layer = f"{_TOWERS[match[1]]}.layers.{match[2]}"
         packed = re.fullmatch(r"attn\.in_proj_(weight|bias)", match[3])
         if packed:
-            if len(tensor) % 3:
-                raise ValueError(f"tensor {name!r} holds q, k and v, but has {len(tensor)} rows, no multiple of 3")
-            parts = zip("qkv", tensor.chunk(3), strict=True)
+            parts = zip("qkv", tensor.chunk(3))
             return {f"{layer}.self_attn.{part}_proj.{packed[1]}": rows for part, rows in parts}
         module, _, kind = match[3].rpartition(".")
         if module in _BLOCK and kind in ("weight", "bias"):

@@ -120,7 +120,8 @@ class Strategy:
         trains_bases: whether P is trained beside B, as LoRA does.
         folds: whether the update joins the frozen history when the task ends. If not, it is trained on.
         remembers_inputs: whether `remember` needs X'X of the task's images by the finished model.
-        remembers_more: whether `remember_more` needs X'X of the further images by the model as it is.
+        remembers_more: whether `remember` is called for further images of known classes, too. Its memory is then a
+            sum over images. Nothing is trained on them, and `inputs` are those of the model as it is.
         orthonormal: whether the planned bases have orthonormal columns.
         classifiers: the classifiers of a learner whose user names none.
         target_modules: the layers to adapt where the user names none; None: the adapter's default.
@@ -197,17 +198,6 @@ class Strategy:
         Args:
             task: the finished task.
             inputs: X'X of its images by the finished model, where `remembers_inputs`; else empty.
-        """
-        return task.memory
-
-    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
-        """What to keep after further images of known classes have come; nothing is trained on them.
-
-        Here the memory stays as it is. A strategy whose memory is a sum over images adds the new ones' part to it.
-
-        Args:
-            task: the memory and settings as they are; it has no gradients and no inputs.
-            inputs: X'X of the further images by the model as it is, where `remembers_more`; else empty.
         """
         return task.memory
 

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from dulbe_peft.utils.precision import without_autocast
 
-EPS32 = torch.finfo(torch.float32).eps
-
 
 def cross_modal_loss(
     image_embeds: torch.Tensor, text_embeds: torch.Tensor, labels: torch.Tensor, logit_scale: float | torch.Tensor

@@ -44,9 +44,6 @@ class OccupationStrategy(Strategy):
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         return with_inputs(task, inputs)
 
-    def remember_more(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        return with_inputs(task, inputs)
-
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         if not memory:
             return

@@ -56,7 +56,8 @@ def with_more_images(
         classifier.update_classes(features, labels)
     memory: Memory | None = state.memory
     if collect and adapter is not None:
-        memory = strategy.remember_more(NewTask(len(state.tasks), adapter, state.args, state.memory), inputs)
+        task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
+        memory = strategy.remember(task, inputs)
     updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
     return replace(state, classifiers=classifiers, memory=memory, updates=updates)
 
