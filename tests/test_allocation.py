@@ -1,12 +1,9 @@
-import dataclasses
-
 import pytest
 import reference
 import torch
 
 import dulbe_peft.subspaces.allocation
 from dulbe_peft.subspaces.allocation import allocate_modes
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
@@ -65,19 +62,6 @@ def test_the_first_task_has_no_statistics(probe, empty):
         assert modes[name].support_rank == 0
 
 
-def test_defaults_are_the_papers(probe):
-    modes = allocate_modes(probe, {name: torch.eye(gradient.shape[1]) for name, gradient in probe.items()})
-    assert modes["fc2"].shared.shape == (20, 1) and modes["fc2"].residual.shape == (20, 8)
-    assert modes["fc2"].support_rank == 12 and modes["k"].support_rank == 4
-
-
-def test_a_plain_mapping_serves_as_well(probe, stats):
-    plain = {name: matrix.double() for name, matrix in stats.items()}
-    for a, b in zip(allocate_modes(probe, stats).values(), allocate_modes(probe, plain).values(), strict=True):
-        assert_same_span(a.shared, b.shared)
-        assert_same_span(a.residual, b.residual)
-
-
 def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, stats):
     partial = {"fc2": stats["fc2"], "elsewhere": torch.eye(3)}
     modes, first, later = (allocate_modes(probe, s, 1, 3, 5) for s in (partial, None, stats))
@@ -127,12 +111,6 @@ def test_allocation_is_pure(probe, stats):
     assert all(torch.equal(probe[name], before[name]) and torch.equal(stats[name], matrices[name]) for name in probe)
     assert all(torch.equal(first[name].residual, second[name].residual) for name in probe)
     assert not first["k"].shared.requires_grad and probe["k"].grad is None
-
-
-def test_mode_bases_are_frozen():
-    bases = ModeBases(torch.zeros(3, 1), torch.zeros(3, 2))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        bases.shared = torch.ones(3, 1)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ def test_merging_in_every_precision(case, dtype, autocast_adapter_dtype):
     wanted = torch.float32 if autocast_adapter_dtype else {dtype, torch.float32}
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     assert dtypes == {wanted} if autocast_adapter_dtype else dtypes <= wanted
+    frozen = [buffer.dtype for name, buffer in model.named_buffers() if "dulbe_" in name]
+    assert frozen and set(frozen) == {torch.float32}  # bases and history, whatever the base model's precision
     with torch.no_grad():
         expected, tolerance = case(model), 1e-5 if dtype is torch.float32 else 0.1
         assert torch.isfinite(expected).all()

@@ -222,13 +222,6 @@ def test_first_task_completes_a_rank_deficient_gradient(rank):
     assert energy(gradient, torch.cat(bases, dim=1)) == pytest.approx(total, rel=1e-5, abs=1e-12)
 
 
-def test_all_dimensions_can_be_used():
-    occupied = historical_support(statistic(6), 128, 4)
-    assert occupied.shape == (6, 2)
-    assert_orthonormal(*allocate_layer(randn(3, 6), occupied, 2, 4))
-    assert_orthonormal(*allocate_layer(torch.zeros(3, 6), None, 2, 4))
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30, -1.0])
 def test_bases_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale):
     gradient, occupied = randn(9, 12), historical_support(statistic(12), 4, 3)
@@ -261,14 +254,6 @@ def test_a_complement_is_orthonormal_and_repeatable(seed, width, taken, count):
     assert torch.equal(found, orthonormal_complement(basis, count))
     with pytest.raises(ValueError, match="do not fit"):
         orthonormal_complement(basis, width - taken + 1)
-
-
-def test_half_of_equal_eigenvalues_still_span_an_eigenspace():
-    matrix = matrix_of(steps((5.0, 4), (2.0, 30), rest=0.5))
-    values, vectors = top_eigenvectors(matrix, COUNT, "S")
-    torch.testing.assert_close(matrix @ vectors, vectors * values, rtol=0, atol=1e-12)
-    torch.testing.assert_close(vectors.T @ vectors, torch.eye(COUNT).double(), rtol=0, atol=1e-12)
-    assert values.tolist() == pytest.approx([5.0] * 4 + [2.0] * 12)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 15, 16, 17])
