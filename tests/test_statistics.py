@@ -73,29 +73,16 @@ def inputs_of(model, data):
 # ---------------------------------------------------------------------- the mapping
 
 
-def test_update_adds_the_second_moment_of_all_tokens():
-    stats = OccupationStatistics()
-    first, second = randn(2, 3, 4), randn(5, 4, seed=1)
-    stats.update("a", first)
-    stats.update("a", second.half())
-    expected = reference.occupation(first) + reference.occupation(second.half())
-    torch.testing.assert_close(stats["a"].double(), expected, rtol=1e-5, atol=1e-5)
-    assert stats["a"].dtype == torch.float32
-    assert list(stats) == ["a"] and len(stats) == 1 and "b" not in stats
-    with pytest.raises(KeyError):
-        stats["b"]
-    assert "1 layers, 1 matrices" in repr(stats)
-
-
 def test_layers_updated_together_share_one_matrix():
     stats = OccupationStatistics()
     stats.update(("k", "v"), randn(7, 4))
-    stats.update(["v", "k"], randn(7, 4, seed=1))
+    stats.update(["v", "k"], randn(7, 4, seed=1).half())
     stats.update("fc1", randn(7, 4, seed=2))
     assert stats["k"] is stats["v"] and stats["k"] is not stats["fc1"]
-    assert stats.groups == (("k", "v"), ("fc1",))
+    assert stats.groups == (("k", "v"), ("fc1",)) and list(stats) == ["k", "v", "fc1"] and "b" not in stats
+    assert stats["k"].dtype == torch.float32 and "3 layers, 2 matrices" in repr(stats)
     assert stats.nbytes == 2 * 4 * 4 * 4
-    expected = reference.occupation(randn(7, 4)) + reference.occupation(randn(7, 4, seed=1))
+    expected = reference.occupation(randn(7, 4)) + reference.occupation(randn(7, 4, seed=1).half())
     torch.testing.assert_close(stats["v"].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -184,8 +171,18 @@ def test_merge_refuses_other_sharing_and_changes_nothing():
 
 
 def test_collect_equals_what_the_layers_read():
-    model, stats = Tower(), OccupationStatistics()
-    assert collect_statistics(model, iter(batches()), run, into=stats) is stats
+    model, stats, modes = Tower(), OccupationStatistics(), []
+    model.train()
+    model.blocks[1].eval()
+
+    def forward(model, batch):
+        modes.append((model.training, torch.is_grad_enabled()))
+        model(batch)
+
+    assert collect_statistics(model, iter(batches()), forward, into=stats) is stats
+    assert set(modes) == {(False, False)}
+    assert model.training and model.blocks[0].dropout.training and not model.blocks[1].training
+    assert not any(module._forward_pre_hooks for module in model.modules())
     for name, tokens in inputs_of(model, batches()).items():
         torch.testing.assert_close(stats[name].double(), reference.occupation(tokens), rtol=1e-4, atol=1e-4)
     assert list(stats) == list(model.dual_mode_layers()) and len(stats.groups) == 6
@@ -274,21 +271,6 @@ def test_autocast_does_not_reach_the_products():
     exact = collect_statistics(Tower(1), batches(), run, into=OccupationStatistics())
     torch.testing.assert_close(stats["blocks.0.k"], exact["blocks.0.k"], rtol=1e-5, atol=1e-5)
     assert stats["blocks.0.fc2"].dtype == torch.float32
-
-
-def test_the_model_is_left_as_it_was():
-    model, modes = Tower(), []
-    model.train()
-    model.blocks[1].eval()
-
-    def forward(model, batch):
-        modes.append((model.training, torch.is_grad_enabled()))
-        model(batch)
-
-    collect_statistics(model, batches(1), forward, into=OccupationStatistics())
-    assert modes == [(False, False)]
-    assert model.training and model.blocks[0].dropout.training and not model.blocks[1].training
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def failing(model, batch):
