@@ -29,7 +29,7 @@ from dulbe_peft.report import read_changes, read_run, write_figures, write_repor
 from dulbe_peft.report.change_figures import capture_figure, layer_figure, relevance_figure
 from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.report.page import percent
-from dulbe_peft.runs.progress import known_past
+from dulbe_peft.runs.progress import known_tasks
 
 
 def unit(*shape):
@@ -270,7 +270,7 @@ def test_the_depths_and_the_drift_of_a_run(trained):
     tasks = read_features(folder)
     features, truth = (torch.cat(parts) for parts in zip(*tasks[-1].tests.values(), strict=True))
     found = depth_accuracy(learner.head, features, truth)
-    assert found.weighted == pytest.approx(known_past(learner).rows[-1]["classifiers"]["bridge"]["accuracy"])
+    assert found.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
     row = drift_by_task(tasks)[0]
     assert None not in vars(row).values() and row.old < 1 and row.own < 1
 

@@ -65,7 +65,7 @@ def test_class_means_stand_beside_the_classifiers_only_where_none_of_these_is_on
 def test_counts_by_class_add_up():
     found = predicted("lda", rows=slice(3, 7))  # of classes 3, 4, 0, 1
     assert found.images_by_class() == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1}
-    right = found.right_by_class("lda")
+    right = found.right_by_class(found.classifiers["lda"])
     assert right.keys() == found.images_by_class().keys()
     assert sum(right.values()) == int((found.classifiers["lda"] == found.truth).sum())
 

@@ -11,7 +11,7 @@ from small_runs import QUICK, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.metrics.features import TaskFeatures, learn_from_features, read_features
-from dulbe_peft.runs.progress import known_past
+from dulbe_peft.runs.progress import known_tasks
 
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
 
@@ -38,8 +38,10 @@ def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec)
     assert replayed.class_names == taught.class_names
     for name, tensor in taught.tensors().items():
         assert torch.equal(replayed.tensors()[name], tensor), name
-    rows = [row["classifiers"][taught.name] for row in known_past(learner).rows]
-    assert [float(found.right.float().mean()) for found in answers] == pytest.approx([row["accuracy"] for row in rows])
+    scores = [task.row.classifiers[taught.name] for task in known_tasks(learner)]
+    assert [float(found.right.float().mean()) for found in answers] == pytest.approx(
+        [score.accuracy for score in scores]
+    )
     assert answers[-1].task.tolist() == [1] * 6 + [2] * 6
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.runs.progress import read_progress
-from dulbe_peft.runs.results import class_figures, progress_row, stream_results
+from dulbe_peft.runs.progress import FinishedTask, measured_row
+from dulbe_peft.runs.results import stream_results
 
 CLASSES = [["a", "b"], ["c", "d"], ["e"]]
 SETTINGS = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}
@@ -37,17 +35,16 @@ def stream():
     return [[guesses(seen, task, 10 * step + task) for task in range(step + 1)] for step, seen in enumerate((2, 4, 5))]
 
 
-def finished(steps):
-    progress = {
-        "rows": [progress_row(tests) for tests in steps],
-        "records": [{"images": {"a": step}} for step in range(len(steps))],
-        "zero_shot": [0.5, 0.4, 0.3][: len(steps)],
-    }
-    return json.loads(json.dumps(progress))
+def finished(steps, zero_shot=(0.5, 0.4, 0.3)):
+    tasks = zip(CLASSES, steps, zero_shot, strict=False)
+    return [
+        FinishedTask(class_names=names, row=measured_row(tests), zero_shot=value, details={"images": {"a": index}})
+        for index, (names, tests, value) in enumerate(tasks)
+    ]
 
 
-def results_of(progress, classifiers=("bridge", "lda")):
-    return stream_results(progress, SETTINGS, CLASSES[: len(progress["rows"])], classifiers, {})
+def results_of(tasks):
+    return stream_results(tasks, SETTINGS, ("bridge", "lda"), {})
 
 
 def literal_accuracy(tests, name, classifier):
@@ -89,34 +86,17 @@ def test_accuracies_over_tasks_equal_loops_over_the_images():
 
 
 def test_a_stream_without_tests_has_no_accuracies():
-    results = results_of({"rows": [progress_row([])], "records": [None], "zero_shot": [None]})
+    results = results_of([FinishedTask(class_names=["a", "b"], row=measured_row([None]))])
     assert not {"classifiers", "classes", "zero_shot", "text"} & results.keys() and results["tasks"] == [None]
 
 
 def test_tasks_that_were_not_tested_are_no_figures():
     """A learner that had learned before: its first task has no tests."""
     steps = stream()
-    progress = finished(steps) | {"zero_shot": [None, 0.4, 0.3]}
-    progress["rows"][0] = {}
-    figures = results_of(progress)
+    steps[2][0] = None
+    figures = results_of(finished([[None], *steps[1:]], zero_shot=(None, 0.4, 0.3)))
     assert figures["classifiers"]["lda"]["overall"][0] is None and figures["zero_shot"]["average_accuracy"] == 0.35
     lost = figures["classes"]["lda"]["forgetting"]
     now = figures["classes"]["lda"]["accuracy"]
-    assert lost["a"] == pytest.approx(literal_accuracy(steps[1], "a", "lda") - now["a"])
-
-
-def test_rows_of_an_earlier_version_are_left_out_and_not_invented(tmp_path):
-    """Its rows hold no counts by class: what needs all of them is absent, what needs the last one alone is there."""
-    progress = finished(stream())
-    for row in progress["rows"][:2]:
-        del row["images_by_class"]
-        for part in row["classifiers"].values():
-            del part["right_by_class"]
-    del progress["records"]
-    (tmp_path / "progress.json").write_text(json.dumps(progress))
-    old = read_progress(tmp_path, 3)
-    assert old["records"] == [None] * 3
-    figures = class_figures(old["rows"], "lda")
-    assert set(figures) == {"accuracy"} and len(figures["accuracy"]) == 5
-    assert class_figures(old["rows"][:2], "lda") == {}
-    assert "classes" not in results_of(old | {"rows": old["rows"][:2]})
+    assert now.keys() == {"c", "d", "e"} and figures["classifiers"]["lda"]["matrix"][2][0] is None
+    assert lost["c"] == pytest.approx(literal_accuracy(steps[1], "c", "lda") - now["c"])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
 import small_runs
 import torch
 from peft import get_peft_model
-from PIL import Image
 from small_runs import QUICK
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.data.fingerprint import differences
-from dulbe_peft.runs.progress import Past, read_progress, spread
-from dulbe_peft.runs.resume import read_listing
+from dulbe_peft.runs.progress import Row, known_tasks, read_progress
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.utils.folders import json_sha256, read_manifest
+from dulbe_peft.utils.folders import json_sha256
 
 NAMES = ["one", "three", "two", "zero", "five", "four"]
 
@@ -65,20 +64,15 @@ def results_of(output):
 
 
 def test_a_run_goes_on_when_tasks_are_added_as_if_they_had_been_there(base, photos, whole, tmp_path):
-    output = tmp_path / "run"
-    first = make_learner(base).run(tasks_of(photos)[:2], output)
+    output, learner = tmp_path / "run", make_learner(base)
+    learner.run(tasks_of(photos)[:1], output)
+    first = learner.run(tasks_of(photos)[:2], output)
     assert len(first["class_names"]) == 2
     found = make_learner(base).run(tasks_of(photos), output)
     assert found == results_of(whole) and len(found["zero_shot"]["overall"]) == 3
     assert None not in found["zero_shot"]["overall"], "those of the third task are measured when it comes"
     for name in ("manifest.json", "progress.json", "head.safetensors", "data.json"):
         assert (output / "task-003" / name).read_bytes() == (whole / "task-003" / name).read_bytes(), name
-
-
-def test_the_same_learner_object_goes_on_too(base, photos, whole, tmp_path):
-    learner = make_learner(base)
-    learner.run(tasks_of(photos)[:1], tmp_path / "run")
-    assert learner.run(tasks_of(photos), tmp_path / "run") == results_of(whole)
 
 
 @pytest.mark.parametrize("mended", ["train/two/1.png", "train/four/0.png"])
@@ -101,39 +95,6 @@ def test_later_classes_may_be_others(base, photos, tmp_path):
     make_learner(base).run(tasks_of(photos)[:1], tmp_path / "run")
     found = make_learner(base).run(tasks_of(photos, [*NAMES[:2], *NAMES[4:], *NAMES[2:4]]), tmp_path / "run")
     assert found["class_names"] == [["one", "three"], ["five", "four"], ["two", "zero"]]
-
-
-def test_finished_tasks_must_all_be_in_the_stream(base, photos, whole, tmp_path):
-    output = shutil.copytree(whole, tmp_path / "run")
-    with pytest.raises(ValueError, match="a run of at least 3 tasks, the stream has 2"):
-        make_learner(base).run(tasks_of(photos)[:2], output)
-
-
-def test_the_first_of_two_tasks_that_differ_is_named_with_its_files(base, root, whole, tmp_path):
-    output = shutil.copytree(whole, tmp_path / "run")
-    folder = root / "train" / "three"
-    shutil.copy(folder / "0.png", folder / "new.png")
-    (folder / "1.png").unlink()
-    Image.new("RGB", (9, 9)).save(folder / "2.png")
-    (root / "test" / "zero" / "4.png").unlink()
-    words = (
-        r"training images of task 1, which is finished, differ: 1 added \(three/new\.png\), "
-        r"1 removed \(three/1\.png\), 1 changed \(three/2\.png\); put them back"
-    )
-    with pytest.raises(ValueError, match=words):
-        make_learner(base).run(tasks_of(root), output)
-    shutil.rmtree(output / "task-001")  # it had the listing
-    with pytest.raises(ValueError, match="training images of task 1, which is finished, differ; put them back"):
-        make_learner(base).run(tasks_of(root), output)
-
-
-def test_every_task_folder_lists_its_own_images(whole):
-    for number, names in enumerate((("one", "three"), ("two", "zero"), ("five", "four")), 1):
-        folder = whole / f"task-{number:03d}"
-        assert "data.json" in read_manifest(folder).files
-        saved = read_listing(folder)
-        assert {entry.split("/")[0] for entry in saved["train"]} == set(names)
-        assert (len(saved["train"]), len(saved["test"])) == (8, 4)
 
 
 def test_listings_name_a_few_files_and_say_how_many():
@@ -190,6 +151,10 @@ def test_rows_of_the_run_that_a_learner_comes_from_stay_and_given_tests_are_run(
     partly = loaded.run(tasks[2:], tmp_path / "august", known_tests=[None, tasks[1].test])
     assert partly["head"]["matrix"][:2] == found["head"]["matrix"][:2]
     assert partly["head"]["matrix"][2] == [None, *found["head"]["matrix"][2][1:]]
+
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
+    loaded.forget_class("one")
+    assert all(task.row == Row() for task in known_tasks(loaded)), "what was measured was of other classes"
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
     with pytest.raises(ValueError, match="known_tests has 1 entries, the learner had learned 2 tasks"):
         loaded.run(tasks[2:], tmp_path / "x", known_tests=[None])
@@ -224,20 +189,11 @@ def test_what_a_learner_took_in_since_is_not_thrown_away_in_silence(base, photos
 
 def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
     output, learner = shutil.copytree(whole, tmp_path / "run"), make_learner(base)
+    with pytest.raises(ValueError, match="a run of at least 3 tasks, the stream has 2"):
+        learner.run(tasks_of(photos)[:2], output)
     learner.learn_task(tasks_of(photos)[1].train)
     with pytest.raises(ValueError, match=r"it holds the tasks .* this learner has learned \[\['two', 'zero'\]\]"):
         learner.run(tasks_of(photos), output)
-
-
-def test_what_was_measured_is_forgotten_with_the_tasks_it_was_of():
-    past = Past([("a", "b"), ("c",)], [{"accuracy": 1.0}, {}], [0.5], timings=["seconds"])
-    longer = past.of([("a", "b"), ("c",), ("d",)])
-    assert longer.rows == [{"accuracy": 1.0}, {}, {}] and longer.zero_shot == [0.5, None, None]
-    assert longer.timings == ["seconds", None, None]
-    assert past.of([("a",), ("c",)]).rows == [{}, {}], "a class was taken out of the first task"
-    assert past.zero_shot == [0.5], "of() copies"
-    row = {"accuracy": 0.5, "accuracy_by_task": [0.5], "classifiers": {"a": {"accuracy_by_task": [0.5]}}}
-    assert spread(row, [1], 3)["classifiers"]["a"]["accuracy_by_task"] == [None, 0.5, None]
 
 
 # ---------------------------------------------------------------------- what is read is checked
@@ -255,54 +211,44 @@ def test_a_run_s_folder_loads_its_newest_whole_task(base, photos, whole, tmp_pat
         (output / name / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of its tasks is whole: .*task-003.*task-002.*task-001"):
         ClassIncrementalLearner.from_pretrained(output)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
-        ClassIncrementalLearner.from_pretrained(tmp_path / "empty")
-
-
-def rewrite(folder, name, change):
-    """Change a JSON file of a task folder, with the manifest that fits it."""
-    import hashlib
-
-    path, manifest = folder / name, json.loads((folder / "manifest.json").read_text())
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    del manifest["sha256"]
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    manifest["files"][name] = {"sha256": digest, "size": path.stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "field"),
     [
-        lambda saved: saved["rows"].pop(),
-        lambda saved: saved.pop("zero_shot"),
-        lambda saved: saved["rows"][2]["accuracy_by_task"].pop(),
-        lambda saved: saved["rows"][2]["classifiers"]["prototype"].update(accuracy_by_task=[0.5, 2.0, 0.5]),
-        lambda saved: saved["rows"][2].update(accuracy=float("nan")),
-        lambda saved: saved["rows"][2].update(accuracy_by_task=[None] * 3),
-        lambda saved: saved.update(records=5),
-        lambda saved: saved.update(records=[5]),
-        lambda saved: saved["rows"][2]["images_by_class"].popitem(),
-        lambda saved: saved["rows"][2]["classifiers"]["prototype"].update(right_by_class={"one": 10**9}),
-        lambda saved: saved.update(rows=7),
-        lambda saved: saved.update(zero_shot=["much"]),
+        (lambda saved: saved["tasks"][0].pop("class_names"), "tasks.0.class_names"),
+        (lambda saved: saved["tasks"][1].update(zero_shot=1.5), "tasks.1.zero_shot"),
+        (lambda saved: saved["tasks"][2]["row"]["classifiers"]["prototype"]["by_task"].pop(), "prototype has 2 acc"),
+        (lambda saved: saved["tasks"][2]["row"]["classifiers"]["prototype"].update(accuracy=float("nan")), "accuracy"),
+        (lambda saved: saved.update(rows=[]), "rows"),
     ],
 )
-def test_a_record_of_another_form_is_refused(whole, tmp_path, change):
-    output = shutil.copytree(whole, tmp_path / "run")
-    rewrite(output / "task-003", "progress.json", change)
-    with pytest.raises(CheckpointError, match=r"progress\.json is damaged"):
-        read_progress(output / "task-003", 3)
+def test_a_damaged_record_is_named_with_its_field(whole, tmp_path, change, field):
+    folder = shutil.copytree(whole / "task-003", tmp_path / "task")
+    saved = json.loads((folder / "progress.json").read_text())
+    change(saved)
+    (folder / "progress.json").write_text(json.dumps(saved))
+    with pytest.raises(CheckpointError, match=rf"progress\.json is damaged or foreign: .*{re.escape(field)}"):
+        read_progress(folder)
 
 
-def test_a_listing_of_another_form_is_refused_and_costs_only_the_names_of_files(base, root, whole, tmp_path):
+def test_a_foreign_identity_is_named_with_its_field(base, photos, whole, tmp_path):
     output = shutil.copytree(whole, tmp_path / "run")
-    rewrite(output / "task-001", "data.json", lambda saved: saved.update(train=[1]))
-    with pytest.raises(CheckpointError, match=r"data\.json is damaged"):
-        read_listing(output / "task-001")
+    path = output / "task-003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["notes"]["identity"]["start"] = 5
+    del manifest["sha256"]
+    path.write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged or foreign: start"):
+        make_learner(base).run(tasks_of(photos), output)
+
+
+def test_without_listings_a_change_is_told_without_names(base, root, whole, tmp_path):
+    """`data.json` lists the images of its own task; the files are named by it."""
+    output = shutil.copytree(whole, tmp_path / "run")
+    path = output / "task-001" / "data.json"
+    assert {entry.split("/")[0] for entry in json.loads(path.read_text())["train"]} == {"one", "three"}
+    path.write_text('{"train": [1]}')
     (root / "train" / "one" / "0.png").unlink()
     with pytest.raises(ValueError, match="training images of task 1, which is finished, differ; put"):
         make_learner(base).run(tasks_of(root), output)

@@ -18,6 +18,7 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
 from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.runs.progress import Ahead, FinishedTask, Row, Score
 from dulbe_peft.runs.results import stream_results
 
 QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress": False}
@@ -108,16 +109,15 @@ def test_tasks_to_come_are_tested_by_their_names_among_all_classes(ran):
 
 
 def test_a_task_that_was_not_expected_has_no_figure_from_before():
-    parts = [{"accuracy": 1.0, "accuracy_by_task": [1.0] * count} for count in (1, 2)]
-    rows = [{**part, "classifiers": {"text": part}} for part in parts]
-    rows[0]["ahead"], rows[1]["ahead"] = {"classes": [["b"]], "accuracy": [0.5]}, {"classes": [], "accuracy": []}
-    progress = {"rows": rows, "records": [None, None], "zero_shot": []}
+    def task(names, count, ahead):
+        score = Score(accuracy=1.0, by_task=[1.0] * count, right_by_class={})
+        return FinishedTask(class_names=names, row=Row(classifiers={"text": score}, ahead=ahead))
+
     settings = {"adapter": {}, "arguments": {"seed": 0}, "strategy": {}}
-    for names, whole in ((["b"], True), (["c"], False)):
-        found = stream_results(progress, settings, [["a"], names], ["text"], {})
+    expected, none = (Ahead(class_names=names, accuracy=[0.5] * len(names)) for names in ([["b"]], []))
+    for names, ahead, whole in ((["b"], expected, True), (["c"], expected, False), (["b"], None, False)):
+        found = stream_results([task(["a"], 1, ahead), task(names, 2, none)], settings, ["text"], {})
         assert ("ahead" in found) == whole
-    del rows[0]["ahead"]
-    assert "ahead" not in stream_results(progress, settings, [["a"], ["b"]], ["text"], {})
 
 
 def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from dulbe_peft import (
     LearnerArguments,
 )
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.utils.folders import json_sha256, library_versions, read_manifest
+from dulbe_peft.utils.folders import library_versions, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,6 @@ def test_a_task_folder_names_its_run(finished):
     manifest = read_manifest(finished / "task-002")
     identity = manifest.notes["identity"]
     assert manifest.versions == library_versions() and len(manifest.notes["tasks"]) == 2
-    assert manifest.notes["configuration_sha256"] == json_sha256([identity["adapter"], identity["arguments"]])
     assert identity["classes"] == [["one", "three"], ["two", "zero"]] and identity["arguments"]["seed"] == 0
     assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
     kept = ["predictions.csv", "results.json", "task-001", "task-002", "timings.json"]
@@ -115,17 +113,35 @@ def test_a_task_folder_names_its_run(finished):
     assert "finished" not in json.loads((finished / "results.json").read_text())
 
 
-def test_a_run_with_another_head_or_base_model_is_refused(base, photos, finished, tmp_path):
-    output = shutil.copytree(finished, tmp_path / "run")
-    learner = make_learner(base)
+def other_head(learner):
     learner.head = BridgeEnsembleHead(learner.head.embed_dim, depths=[0.5], logit_scale=learner.logit_scale)
-    with pytest.raises(ValueError, match=r"another run: classifiers\.bridge\.depths"):
-        learner.run(tasks_of(photos), output)
-    clip, processor = base
-    other = copy.deepcopy(clip)
-    other.vision_model.encoder.layers[1].mlp.fc1.weight.data[0, 0] += 1
-    with pytest.raises(ValueError, match="another run: base_model differ"):
-        make_learner((other, processor)).run(tasks_of(photos), output)
+
+
+def other_weight(learner):
+    learner.clip.vision_model.encoder.layers[1].mlp.fc1.base_layer.weight.data[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "order", "words"),
+    [
+        ({"seed": 1}, None, (0, 1, 2, 3), "arguments.seed differ;"),
+        ({"learning_rate": 0.5, "epochs": 2}, None, (0, 1, 2, 3), "arguments.epochs, arguments.learning_rate differ;"),
+        ({"rank": 3}, None, (0, 1, 2, 3), "adapter.residual_rank differ;"),
+        ({}, other_head, (0, 1, 2, 3), r"classifiers\.bridge\.depths"),
+        ({}, other_weight, (0, 1, 2, 3), "base_model differ"),
+        ({}, None, (1, 0, 2, 3), r"task 1 has the classes \['one', 'three'\] there, and \['three', 'one'\] in the"),
+        ({}, None, (0, 1, 3, 2), r"task 2 has the classes \['two', 'zero'\] there, and \['zero', 'two'\] in the"),
+    ],
+)
+def test_another_run_is_refused_by_the_names_of_what_differs(
+    base, photos, finished, tmp_path, fields, change, order, words
+):
+    output, learner = shutil.copytree(finished, tmp_path / "run"), make_learner(base, **fields)
+    if change:
+        change(learner)
+    with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
+        learner.run(tasks_of(photos, order), output)
+    assert content(output) == content(finished)
 
 
 def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, finished, tmp_path):
@@ -147,25 +163,6 @@ def test_augmented_data_is_known_by_what_does_not_change(base, photos, tmp_path)
     make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "task-002")
     make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("rank", "fields", "order", "words"),
-    [
-        (2, {"seed": 1}, (0, 1, 2, 3), "arguments.seed differ;"),
-        (2, {"learning_rate": 0.5, "epochs": 2}, (0, 1, 2, 3), "arguments.epochs, arguments.learning_rate differ;"),
-        (3, {}, (0, 1, 2, 3), "adapter.residual_rank differ;"),
-        (2, {}, (1, 0, 2, 3), r"task 1 has the classes \['one', 'three'\] there, and \['three', 'one'\] in the"),
-        (2, {}, (0, 1, 3, 2), r"task 2 has the classes \['two', 'zero'\] there, and \['zero', 'two'\] in the"),
-    ],
-)
-def test_another_run_is_refused_by_the_names_of_what_differs(
-    base, photos, finished, tmp_path, rank, fields, order, words
-):
-    output = shutil.copytree(finished, tmp_path / "run")
-    with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
-        make_learner(base, rank, **fields).run(tasks_of(photos, order), output)
-    assert content(output) == content(finished)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +222,10 @@ def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tm
     with pytest.raises(ValueError, match="already holds task-001 and none of them is valid"):
         make_learner(base).run(tasks_of(photos), output)
     assert content(output) == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tasks.png").write_text("somebody's")
+    with pytest.raises(FileExistsError, match="tasks.png is there, and no task of a run"):
+        make_learner(base).run(tasks_of(photos), tmp_path / "other")
 
 
 def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
@@ -260,52 +261,15 @@ def test_a_folder_in_use_is_refused(base, photos, tmp_path):
 # ---------------------------------------------------------------------- what breaks
 
 
-@pytest.mark.parametrize("call", [1, 5])
-def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path, call):
+def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path):
     tasks = tasks_of(photos)
     learner = make_learner(base)
     with pytest.raises(KeyboardInterrupt):
-        learner.run(breaking(tasks, call, lambda: signal.raise_signal(signal.SIGINT)), tmp_path)
+        learner.run(breaking(tasks, 5, lambda: signal.raise_signal(signal.SIGINT)), tmp_path)
     assert len(learner.tasks) == 1 and learner.model.history_rank == 3, "the task is taken back"
     assert_first_task_is_intact(tmp_path, finished)
     make_learner(base).run(tasks, tmp_path)
     assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-@pytest.mark.parametrize(
-    "writer", ["dulbe_peft.utils.files.save_file", "peft.peft_model.safe_save_file", "os.replace"]
-)
-def test_a_full_disk_is_an_error_with_the_path_and_the_last_commit_is_intact(
-    base, photos, finished, tmp_path, monkeypatch, number, writer
-):
-    def fail(*_args, **_kwargs):
-        raise OSError(number, os.strerror(number))
-
-    tasks = tasks_of(photos)
-    with (
-        monkeypatch.context() as context,
-        pytest.raises(OSError, match=re.escape(f"{os.strerror(number)}: '{tmp_path / 'task-002'}'")),
-    ):
-        make_learner(base).run(breaking(tasks, 1, lambda: context.setattr(writer, fail)), tmp_path)
-    assert_first_task_is_intact(tmp_path, finished)
-    make_learner(base).run(tasks, tmp_path)
-    assert content(tmp_path) == content(finished)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(base, photos, tmp_path, monkeypatch):
-    make = os.open
-
-    def read_only(path, flags, *args, **kwargs):
-        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return make(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(PermissionError, match=re.escape(f"'{tmp_path / 'run'}")):
-        make_learner(base).run(tasks_of(photos), tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.slow

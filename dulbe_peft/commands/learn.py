@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.flags import add_flags
 from dulbe_peft.commands.loading import add_learner, load_learner
@@ -12,6 +12,9 @@ from dulbe_peft.commands.parser import Parser
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.runs.sources import open_source, reopen_tests, say, source_of
+
+if TYPE_CHECKING:
+    from dulbe_peft.runs.progress import Row
 
 EXAMPLE = """example:
   dulbe-peft learn june --data july-photos --output july
@@ -43,7 +46,7 @@ def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.report import format_summary
     from dulbe_peft.report.views import write_views
-    from dulbe_peft.runs.progress import known_past
+    from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(arguments.learner, arguments.output)
@@ -57,11 +60,11 @@ def learn(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known"
         )
-    past = known_past(learner)
-    before = past.rows[-1] if past.rows else None
+    past = known_tasks(learner)
+    before = past[-1].row if past else None
     if known and not arguments.no_update:
         _check_known(learner, known)
-        if any(entry and entry["data"] == source["data"] for entry in past.sources):
+        if any(task.source and task.source["data"] == source["data"] for task in past):
             raise ValueError(
                 f"{arguments.learner!r} has learned from {arguments.data!r} before, and its images would count twice: "
                 "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
@@ -76,7 +79,7 @@ def learn(arguments: argparse.Namespace) -> int:
         write_views(arguments.output, [*tests, *(task.test for task in tasks)], results)
         if results.get("classifiers"):
             print(format_summary(results))
-            gain = "" if new or not before else _gain(before, known_past(learner).rows[-1])
+            gain = "" if new or not before else _gain(before, known_tasks(learner)[-1].row)
             if gain:
                 print(gain)
         print(f"written: {Path(arguments.output) / 'results.json'}")
@@ -97,17 +100,19 @@ def check_other_folder(learner: str, output: str) -> None:
         )
 
 
-def _gain(before: dict[str, Any], after: dict[str, Any]) -> str:
+def _gain(before: Row, after: Row) -> str:
     """What further images of known classes changed, where both rows are of tests of the same tasks."""
     from dulbe_peft.metrics.accuracy import percent
 
-    tested = [[value is None for value in row.get("accuracy_by_task", ())] for row in (before, after)]
-    if tested[0] != tested[1] or not tested[0]:
+    def tested(row: Row) -> list[bool]:
+        return [value is not None for score in [*row.classifiers.values()][:1] for value in score.by_task]
+
+    if tested(before) != tested(after) or not tested(before):
         return ""
     rows = [
-        f"{name} {percent(row['accuracy'], 2)} % before, {percent(after['classifiers'][name]['accuracy'], 2)} % after"
-        for name, row in before["classifiers"].items()
-        if name in after["classifiers"]
+        f"{name} {percent(score.accuracy, 2)} % before, {percent(after.classifiers[name].accuracy, 2)} % after"
+        for name, score in before.classifiers.items()
+        if name in after.classifiers
     ]
     return f"with the further images: {'; '.join(rows)}"
 

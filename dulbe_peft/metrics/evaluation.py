@@ -44,29 +44,28 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Top-1 accuracies, see `ClassIncrementalLearner.evaluate`."""
-        accuracies = {name: self._accuracy(rows) for name, rows in self.classifiers.items()}
+        accuracies = {name: self.accuracy(rows) for name, rows in self.classifiers.items()}
         figures: dict[str, Any] = {
             "accuracy": next(iter(accuracies.values())),
             "classifiers": accuracies,
             "num_images": float(len(self.truth)),
         }
-        return figures | {f"{name}_accuracy": self._accuracy(rows) for name, rows in self.baselines.items()}
+        return figures | {f"{name}_accuracy": self.accuracy(rows) for name, rows in self.baselines.items()}
 
-    def _accuracy(self, rows: torch.Tensor) -> float:
-        return (rows == self.truth).double().mean().item()
+    def accuracy(self, predicted: torch.Tensor) -> float:
+        """The share of images whose prediction, (n,), is right."""
+        return (predicted == self.truth).double().mean().item()
 
     def images_by_class(self) -> dict[str, int]:
         """Class -> how many of the images show it; classes without an image are left out."""
-        return self._counts(self.truth)
-
-    def right_by_class(self, classifier: str) -> dict[str, int]:
-        """Class -> how many of its images the classifier names right; classes without an image are left out."""
-        right = self._counts(self.truth[self.classifiers[classifier] == self.truth])
-        return {name: right.get(name, 0) for name in self.images_by_class()}
-
-    def _counts(self, labels: torch.Tensor) -> dict[str, int]:
-        counts = torch.bincount(labels, minlength=len(self.class_names)).tolist()
+        counts = torch.bincount(self.truth, minlength=len(self.class_names)).tolist()
         return {name: count for name, count in zip(self.class_names, counts, strict=True) if count}
+
+    def right_by_class(self, predicted: torch.Tensor) -> dict[str, int]:
+        """Class -> how many of its images the prediction, (n,), names right; classes without an image are left out."""
+        right = torch.bincount(self.truth[predicted == self.truth], minlength=len(self.class_names)).tolist()
+        shown = self.images_by_class()
+        return {name: count for name, count in zip(self.class_names, right, strict=True) if name in shown}
 
 
 @torch.no_grad()

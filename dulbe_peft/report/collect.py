@@ -115,8 +115,7 @@ def _read(path: Path) -> Run:
         settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
         if results is None or results["class_names"] != learned:
             names = state.get("classifiers", ["bridge"])
-            progress = read_progress(newest, len(learned))
-            results = stream_results(progress, identity, learned, names, manifest.versions)
+            results = stream_results(read_progress(newest), identity, names, manifest.versions)
             finished = False
     results = {**results, "class_names": learned}
     if results.get("classifiers"):  # JSON sorts them; the learner's own order is the one that counts

@@ -1,4 +1,4 @@
-"""What is known of a run's finished tasks: accuracies row by row, records, times and sources.
+"""What is known of a run's finished tasks, one entry a task: accuracies, what learning showed, time and source.
 
 A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
 """
@@ -6,188 +6,164 @@ A run's first tasks may be those that its learner had learned before. What was n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
 
 from dulbe_peft.metrics.accuracy import percent
-from dulbe_peft.utils.files import damage, read_json
-from dulbe_peft.utils.folders import LEARNER_FILE, PROGRESS_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.metrics.evaluation import Evaluation
+from dulbe_peft.utils.folders import PROGRESS_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.utils.records import Record, read_record
 
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
 
 SOURCES_FILE = "sources.json"
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Details = dict[str, Any]
 
-Row = dict[str, Any]
+
+class Score(Record):
+    """What one classifier names right after a task: of all test images, of each task's, and of each class's."""
+
+    accuracy: Fraction
+    by_task: list[Fraction | None]
+    right_by_class: dict[str, Count]
 
 
-@dataclass
-class Past:
-    """What was measured of the tasks that a learner has learned, one entry a task.
+class Ahead(Record):
+    """Accuracy on each task that is still to come. The class names say which tasks these were."""
 
-    Attributes:
-        tasks: their class names.
-        rows: what was measured after each task, `{}` where nothing was.
-        zero_shot: A_t of the pristine model, None where it was not measured; may be shorter than `tasks`.
-        timings: entries of `timings.json`, None where unknown; may be shorter.
-        sources: where each task's data came from, None where unknown; may be shorter.
-        records: what learning each task showed, see `TaskRecord`, None where unknown; may be shorter.
+    class_names: list[list[str]]
+    accuracy: list[Fraction | None]
+
+
+class Row(Record):
+    """What was measured after a task; without classifiers where nothing was tested."""
+
+    classifiers: dict[str, Score] = {}
+    baselines: dict[str, Score] = {}
+    images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
+    ahead: Ahead | None = None
+
+
+class FinishedTask(Record):
+    """All that is known of a finished task.
+
+    `zero_shot` is A_t of the pristine model, and `details` is the learner's `TaskRecord`. `timing` and `source` are
+    entries of `timings.json` and `sources.json`, which are written after the task's folder.
     """
 
-    tasks: list[tuple[str, ...]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    zero_shot: list[float | None] = field(default_factory=list)
-    timings: list[Any] = field(default_factory=list)
-    sources: list[Any] = field(default_factory=list)
-    records: list[Any] = field(default_factory=list)
-
-    def of(self, tasks: Sequence[tuple[str, ...]]) -> Past:
-        """What this says of a learner of these tasks: all of it where they begin with `self.tasks`, else nothing."""
-        count = len(tasks)
-        known = self if list(tasks[: len(self.tasks)]) == self.tasks else Past()
-        return Past(
-            list(tasks),
-            [*known.rows, *[{}] * (count - len(known.rows))],
-            padded(known.zero_shot, count),
-            padded(known.timings, count),
-            padded(known.sources, count),
-            padded(known.records, count),
-        )
+    class_names: list[str]
+    row: Row = Row()
+    zero_shot: Fraction | None = None
+    details: Details | None = None
+    timing: Details | None = Field(default=None, exclude=True)
+    source: Details | None = Field(default=None, exclude=True)
 
 
-def padded(values: Sequence[Any], count: int) -> list[Any]:
-    """The first `count` values, with None for those that are not there."""
-    return [*values[:count], *[None] * (count - len(values))]
+class Progress(Record):
+    """`progress.json` of a task's folder."""
+
+    tasks: list[FinishedTask]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Progress:
+        for number, task in enumerate(self.tasks, 1):
+            for name, score in (task.row.classifiers | task.row.baselines).items():
+                if len(score.by_task) != number:
+                    raise ValueError(f"{name} has {len(score.by_task)} accuracies by task after {number} tasks")
+        return self
 
 
-def known_past(learner: ClassIncrementalLearner) -> Past:
+class Entries(Record):
+    """`timings.json` or `sources.json`: an entry for each task, null where it is unknown."""
+
+    tasks: list[Details | None]
+
+
+def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
-    return (Past() if learner.folder is None else read_past(learner.folder)).of(learner.tasks)
+    names = [list(task) for task in learner.tasks]
+    found = [] if learner.folder is None else read_finished(learner.folder, learner.folder.parent)
+    if [task.class_names for task in found] != names[: len(found)]:
+        found = []
+    return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
 
 
-def read_past(folder: Path) -> Past:
-    """What a run's task folder, and the run's folder around it, say of the tasks; nothing for any other folder.
+def read_finished(folder: Path, run: Path) -> list[FinishedTask]:
+    """What a task's folder, and the run's folder around it, say of the tasks up to this one.
+
+    A folder without `progress.json` says nothing. Times and sources that are missing or damaged are unknown: their
+    files are written after the task's folder.
 
     Raises:
-        CheckpointError: the task folder's record does not have its form.
+        CheckpointError: `progress.json` is damaged or foreign.
     """
-    if not (folder / PROGRESS_FILE).is_file():
-        return Past()
-    tasks = read_json(folder / LEARNER_FILE)["tasks"]
-    progress = read_progress(folder, len(tasks))
-    timings, sources = (read_entries(folder.parent / file) for file in (TIMINGS_FILE, SOURCES_FILE))
-    return Past([tuple(task) for task in tasks], **progress, timings=timings, sources=sources)
+    tasks = read_progress(folder)
+    for name, file in (("timing", TIMINGS_FILE), ("source", SOURCES_FILE)):
+        try:
+            entries = read_record(run / file, Entries).tasks
+        except (OSError, ValueError):
+            continue
+        tasks[: len(entries)] = [
+            task.model_copy(update={name: entry}) for task, entry in zip(tasks, entries, strict=False)
+        ]
+    return tasks
 
 
-def read_entries(path: Path) -> list[Any]:
-    """The entries of a file that is written after each task; none where it is not there, or no longer whole."""
+def read_progress(folder: Path) -> list[FinishedTask]:
+    """What `progress.json` of a task's folder says; nothing where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged or foreign.
+    """
     try:
-        return list(read_json(path)["tasks"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(read_record(folder / PROGRESS_FILE, Progress).tasks)
+    except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
-def read_progress(folder: Path, count: int) -> dict[str, Any]:
-    """What a task folder says: `rows`, `records`, one for each of its `count` tasks, and `zero_shot`, at most as many.
+def measured_row(tests: Sequence[Evaluation | None]) -> Row:
+    """The row after a task, from the predictions for each task's test images; None where a task was not tested."""
+    found = [test for test in tests if test is not None]
+    if not found:
+        return Row()
+    total = sum(len(test.truth) for test in found)
 
-    Raises:
-        CheckpointError: the file does not have this form.
-    """
-    path = folder / PROGRESS_FILE
-    try:
-        saved = read_json(path)
-        rows, zero_shot = saved["rows"], saved["zero_shot"]
-        if len(rows) != count:
-            raise ValueError(f"it has {len(rows)} rows for {count} tasks")
-        for step, row in enumerate(rows):
-            if "accuracy" in row and "classifiers" not in row:  # version 0.1 had one classifier
-                row["classifiers"] = {"bridge": {key: row[key] for key in ("accuracy", "accuracy_by_task")}}
-            _check_row(row, step)
-        # Earlier versions measured the whole stream in advance; the stream's later tasks may be others now.
-        zero_shot = [None if value is None else float(value) for value in zero_shot[:count]]
-        if not all(value is None or 0 <= value <= 1 for value in zero_shot):
-            raise ValueError(f"zero_shot must hold fractions or null, got {zero_shot!r:.100}")
-        records = padded(saved.get("records") or [], count)
-        if not all(record is None or isinstance(record, dict) for record in records):
-            raise ValueError(f"records must be objects or null, got {records!r:.100}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(damage(path, error)) from error
-    return {"rows": rows, "records": records, "zero_shot": zero_shot}
+    def score(kind: str, name: str) -> Score:
+        by_task: list[float | None] = []
+        weighted, right = 0.0, dict[str, int]()
+        for test in tests:
+            if test is None:
+                by_task.append(None)
+                continue
+            predicted = getattr(test, kind)[name]
+            by_task.append(test.accuracy(predicted))
+            weighted += test.accuracy(predicted) * len(test.truth)
+            right |= test.right_by_class(predicted)
+        return Score(accuracy=weighted / total, by_task=by_task, right_by_class=right)
 
-
-def written(past: Past) -> dict[str, Any]:
-    """What `progress.json` holds."""
-    return {"rows": past.rows, "records": past.records, "zero_shot": past.zero_shot}
+    return Row(
+        classifiers={name: score("classifiers", name) for name in found[0].classifiers},
+        baselines={name: score("baselines", name) for name in found[0].baselines},
+        images_by_class={name: count for test in found for name, count in test.images_by_class().items()},
+    )
 
 
-def _check_row(row: Row, step: int) -> None:
-    """Raise unless each list by task has a number or null for every task up to `step`, and all figures fit."""
-    for name, value in _by_task(row):
-        if len(value) != step + 1 or not all(v is None or 0 <= float(v) <= 1 for v in value):
-            raise ValueError(f"{name} of row {step} must be {step + 1} fractions or null, got {value!r:.100}")
-    images = row.get("images_by_class", {})
-    for part in (row, *row.get("classifiers", {}).values()):
-        right = part.get("right_by_class", {})
-        for name in [name for name in part if name.endswith("accuracy")]:
-            tasks = [value for value in part[f"{name}_by_task"] if value is not None]
-            if not min(tasks) - 1e-6 <= part[name] <= max(tasks) + 1e-6:
-                raise ValueError(f"{name} of row {step} is {part[name]!r:.100}, and of its tasks {tasks!r:.100}")
-        if not all(0 <= count <= images[name] and images[name] > 0 for name, count in right.items()):
-            raise ValueError(f"row {step} has more right answers than images: {right!r:.100} of {images!r:.100}")
-
-
-def _by_task(row: Row) -> list[tuple[str, list[Any]]]:
-    found = []
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found += _by_task(value)
-        elif name.endswith("_by_task"):
-            found.append((name, value))
-    return found
-
-
-def spread(row: Row, tested: Sequence[int], count: int) -> Row:
-    """A row with its lists by task as long as there are tasks, None where a task was not tested.
-
-    Args:
-        row: what was measured; its lists by task have one entry for each of `tested`.
-        tested: the places of the tested tasks.
-        count: how many tasks there are.
-    """
-    if len(tested) == count:
-        return row
-
-    def placed(values: list[Any]) -> list[Any]:
-        whole: list[Any] = [None] * count
-        for place, value in zip(tested, values, strict=True):
-            whole[place] = value
-        return whole
-
-    def each(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: each(key, inner) for key, inner in value.items()}
-        return placed(value) if name.endswith("_by_task") else value
-
-    spread_row: Row = each("", row)
-    return spread_row
-
-
-def _tested_alone(row: Row) -> str:
-    """Which tasks the figures of a row are of, where some have no test images; else nothing."""
-    tested = [str(task) for task, value in enumerate(row["accuracy_by_task"], 1) if value is not None]
-    if len(tested) == len(row["accuracy_by_task"]):
-        return ""
-    return f", tested on the images of task{'s' * (len(tested) > 1)} {', '.join(tested)} only"
-
-
-def line(row: Row, number: int, total: int, classes: int) -> str:
-    """What is said after task `number` of `total`. The numbers by task are the first classifier's."""
+def progress_line(row: Row, number: int, total: int, classes: int) -> str:
+    """What a run prints after task `number` of `total`. The numbers by task are the first classifier's."""
     text = f"task {number}/{total}: {classes} classes"
-    if "accuracy" in row:
-        text += _tested_alone(row)
-        if "text_accuracy" in row and "text" not in row["classifiers"]:
-            text += f", text {percent(row['text_accuracy'], 2)} %"
-        text += "".join(f", {name} {percent(part['accuracy'], 2)} %" for name, part in row["classifiers"].items())
-        text += f", by task [{' '.join(percent(value, 2) for value in row['accuracy_by_task'])}]"
-    return text
+    if not row.classifiers:
+        return text
+    by_task = next(iter(row.classifiers.values())).by_task
+    tested = [str(task) for task, value in enumerate(by_task, 1) if value is not None]
+    if len(tested) < len(by_task):
+        text += f", tested on the images of task{'s' * (len(tested) > 1)} {', '.join(tested)} only"
+    shown = {name: score for name, score in row.baselines.items() if name == "text"} | row.classifiers
+    text += "".join(f", {name} {percent(score.accuracy, 2)} %" for name, score in shown.items())
+    return f"{text}, by task [{' '.join(percent(value, 2) for value in by_task)}]"

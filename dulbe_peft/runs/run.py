@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +26,48 @@ from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_pr
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.metrics.retention import each_accuracy
 from dulbe_peft.runs.progress import (
-    PROGRESS_FILE,
     SOURCES_FILE,
-    Past,
+    Ahead,
+    Details,
+    Entries,
+    FinishedTask,
+    Progress,
     Row,
-    known_past,
-    line,
-    padded,
-    read_entries,
-    read_progress,
-    spread,
-    written,
+    known_tasks,
+    measured_row,
+    progress_line,
+    read_finished,
 )
-from dulbe_peft.runs.results import progress_row, stream_results
-from dulbe_peft.runs.resume import DATA_FILE, beginning, newest_of_run, run_settings, task_fingerprints, task_listing
+from dulbe_peft.runs.results import stream_results
+from dulbe_peft.runs.resume import (
+    DATA_FILE,
+    Identity,
+    beginning,
+    identity_of,
+    newest_of_run,
+    task_fingerprints,
+    task_listings,
+)
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import RESULTS_FILE, TASK_FOLDER, TIMINGS_FILE, library_versions
+from dulbe_peft.utils.folders import (
+    PROGRESS_FILE,
+    RESULTS_FILE,
+    TASK_FOLDER,
+    TIMINGS_FILE,
+    CheckpointError,
+    library_versions,
+)
 from dulbe_peft.utils.processes import on_main_process, world
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
+from dulbe_peft.utils.records import write_record
 
 LOCK_FILE = ".dulbe_peft.lock"
 # What a run writes beside the task folders, and what its caller may draw from it.
 OWN_FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE)
 PLOTS = ("accuracy.png", "tasks.png", "pictures")
-_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
 @dataclass(frozen=True)
@@ -115,153 +131,143 @@ class Run:
 
     Attributes:
         learner: what learns.
-        known: class names of the tasks that were learned before the run.
-        known_tests: test data of each of them, None where there is none.
         own: the run's tasks.
         output: its folder.
-        identity: what must be the same for a run to be the same one, see `resuming`.
-        past: what is known of the tasks that are learned so far.
+        options: how it is run.
+        identity: what must be the same for a run to be the same one.
+        finished: what is known of the tasks that are learned so far.
+        known_tests: test data, or None, of each task that was learned before the run.
         new: whether nothing of it is in the folder yet.
         evaluations: number of a task -> what was said of its test images after the newest task.
-        options: how it is run.
     """
 
     learner: ClassIncrementalLearner
-    known: list[tuple[str, ...]]
-    known_tests: list[Any]
     own: list[Task]
     output: Path
-    identity: dict[str, Any]
-    past: Past
-    new: bool
     options: RunOptions
+    identity: Identity
+    finished: list[FinishedTask]
+    known_tests: list[Any]
+    new: bool
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.known) + len(self.own)
-
-    @property
-    def look(self) -> bool:
-        """Whether fingerprints look at images: an online teacher is there for images that differ each time."""
-        return self.learner.state.args.teacher == "cached"
+        return len(self.known_tests) + len(self.own)
 
     def tests(self) -> list[tuple[Any, tuple[str, ...]]]:
         """Test data or None, and class names, of every task."""
-        before = list(zip(self.known_tests, self.known, strict=True))
+        before = zip(self.known_tests, self.learner.tasks, strict=False)
         return [*before, *((task.test, task.class_names) for task in self.own)]
 
-    def measured(self, count: int) -> Row:
-        """What is measured after the first `count` tasks, on those of them that have test data."""
-        tests = self.tests()[:count]
-        tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
-        row = spread(progress_row(list(self.evaluations.values())), tested, count)
-        if self.options.test_ahead:
-            # By name, so that a run that goes on with other tasks does not take these figures for theirs.
-            to_come = self.tests()[count:]
-            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
-            row["ahead"] = {"classes": [list(names) for _, names in to_come], "accuracy": found}
-        return row
+    def finish(self) -> dict[str, Any]:
+        """Learn what is not learned yet, and write the results."""
+        if len(self.finished) < len(self) or self.new:
+            zero_shot = self.zero_shot()
+            if self.options.check_zero_shot is not None:
+                self.options.check_zero_shot(zero_shot[-1])
+            self.finished = [
+                task.model_copy(update={"zero_shot": value})
+                for task, value in zip(self.finished, zero_shot, strict=False)
+            ]
+            if not self.own:
+                self.commit_known()
+            for index in range(len(self.finished), len(self)):
+                with self.learner.transaction():
+                    self.learn(index, zero_shot[index])
+        self.write_sources()
+        state, known = self.learner.state, len(self.known_tests)
+        settings = self.identity.model_dump(include={"adapter", "arguments", "strategy"})
+        results = stream_results(self.finished, settings, list(state.classifiers), library_versions(), known)
+        on_main_process(partial(write_json, self.output / RESULTS_FILE, results))
+        on_main_process(self.copy_predictions)
+        self.learner.folder = self.newest.resolve()
+        return results
 
     def zero_shot(self) -> list[float | None]:
         """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
         tests = self.tests()
         if not has_text(self.learner.state.base) or all(test is None for test, _ in tests):
             return [None] * len(self)
-        figures = self.learner.zero_shot(tests)
-        if figures[-1] is not None:
-            _print_once(f"zero-shot over all classes, before any training: {percent(figures[-1], 2)} %")
-        before = padded(self.past.zero_shot, len(self))
-        return [new if old is None else old for old, new in zip(before, figures, strict=True)]
+        found = self.learner.zero_shot(tests)
+        if found[-1] is not None:
+            _print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
+        before = [task.zero_shot for task in self.finished]
+        return [new if old is None else old for old, new in zip_longest(before, found)]
 
-    def finish(self) -> dict[str, Any]:
-        """Learn what is not learned yet, and write the results."""
-        if len(self.past.tasks) < len(self) or self.new:
-            zero_shot = self.zero_shot()
-            if self.options.check_zero_shot is not None:
-                self.options.check_zero_shot(zero_shot[-1])
-            self.past.zero_shot[:] = zero_shot[: len(self.past.tasks)]
-            if not self.own:  # nothing is to be learned: the learner is committed as it is, tested again
-                changed = any(update["after"] == len(self.known) for update in self.learner.state.updates)
-                self.past.rows[-1] = self.measured(len(self.known)) or ({} if changed else self.past.rows[-1])
-                self.commit(None)
-            for index in range(len(self.past.tasks), len(self)):
-                self.learn(index, zero_shot[index])
+    def commit_known(self) -> None:
+        """Commit a learner that has nothing to learn as it is, tested again."""
+        count = len(self.finished)
+        changed = any(update["after"] == count for update in self.learner.state.updates)
+        row = self.measure(count)
+        if row.classifiers or changed:
+            self.finished[-1] = self.finished[-1].model_copy(update={"row": row})
+        self.commit(None)
+
+    def learn(self, index: int, zero_shot: float | None) -> None:
+        """Learn, test and commit the task at a place among all."""
+        started = time.perf_counter()
+        learner, task = self.learner, self.own[index - len(self.known_tests)]
+        look = learner.args.teacher == "cached"
+        fingerprints = on_main_process(partial(task_fingerprints, task, look))
+        forget_peak_memory(learner.device)
+        learner.learn_task(task.train, task.class_names)
+        names, profile = list(task.class_names), learner.profile
+        self.identity.classes.append(names)
+        self.identity.data.append(fingerprints)
+        with profile.phase("test"):
+            row = self.measure(index + 1)
+        details = None if learner.record is None else asdict(learner.record)
+        self.finished.append(FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=details))
+        with profile.phase("save"):
+            if self.options.keep_features and learner.closing is not None:
+                on_main_process(partial(self.write_features, learner.closing, self.texts()))
+            self.commit(task)
+        timing = {
+            "seconds": time.perf_counter() - started,
+            "phases": dict(profile.seconds),
+            "peak_memory": peak_memory(learner.device),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        self.finished[-1] = self.finished[-1].model_copy(update={"timing": timing})
+        self.write_entries(TIMINGS_FILE, [task.timing for task in self.finished])
         self.write_sources()
-        state = self.learner.state
-        names, versions = list(state.classifiers), library_versions()
-        found = stream_results(written(self.past), self.identity, state.tasks, names, versions, len(self.known))
-        on_main_process(partial(write_json, self.output / RESULTS_FILE, found))
-        on_main_process(self.copy_predictions)
-        self.learner.folder = self.newest.resolve()
-        return found
+        said = progress_line(row, index + 1, len(self), len(learner.class_names))
+        _print_once(f"{said}, {timing['seconds']:.1f} s")
+        if learner.args.profile:
+            _print_once(profile.table())
 
-    def copy_predictions(self) -> None:
-        """Put the newest task's `predictions.csv` beside the results."""
-        if (self.newest / PREDICTIONS_FILE).is_file():
-            with replacing(self.output / PREDICTIONS_FILE) as temporary:
-                shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
+    def measure(self, count: int) -> Row:
+        """What is measured after the first `count` tasks, on those of them that have test data."""
+        tests = self.tests()[:count]
+        tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
+        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
+        row = measured_row([self.evaluations.get(index + 1) for index in range(count)])
+        if self.options.test_ahead:
+            to_come = self.tests()[count:]
+            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
+            ahead = Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
+            row = row.model_copy(update={"ahead": ahead})
+        return row
+
+    # ------------------------------------------------------------------ files
 
     @property
     def newest(self) -> Path:
         """The folder of the newest task."""
-        return self.output / f"task-{len(self.learner.state.tasks):03d}"
-
-    def learn(self, index: int, zero_shot: float | None) -> None:
-        """Learn, test and commit the task at a place among all; where one of these fails, the task is not learned."""
-        with self.learner.transaction():
-            self._learn(index, zero_shot)
-
-    def _learn(self, index: int, zero_shot: float | None) -> None:
-        started = time.perf_counter()
-        learner, past, task = self.learner, self.past, self.own[index - len(self.known)]
-        fingerprints = on_main_process(partial(task_fingerprints, task, self.look))
-        forget_peak_memory(learner.state.device)
-        learner.learn_task(task.train, task.class_names)
-        self.identity["classes"].append(list(task.class_names))
-        self.identity["data"].append(fingerprints)
-        past.tasks.append(task.class_names)
-        past.zero_shot.append(zero_shot)
-        past.records.append(None if learner.record is None else asdict(learner.record))
-        with learner.profile.phase("test"):
-            past.rows.append(self.measured(index + 1))
-        with learner.profile.phase("save"):
-            if self.options.keep_features and learner.closing is not None:
-                on_main_process(partial(self.write_features, learner.closing, self.texts()))
-            self.commit(task)
-        seconds = time.perf_counter() - started
-        done = {
-            "seconds": seconds,
-            "phases": dict(learner.profile.seconds),
-            "peak_memory": peak_memory(learner.state.device),
-            "finished": time.strftime(_TIME_FORMAT),
-        }
-        past.timings.append(done)
-        on_main_process(partial(write_json, self.output / TIMINGS_FILE, {"tasks": past.timings}))
-        self.write_sources()
-        said = line(past.rows[index], index + 1, len(self), len(learner.state.class_names))
-        _print_once(f"{said}, {seconds:.1f} s")
-        if learner.state.args.profile:
-            _print_once(learner.profile.table())
+        return self.output / f"task-{len(self.learner.tasks):03d}"
 
     def commit(self, task: Task | None) -> None:
         """Write the folder of the newest task; None: it was learned before the run."""
-        state, identity = self.learner.state, self.identity
-        if not self.known:
-            identity = {name: value for name, value in identity.items() if name != "start"}
+        state = self.learner.state
 
         def write(temporary: Path) -> None:
             saving.write(state, temporary)
-            write_json(temporary / PROGRESS_FILE, written(self.past))
+            write_record(temporary / PROGRESS_FILE, Progress(tasks=self.finished))
             if self.evaluations:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
-            write_json(temporary / DATA_FILE, task_listing(task))
+            write_json(temporary / DATA_FILE, task_listings(task))
 
-        notes = {
-            "configuration_sha256": folders.json_sha256([identity["adapter"], identity["arguments"]]),
-            "identity": identity,
-            "tasks": [list(names) for names in state.tasks],
-        }
+        notes = {"identity": self.identity.model_dump(), "tasks": [list(names) for names in state.tasks]}
         on_main_process(
             partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=True)
         )
@@ -279,53 +285,65 @@ class Run:
     def write_features(self, closing: ClosingPass, texts: torch.Tensor | None) -> None:
         """Write what the newest task showed; before the commit, so that no finished task is without it."""
         tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
-        self.newest.parent.joinpath(FEATURES_FOLDER).mkdir(parents=True, exist_ok=True)
-        TaskFeatures(closing, texts, tests).write(self.newest.parent / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}")
+        folder = self.output / FEATURES_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        TaskFeatures(closing, texts, tests).write(folder / f"{self.newest.name}{SUFFIX}")
 
     def write_sources(self) -> None:
         """Note where each finished task's data came from, with what tells its test data from others."""
-        entries = padded(self.past.sources, len(self.past.tasks))
-        for index, (_, test) in enumerate(self.identity["data"], len(self.known)):
-            if entries[index] is None and self.options.source is not None:
-                entries[index] = self.options.source | {"test": test}
-        self.past.sources[:] = entries
-        if any(entries):
-            on_main_process(partial(write_json, self.output / SOURCES_FILE, {"tasks": entries}))
+        for index, (_, test) in enumerate(self.identity.data, len(self.known_tests)):
+            if self.finished[index].source is None and self.options.source is not None:
+                source = self.options.source | {"test": test}
+                self.finished[index] = self.finished[index].model_copy(update={"source": source})
+        sources = [task.source for task in self.finished]
+        if any(sources):
+            self.write_entries(SOURCES_FILE, sources)
+
+    def write_entries(self, file: str, entries: list[Details | None]) -> None:
+        """Write a file of the run's folder that has an entry for each task."""
+        on_main_process(partial(write_record, self.output / file, Entries(tasks=entries)))
+
+    def copy_predictions(self) -> None:
+        """Put the newest task's `predictions.csv` beside the results."""
+        if (self.newest / PREDICTIONS_FILE).is_file():
+            with replacing(self.output / PREDICTIONS_FILE) as temporary:
+                shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
 
 
 def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
-    look, before = learner.state.args.teacher == "cached", on_main_process(partial(known_past, learner))
+    before = on_main_process(partial(known_tasks, learner))
+    look = learner.args.teacher == "cached"
     find = partial(newest_of_run, output, learner.state, own, look, _print_once)
     found = on_main_process(find) if options.resume else None
     if found is None:
-        identity = _begin(learner, own, output, options.resume)
-        past = before
+        identity, finished = _begin(learner, own, output, options.resume), before
     else:
         folder, identity = found
         learner.state = _restored(learner.state, folder)
-        _print_once(f"resuming after {folder.name}: {len(learner.state.class_names)} classes learned")
-        past = Past(list(learner.state.tasks), **read_progress(folder, len(learner.state.tasks)))
+        _print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+        finished = read_finished(folder, output)
+        if [tuple(task.class_names) for task in finished] != learner.tasks:
+            raise CheckpointError(f"{folder / PROGRESS_FILE} is of other tasks than those in {folder}")
         # What is written after a commit may be missing; of known tasks the learner may know it.
-        for name, file in (("timings", TIMINGS_FILE), ("sources", SOURCES_FILE)):
-            written = padded(read_entries(output / file), len(past.tasks))
-            known = padded(getattr(before.of(past.tasks), name), len(past.tasks))
-            setattr(past, name, [new if old is None else old for old, new in zip(written, known, strict=True)])
-    known = [tuple(task) for task in identity["start"]["tasks"]]
-    tests = [None] * len(known) if options.known_tests is None else list(options.known_tests)
-    if len(tests) != len(known):
+        for index, (old, new) in enumerate(zip(before, finished, strict=False)):
+            update = {"timing": new.timing or old.timing, "source": new.source or old.source}
+            finished[index] = new.model_copy(update=update)
+    count = len(identity.start.tasks)
+    tests = [None] * count if options.known_tests is None else list(options.known_tests)
+    if len(tests) != count:
         raise ValueError(
-            f"known_tests has {len(tests)} entries, the learner had learned {len(known)} tasks before the run: give "
+            f"known_tests has {len(tests)} entries, the learner had learned {count} tasks before the run: give "
             "test data or None for each of them"
         )
-    return Run(learner, known, tests, own, output, identity, past, found is None, options)
+    return Run(learner, own, output, options, identity, finished, tests, new=found is None)
 
 
 def _restored(state: LearnerState, folder: Path) -> LearnerState:
     """The state in the folder; raises where the learner that is at the same task took something in since then."""
     own, adapter = beginning(state), adapter_state(state.model)
     restored = loading.restore(state, folder)
-    if state.tasks and own["tasks"] == [list(task) for task in restored.tasks] and own != beginning(restored):
+    if state.tasks == restored.tasks and own != beginning(restored):
         if adapter is not None:
             set_adapter_state(state.model, adapter)
         raise ValueError(
@@ -336,7 +354,7 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
     return restored
 
 
-def _begin(learner: ClassIncrementalLearner, own: list[Task], output: Path, resume: bool) -> dict[str, Any]:
+def _begin(learner: ClassIncrementalLearner, own: list[Task], output: Path, resume: bool) -> Identity:
     """The identity of a run that starts in a folder without a whole task."""
     old = folders.task_folders(output)
     if old:
@@ -346,10 +364,10 @@ def _begin(learner: ClassIncrementalLearner, own: list[Task], output: Path, resu
     taken = [name for name in (*OWN_FILES, *PLOTS) if (output / name).exists()]
     if taken:
         raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
-    seen = list(learner.state.class_names)
+    seen = list(learner.class_names)
     for task in own:
         seen += check_class_names(task.class_names, seen)
-    return run_settings(learner.state) | {"classes": [], "data": [], "start": beginning(learner.state)}
+    return identity_of(learner.state)
 
 
 def _print_once(text: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
-    from dulbe_peft.runs.progress import Past
+    from dulbe_peft.runs.progress import FinishedTask
 
 DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
@@ -66,19 +67,19 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
     return train, test
 
 
-def reopen_tests(past: Past, look: bool) -> list[Any]:
+def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[Any]:
     """The test images of each task that was learned before, None where they are gone; says which are, and why.
 
     Args:
-        past: the tasks, and where the data of each came from.
+        tasks: the tasks, and where the data of each came from.
         look: whether fingerprints look at images.
     """
     from dulbe_peft.data.fingerprint import fingerprint
 
     opened: dict[str, Any] = {}
     tests: list[Any] = []
-    for number, (names, source) in enumerate(zip(past.tasks, past.sources, strict=True), 1):
-        test = None
+    for number, task in enumerate(tasks, 1):
+        test, names, source = None, task.class_names, task.source
         try:
             if source is None:
                 raise ValueError("the run did not note where they came from")
