@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
 from dulbe_peft.classifiers.checks import check_labels, check_map, unit_features
@@ -71,9 +72,7 @@ class Classifier(GrowingState):
     # ------------------------------------------------------------------ what a subclass fills
 
     @abstractmethod
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         """The buffers' new values for a task of new classes; changes nothing itself.
 
         Args:
@@ -89,15 +88,15 @@ class Classifier(GrowingState):
         raise NotImplementedError
 
     @abstractmethod
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
         raise NotImplementedError
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The buffers' new values for further images of known classes; `labels` index all seen classes."""
         raise NotImplementedError
 
-    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
 
         Of what is `derived` from the buffers, these may change "solution" alone.
@@ -107,26 +106,20 @@ class Classifier(GrowingState):
             labels: (n,), integers that index all seen classes.
 
         Raises:
-            ValueError: the copy has learned from too little to speak for the whole; the task is then left out of the
-                temperature.
+            ValueError: the copy has learned too little; the task is then left out of the temperature.
         """
         return {}
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The buffers' new values where a feature z has become z M; none where nothing stored depends on it.
-
-        Args:
-            matrix: M, (d, d), float64, on the CPU.
-        """
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
         return {}
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
 
         Returns:
-            A function of a module, whose first argument is z, unit features (n, d), and whose others are tensors; its
-            source uses `torch` and nothing else. And the tensors by the names of these arguments. Here it is
-            `z @ weight.T + bias`; a classifier whose logits are no such map gives its own.
+            A function that stands in a module and uses `torch` alone, of z, unit features (n, d), and of tensors. And
+            these tensors by name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
 
         Raises:
             ValueError: the logits are no such map.
@@ -170,9 +163,9 @@ class Classifier(GrowingState):
     def add_classes(
         self,
         class_names: Sequence[str],
-        image_embeds: torch.Tensor,
-        labels: torch.Tensor | Sequence[int],
-        text_embeds: torch.Tensor | None = None,
+        image_embeds: Tensor,
+        labels: Tensor | Sequence[int],
+        text_embeds: Tensor | None = None,
     ) -> None:
         """Take in the classes of one task; on any error the classifier is as it was.
 
@@ -206,7 +199,7 @@ class Classifier(GrowingState):
         self.calibration += temperatures
 
     @torch.no_grad()
-    def update_classes(self, image_embeds: torch.Tensor, labels: torch.Tensor | Sequence[int]) -> None:
+    def update_classes(self, image_embeds: Tensor, labels: Tensor | Sequence[int]) -> None:
         """Take in further images of known classes; on any error the classifier is as it was.
 
         The result is that of having seen them with the others, up to what the classifier's own documentation says.
@@ -230,9 +223,8 @@ class Classifier(GrowingState):
     def forget_class(self, name: str) -> None:
         """Drop a class: its row of every buffer that has one row a class.
 
-        What the class's images added to a shared matrix stays there: LDA's covariance, the Gram matrix of ridge and
-        RanPAC. Those matrices are sums over all classes, from which one class's part cannot be told. The temperature
-        of the probabilities stays too.
+        What its images added to a sum over all classes stays there, such as LDA's covariance and the Gram matrix of
+        ridge and RanPAC. The temperature of the probabilities stays too.
 
         Raises:
             ValueError: there is no such class.
@@ -244,7 +236,7 @@ class Classifier(GrowingState):
         self._class_names = [known for known in self._class_names if known != name]
 
     @torch.no_grad()
-    def set_text_embeds(self, text_embeds: torch.Tensor) -> None:
+    def set_text_embeds(self, text_embeds: Tensor) -> None:
         """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved.
 
         Raises:
@@ -255,7 +247,7 @@ class Classifier(GrowingState):
         self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
 
     @torch.no_grad()
-    def move(self, matrix: torch.Tensor) -> None:
+    def move(self, matrix: Tensor) -> None:
         """Move what is stored of old images along with the features, by the map that `linear_map` gives.
 
         Args:
@@ -267,8 +259,8 @@ class Classifier(GrowingState):
         self.install(self.moved(check_map(matrix, self.embed_dim)))
 
     def _fit_held_back(
-        self, names: list[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> tuple[dict[str, torch.Tensor], tuple[TaskTemperature, ...]]:
+        self, names: list[str], images: Tensor, labels: Tensor, texts: Tensor | None
+    ) -> tuple[dict[str, Tensor], tuple[TaskTemperature, ...]]:
         """What is fitted on held-back images of the new task: the choices of `choose`, and a temperature."""
         held = hold_back(images, labels)
         known = len(self._class_names)
@@ -287,33 +279,27 @@ class Classifier(GrowingState):
 
     # ------------------------------------------------------------------ using
 
-    def forward(self, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Logits of all seen classes, without the calibration's temperature.
+    def forward(self, image_embeds: Tensor) -> Tensor:
+        """Logits of all seen classes, (n, C), float32, without the calibration's temperature.
 
         Args:
             image_embeds: (n, d), features; normalised here.
 
-        Returns:
-            (n, C), float32.
-
         Raises:
-            ValueError: there is no class yet, the shape does not fit, or a row is zero or not finite.
+            ValueError: there is no class yet, the shape does not fit, a row is zero or not finite, or a score is not
+                finite.
         """
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
         images = self._unit(image_embeds, "image_embeds")
         with without_autocast(images):
-            return self.logits(images)
+            logits = self.logits(images)
+        if not torch.isfinite(logits).all():
+            raise ValueError(f"the {self.name!r} classifier gives scores that are not finite: it is damaged")
+        return logits
 
-    def probabilities(self, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Calibrated probabilities of all seen classes, softmax(logits / `temperature`).
-
-        Args:
-            image_embeds: (n, d), features; normalised here.
-
-        Returns:
-            (n, C), float32; rows sum to 1.
-        """
+    def probabilities(self, image_embeds: Tensor) -> Tensor:
+        """Calibrated probabilities of all seen classes, softmax(logits / `temperature`), (n, C), float32."""
         return (self(image_embeds) / self.temperature).softmax(dim=1)
 
     @property
@@ -354,11 +340,8 @@ class Classifier(GrowingState):
 
     def nbytes_with(self, classes: int) -> int:
         """Bytes that the kept numbers take with so many classes."""
-        total = 0
-        for name, tensor in self.tensors().items():
-            numbers = classes * math.prod(tensor.shape[1:]) if name in self._rows else tensor.numel()
-            total += numbers * tensor.element_size()
-        return total
+        shapes = {name: self.shape_with(name, classes) for name in self.tensors()}
+        return sum(math.prod(shapes[name]) * tensor.element_size() for name, tensor in self.tensors().items())
 
     @property
     def device(self) -> torch.device:
@@ -370,7 +353,7 @@ class Classifier(GrowingState):
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
-    def _unit(self, features: torch.Tensor | None, name: str, rows: int | None = None) -> torch.Tensor:
+    def _unit(self, features: Tensor | None, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
     # ------------------------------------------------------------------ files

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
@@ -72,12 +73,12 @@ class BayesClassifier(Classifier):
 
     name = "bayes"
     needs_text = True
-    gram: torch.Tensor
-    sums: torch.Tensor
-    counts: torch.Tensor
-    images: torch.Tensor
-    text_embeds: torch.Tensor
-    wins: torch.Tensor
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
+    images: Tensor
+    text_embeds: Tensor
+    wins: Tensor
 
     def __init__(
         self,
@@ -111,24 +112,22 @@ class BayesClassifier(Classifier):
         """The grid of lambda."""
         return [ridge * (self.features or 1) for ridge in RIDGES]
 
-    def lifted(self, images: torch.Tensor) -> torch.Tensor:
+    def lifted(self, images: Tensor) -> Tensor:
         """h of unit features z, (n, d) to (n, d + M), in the type of `images`."""
         if not self.features:
             return images
         return torch.cat([images, (images @ self._layer(images)).relu()], dim=1)
 
-    def _layer(self, like: torch.Tensor) -> torch.Tensor:
+    def _layer(self, like: Tensor) -> Tensor:
         layer = self.derived("layer", lambda: random_layer(self.embed_dim, self.features, self.seed))
         return self.derived(f"layer {like.dtype} {like.device}", lambda: layer.to(like))
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         added = self._kept().added(images, labels + len(self._class_names), len(names))
         return added | {"images": self.images + len(images), "text_embeds": texts}
 
-    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add to `wins` what every lambda of the grid says of held-back images, all from one eigendecomposition."""
         if self.ridge != "auto":
             return {}
@@ -139,21 +138,21 @@ class BayesClassifier(Classifier):
         right = right[:, (fit.likeliest + steps).clamp(0, STEPS)]
         return {"wins": self.wins.cpu() + (right.T @ (1 - right)).long().cpu()}
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         total = self.images + len(images)
         # With more images, the evidence errs less than it did when the wins were counted.
         return self._kept().added(images, labels) | {"images": total, "wins": self.wins * self.images // total}
 
     # ------------------------------------------------------------------ the solution
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.lifted(images) @ self.derived("solution", self._solve)[0]
 
     def strength(self) -> float:
         """lambda."""
         return self.derived("solution", self._solve)[1]
 
-    def _solve(self) -> tuple[torch.Tensor, float]:
+    def _solve(self) -> tuple[Tensor, float]:
         """W / text_weight, (d + M, C), float32, and lambda."""
         # `choose` leaves it on the copy that it is called on. It is large, so nobody else keeps it.
         fit: Regression = self._derived.get("regression") or self._regress()
@@ -185,13 +184,13 @@ class BayesClassifier(Classifier):
         evidence = [log_evidence(values, turned, residual, rows, ridge * shape) for ridge in self._ridges()]
         return Regression(prior, values, vectors, turned, shape, evidence.index(max(evidence)))
 
-    def _as_images(self, texts: torch.Tensor) -> torch.Tensor:
+    def _as_images(self, texts: Tensor) -> Tensor:
         """The unit features that the texts stand for, (C, d), from e_c less their mean."""
         mean = self.sums[:, : self.embed_dim].sum(dim=0) / self.counts.sum().to(self.sums.device)
         spread = (1 - mean @ mean).clamp_min(0).sqrt()
         return F.normalize(mean + spread * F.normalize(texts, dim=1), dim=1)
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         if not self.features:
             return super().formula()
         weight = self.derived("solution", self._solve)[0]
@@ -203,6 +202,6 @@ class BayesClassifier(Classifier):
     def follows_drift(cls, settings: Mapping[str, Any]) -> bool:
         return not settings["features"]
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """Without R: G to M' G M and C to M' C. With it nothing: G is of features behind a ReLU."""
         return {} if self.features else self._kept().moved(matrix)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import class_sums
+from dulbe_peft.classifiers.sums import added_sums
 from dulbe_peft.utils.checks import check_int
 
 
@@ -42,10 +43,10 @@ class BofaClassifier(Classifier):
 
     name = "bofa"
     needs_text = True
-    sums: torch.Tensor
-    counts: torch.Tensor
-    text_embeds: torch.Tensor
-    image_weight: torch.Tensor
+    sums: Tensor
+    counts: Tensor
+    text_embeds: Tensor
+    image_weight: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)
@@ -55,42 +56,34 @@ class BofaClassifier(Classifier):
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("image_weight", torch.zeros(()))
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
-        sums = class_sums(images.to(self.sums.device).double(), labels.to(self.sums.device), names)
-        changes = {
-            "sums": torch.cat([self.sums, sums]),
-            "counts": torch.cat([self.counts, torch.bincount(labels, minlength=len(names))]),
-            "text_embeds": texts,
-        }
+        changes = added_sums(self.with_new_rows(len(names)), images, labels + len(self._class_names), names)
         if not self._class_names:
-            by_text, by_image = images @ texts.T, images @ F.normalize(sums, dim=1).to(images).T
+            by_text, by_image = images @ texts.T, images @ F.normalize(changes["sums"], dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
             best = (right == right.max()).nonzero()[:, 0]
             changes["image_weight"] = weights[best[len(best) // 2]]
-        return changes
+        return changes | {"text_embeds": texts}
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        sums = self.sums.index_add(0, labels.to(self.sums.device), images.to(self.sums.device).double())
-        return {"sums": sums, "counts": self.counts + torch.bincount(labels, minlength=len(self.counts))}
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return added_sums(self.tensors(), images, labels)
 
     @property
-    def visual_prototypes(self) -> torch.Tensor:
+    def visual_prototypes(self) -> Tensor:
         """v_c, (C, d), float32 unit vectors."""
         return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
 
     @property
-    def prototypes(self) -> torch.Tensor:
+    def prototypes(self) -> Tensor:
         """p_c, (C, d), float32."""
         return torch.lerp(self.text_embeds.float(), self.visual_prototypes, self.image_weight.float())
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes.T
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
         directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
         return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions, positive
 from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
-from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability, reliability_weights
-from dulbe_peft.classifiers.sums import class_sums
+from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.utils.checks import check_int
 
 MAX_DEPTHS = 1000
@@ -62,20 +62,20 @@ class BridgeEnsembleHead(Classifier):
     name = "bridge"
     needs_text = True
     file_stem = "head"
-    visual_prototypes: torch.Tensor
-    text_embeds: torch.Tensor
-    reliability: torch.Tensor
-    counts: torch.Tensor
-    lengths: torch.Tensor
-    depths: torch.Tensor
-    scatter: torch.Tensor
-    freedom: torch.Tensor
+    visual_prototypes: Tensor
+    text_embeds: Tensor
+    reliability: Tensor
+    counts: Tensor
+    lengths: Tensor
+    depths: Tensor
+    scatter: Tensor
+    freedom: Tensor
 
     def __init__(
         self,
         embed_dim: int,
         num_depths: int = 10,
-        depths: Sequence[float] | torch.Tensor | None = None,
+        depths: Sequence[float] | Tensor | None = None,
         reliability_temperature: float = 0.05,
         logit_scale: float = 100.0,
         metric: Literal["cosine", "whitened"] = "cosine",
@@ -117,35 +117,16 @@ class BridgeEnsembleHead(Classifier):
 
     # ------------------------------------------------------------------ the rule
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         """v_c and pi_c of the new classes, and all texts.
 
         Reference:
             v_c, rho_c(alpha_k) and pi_c(alpha_k) in "Reliability-Guided Bridge-Prototype Ensemble".
         """
         assert texts is not None
-        sums = class_sums(images, labels, names)
-        new_counts = torch.bincount(labels, minlength=len(names)).to(self.counts)
-        changes = {
-            "visual_prototypes": torch.cat([self.visual_prototypes.float(), F.normalize(sums, dim=1)]),
-            "text_embeds": texts,
-            "counts": torch.cat([self.counts, new_counts]),
-            "lengths": torch.cat([self.lengths, sums.to(self.lengths.device).double().norm(dim=1)]),
-        }
-        if self.metric == "whitened":
-            rows, own = images.to(self.scatter.device).double(), labels.to(self.scatter.device)
-            means = class_sums(rows, own, names) / new_counts.to(own.device)[:, None]
-            changes |= self._scattered(rows, own, means, means, torch.zeros_like(means[:, 0]), len(names))
-        images, visual, texts = self._compared(images, changes)
-        first = len(self._class_names)
-        bridges = bridge_prototypes(visual, texts, self.depths.float())
-        rho = reliability(images, labels + first, bridges, self.logit_scale, first_class=first)
-        weights = reliability_weights(rho, self.reliability_temperature)
-        return changes | {"reliability": torch.cat([self.reliability.float(), weights])}
+        return self._added(images, labels + len(self._class_names), [*self._class_names, *names], texts)
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """v_c and pi_c of the classes that have further images; the other classes stay as they are.
 
             v_c   direction of l_c v_c + sum of the new unit features            exact
@@ -158,26 +139,31 @@ class BridgeEnsembleHead(Classifier):
         The approximation: the old images' part of rho_c is the one that was measured when they came. It is of the
         prototypes, texts and rival classes of that time. It is exact where those have not changed.
         """
+        return self._added(images, labels, self._class_names, self.text_embeds.float())
+
+    def _added(self, images: Tensor, labels: Tensor, names: Sequence[str], texts: Tensor) -> dict[str, Tensor]:
+        """The formulas of `learn_more`, for known classes or for new ones, of which n_c and l_c are 0."""
+        new = len(names) - len(self._class_names)
+        kept = self.with_new_rows(new) | {"text_embeds": texts}
         present, rows = labels.unique(return_inverse=True)
         device = self.lengths.device
-        sums = self.visual_prototypes[present].to(device).double() * self.lengths[present.to(device), None]
-        sums = sums.index_add(0, rows.to(device), images.to(device).double())
-        check_directions(sums, [self._class_names[index] for index in present.tolist()])
-        visual = self.visual_prototypes.float().clone()
+        features, own, place = images.to(device).double(), rows.to(device), present.to(device)
+        sums = kept["visual_prototypes"][present].to(device).double() * kept["lengths"][place, None]
+        sums = sums.index_add(0, own, features)
+        check_directions(sums, [names[index] for index in present.tolist()])
+        visual = kept["visual_prototypes"].float().clone()
         visual[present] = F.normalize(sums, dim=1).to(visual)
-        new = torch.bincount(rows).to(self.counts)
-        old = self.counts[present]
+        old, more = kept["counts"][present], torch.bincount(rows).to(self.counts)
         changes = {
             "visual_prototypes": visual,
-            "counts": self.counts.index_copy(0, present, old + new),
-            "lengths": self.lengths.index_copy(0, present.to(device), sums.norm(dim=1)),
+            "text_embeds": texts,
+            "counts": kept["counts"].index_copy(0, present, old + more),
+            "lengths": kept["lengths"].index_copy(0, place, sums.norm(dim=1)),
         }
         if self.metric == "whitened":
-            before_them = self._means(dict(self.tensors()))[present.to(device)]
-            means = sums / (old + new).to(device)[:, None]
-            changes |= self._scattered(
-                images.to(device).double(), rows.to(device), before_them, means, old.to(device), 0
-            )
+            means = sums / (old + more).to(device)[:, None]
+            scatter = added_scatter(features, own, self._means(kept)[place], means, old.to(device))
+            changes |= {"scatter": self.scatter + scatter, "freedom": self.freedom + len(images) - new}
         images, visual, texts = self._compared(images, changes)
         # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
@@ -185,36 +171,21 @@ class BridgeEnsembleHead(Classifier):
         bridges = bridge_prototypes(visual[order], texts[order], self.depths.float())
         first = len(order) - len(present)
         rho = reliability(images, rows + first, bridges, self.logit_scale, first_class=first)
-        before = self.reliability[present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
-        share = (old / (old + new)).to(before)[:, None]
-        weights = self.reliability.float().clone()
-        # As in `reliability_weights`, beta may be 0 in the tensor's type; less its maximum, rho is then 0 or -inf.
+        before = kept["reliability"][present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
+        share = (old / (old + more)).to(before)[:, None]
+        # beta may be 0 in the tensor's type; less its maximum, rho is then 0 or -inf.
         beta = max(self.reliability_temperature, torch.finfo(rho.dtype).tiny)
         over = (rho - rho.amax(dim=1, keepdim=True)) / beta
+        weights = kept["reliability"].float()
         weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
         return changes | {"reliability": weights}
 
-    def _scattered(
-        self,
-        images: torch.Tensor,
-        labels: torch.Tensor,
-        old_means: torch.Tensor,
-        means: torch.Tensor,
-        old_counts: torch.Tensor,
-        new_classes: int,
-    ) -> dict[str, torch.Tensor]:
-        """W and its degrees of freedom with further images, whose labels are rows of the means."""
-        scatter = self.scatter + added_scatter(images, labels, old_means, means, old_counts)
-        return {"scatter": scatter, "freedom": self.freedom + len(images) - new_classes}
-
-    def _means(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _means(self, values: Mapping[str, Tensor]) -> Tensor:
         """mu_c = l_c v_c / n_c, (C, d), float64."""
         lengths = values["lengths"]
-        return values["visual_prototypes"].to(lengths) * (lengths / values["counts"].to(lengths))[:, None]
+        return values["visual_prototypes"].to(lengths) * (lengths / values["counts"].clamp_min(1).to(lengths))[:, None]
 
-    def _compared(
-        self, images: torch.Tensor, changes: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _compared(self, images: Tensor, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Unit images, visual prototypes and texts in the space where they are compared, with changed buffers."""
         values = dict(self.tensors()) | dict(changes)
         visual, texts = values["visual_prototypes"].float(), values["text_embeds"].float()
@@ -224,7 +195,7 @@ class BridgeEnsembleHead(Classifier):
         means = self._means(values).float().to(images)
         return space.images(images), space.images(means), space.texts(texts)
 
-    def _whitening(self, values: Mapping[str, torch.Tensor]) -> Whitening:
+    def _whitening(self, values: Mapping[str, Tensor]) -> Whitening:
         covariance = shrunk_covariance(values["scatter"], int(values["freedom"]), "oas", 1 / self.logit_scale)
         image_mean, text_mean = self._means(values).mean(dim=0), values["text_embeds"].double().mean(dim=0)
         if len(values["counts"]) == 1:  # a single class is its own mean
@@ -233,7 +204,7 @@ class BridgeEnsembleHead(Classifier):
             *(part.float().to(self.device) for part in (image_mean, text_mean, whitening_matrix(covariance)))
         )
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         """tau z . w_c.
 
         Reference:
@@ -244,7 +215,7 @@ class BridgeEnsembleHead(Classifier):
             images = self.derived("whitening", lambda: self._whitening(self.tensors())).images(images)
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         if self.metric == "cosine":
             return super().formula()
         space = self.derived("whitening", lambda: self._whitening(self.tensors()))
@@ -252,7 +223,7 @@ class BridgeEnsembleHead(Classifier):
         tensors["weight"] = self.logit_scale * self.ensemble_prototypes.T
         return whitened_cosine, tensors
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M, and W to M' W M; texts, reliabilities, numbers of images and lengths stay."""
         moved = {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
         if self.metric == "whitened":
@@ -260,25 +231,25 @@ class BridgeEnsembleHead(Classifier):
         return moved
 
     @property
-    def ensemble_prototypes(self) -> torch.Tensor:
+    def ensemble_prototypes(self) -> Tensor:
         """w_c = sum_k pi_c(alpha_k) b_c(alpha_k), (C, d), float32; shorter than 1 by design."""
         return self.derived(
             "ensemble", lambda: (self.reliability.float()[:, :, None] * self.bridge_prototypes()).sum(dim=1)
         )
 
     @torch.no_grad()
-    def bridge_prototypes(self) -> torch.Tensor:
+    def bridge_prototypes(self) -> Tensor:
         """b_c(alpha_k), (C, K_b, d), float32 unit vectors, in the space of the metric."""
         _, visual, texts = self._compared(self.visual_prototypes.float(), {})
         return bridge_prototypes(visual, texts, self.depths.float())
 
     @torch.no_grad()
-    def expected_depth(self) -> torch.Tensor:
+    def expected_depth(self) -> Tensor:
         """sum_k pi_c(alpha_k) alpha_k, (C,), float32: 0 trusts the visual prototype, 1 the text embedding."""
         return (self.reliability.float() * self.depths.float()).sum(dim=1)
 
 
-def _depths(num_depths: int, depths: Sequence[float] | torch.Tensor | None) -> torch.Tensor:
+def _depths(num_depths: int, depths: Sequence[float] | Tensor | None) -> Tensor:
     if depths is None:
         return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))
     if len(depths) > MAX_DEPTHS:

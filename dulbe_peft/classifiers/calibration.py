@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from scipy.optimize import brentq
+from torch import Tensor
 
 from dulbe_peft.utils.checks import is_number
 from dulbe_peft.utils.records import Record
@@ -86,7 +87,7 @@ def _line(tasks: Sequence[TaskTemperature], values: Sequence[float], classes: in
     return mean + slope * (math.log(classes) - centre)
 
 
-def fit_task(logits: torch.Tensor, labels: torch.Tensor) -> TaskTemperature:
+def fit_task(logits: Tensor, labels: Tensor) -> TaskTemperature:
     """The temperature of a task's held-back images, (n, C) logits, and how sure the classifier is of them with it."""
     fitted = fit_temperature(logits, labels)
     largest = (logits.double().cpu() * math.exp(-fitted)).softmax(dim=1).amax(dim=1)
@@ -97,14 +98,14 @@ def fit_task(logits: torch.Tensor, labels: torch.Tensor) -> TaskTemperature:
     )
 
 
-def ranking(images: torch.Tensor) -> torch.Tensor:
+def ranking(images: Tensor) -> Tensor:
     """The dot product of each image's feature with a fixed vector, (n,): a ranking in whatever order they come."""
     fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
     # A product with a matrix may round a row differently at another place in it; a sum over the row does not.
     return (images * fixed).sum(dim=1)
 
 
-def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def hold_back(images: Tensor, labels: Tensor) -> Tensor:
     """Which of the (n, d) images to keep out of learning, (n,) booleans: about a fifth of each class.
 
     A class's images are ranked by their dot product with a fixed vector, and one of every five is taken. So the
@@ -119,7 +120,7 @@ def hold_back(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return held
 
 
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """log T with the least negative log-likelihood of held-back images, (n, C) logits, between the limits.
 
     The loss is convex in 1/T, so its derivative has one root. `DOUBT` of n + 2 images counts as of its strongest rival

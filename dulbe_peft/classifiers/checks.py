@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.utils.checks import check_number
@@ -16,9 +18,9 @@ def positive(name: str, value: Any, tiny: bool = False) -> float:
     return float(value)
 
 
-def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> torch.Tensor:
+def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
     """`features`, (rows, width), at unit norm, in float32, on a device; raises for what cannot be normalised."""
-    if not isinstance(features, torch.Tensor) or not features.is_floating_point():
+    if not isinstance(features, Tensor) or not features.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {getattr(features, 'dtype', type(features))}")
     if features.ndim != 2 or features.shape[1] != width:
         raise ValueError(f"{name} must be (rows, {width}), got shape {tuple(features.shape)}")
@@ -33,7 +35,7 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
     return F.normalize((features / largest).to(device, torch.float32), dim=1)
 
 
-def check_labels(labels: Any, count: int, classes: int) -> torch.Tensor:
+def check_labels(labels: Any, count: int, classes: int) -> Tensor:
     """`labels` as a tensor of int64, after a check that there are `count` of them and that they index the classes."""
     try:
         indices = torch.as_tensor(labels)
@@ -50,17 +52,17 @@ def check_labels(labels: Any, count: int, classes: int) -> torch.Tensor:
     return indices
 
 
-def check_map(matrix: Any, width: int) -> torch.Tensor:
+def check_map(matrix: Any, width: int) -> Tensor:
     """A map of features, (width, width), finite; in float64 on the CPU."""
-    if not isinstance(matrix, torch.Tensor) or not matrix.is_floating_point() or matrix.shape != (width, width):
-        got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+    if not isinstance(matrix, Tensor) or not matrix.is_floating_point() or matrix.shape != (width, width):
+        got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
         raise ValueError(f"the map must be floating-point {(width, width)}, got {got}")
     if not torch.isfinite(matrix).all():
         raise ValueError("the map holds NaN or infinity")
     return matrix.cpu().double()
 
 
-def check_directions(sums: torch.Tensor, names: list[str]) -> None:
+def check_directions(sums: Tensor, names: Sequence[str]) -> None:
     """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
     cancelled = sums.norm(dim=1) < 1e-4
     if cancelled.any():

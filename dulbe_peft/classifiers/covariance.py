@@ -6,19 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 
-def shrunk_covariance(
-    scatter: torch.Tensor, freedom: int, shrinkage: float | Literal["oas"], otherwise: float
-) -> torch.Tensor:
-    """Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64.
+def shrunk_covariance(scatter: Tensor, freedom: int, shrinkage: float | Literal["oas"], otherwise: float) -> Tensor:
+    """Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64; `otherwise` I while all images of a class are equal.
 
-    Args:
-        scatter: W, (d, d), float64.
-        freedom: f, its degrees of freedom.
-        shrinkage: s, or "oas".
-        otherwise: variance of every direction while no class has two different images.
+    `scatter` is W, (d, d), float64, with f degrees of `freedom`.
     """
     identity = torch.eye(len(scatter), dtype=torch.float64, device=scatter.device)
     variance = float(scatter.trace()) / max(freedom, 1) / len(scatter)
@@ -30,23 +25,13 @@ def shrunk_covariance(
     return (1 - share) * sample + share * variance * identity
 
 
-def added_scatter(
-    images: torch.Tensor, labels: torch.Tensor, old_means: torch.Tensor, means: torch.Tensor, old_counts: torch.Tensor
-) -> torch.Tensor:
-    """What further images add to W: their scatter around the new means, and what old images lose as their means move.
-
-    Args:
-        images: (n, d), float64.
-        labels: (n,), rows of the means.
-        old_means: (C, d), before the images.
-        means: (C, d), with the images.
-        old_counts: (C,), images of each class before.
-    """
+def added_scatter(images: Tensor, labels: Tensor, old_means: Tensor, means: Tensor, old_counts: Tensor) -> Tensor:
+    """What (n, d) images add to W: their scatter around the new means, and what old images lose as theirs move."""
     shift, spread = (means - old_means) * old_counts[:, None].sqrt(), images - means[labels]
     return shift.T @ shift + spread.T @ spread
 
 
-def oas_shrinkage(covariance: torch.Tensor, freedom: int) -> float:
+def oas_shrinkage(covariance: Tensor, freedom: int) -> float:
     """The shrinkage toward the scaled identity with the least expected squared error for Gaussian data.
 
     Reference:
@@ -54,11 +39,11 @@ def oas_shrinkage(covariance: torch.Tensor, freedom: int) -> float:
     """
     d = len(covariance)
     square, trace = float((covariance * covariance).sum()), float(covariance.trace())
-    over = (freedom + 1 - 2 / d) * (square - trace**2 / d)
-    return min(1.0, ((1 - 2 / d) * square + trace**2) / over) if over > 0 else 1.0
+    over = (freedom + 1 - 2 / d) * (square - trace * trace / d)
+    return min(1.0, ((1 - 2 / d) * square + trace * trace) / over) if over > 0 else 1.0
 
 
-def whitening_matrix(covariance: torch.Tensor) -> torch.Tensor:
+def whitening_matrix(covariance: Tensor) -> Tensor:
     """Sigma^-1/2, (d, d), symmetric."""
     variances, directions = torch.linalg.eigh(covariance)
     return (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T
@@ -77,14 +62,14 @@ class Whitening:
         matrix: Sigma^-1/2, (d, d), of the shared covariance within the classes, shrunk as in LDA.
     """
 
-    image_mean: torch.Tensor
-    text_mean: torch.Tensor
-    matrix: torch.Tensor
+    image_mean: Tensor
+    text_mean: Tensor
+    matrix: Tensor
 
-    def images(self, rows: torch.Tensor) -> torch.Tensor:
+    def images(self, rows: Tensor) -> Tensor:
         """Directions in the new space, (n, d), unit vectors."""
         return F.normalize((rows - self.image_mean) @ self.matrix, dim=1)
 
-    def texts(self, rows: torch.Tensor) -> torch.Tensor:
+    def texts(self, rows: Tensor) -> Tensor:
         """Directions in the new space, (C, d), unit vectors."""
         return F.normalize((rows - self.text_mean) @ self.matrix, dim=1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def linear_map(before: torch.Tensor, after: torch.Tensor, ridge: float = 0.03) -> torch.Tensor:
+def linear_map(before: Tensor, after: Tensor, ridge: float = 0.03) -> Tensor:
     """The linear map M that takes features before a task to those after it, pulled toward the identity.
 
         M = argmin |Z M - Z_after|^2 + lambda |M - I|^2 = (Z'Z + lambda I)^-1 (Z'Z_after + lambda I)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 SURE = 3.0  # standard deviations: chance alone makes one other lambda so much better once in 700 tries; 24 are tried
 
@@ -24,30 +24,28 @@ class Regression:
         likeliest: the place in the grid of the lambda with the largest evidence.
     """
 
-    prior: torch.Tensor
-    values: torch.Tensor
-    vectors: torch.Tensor
-    turned: torch.Tensor
-    shape: torch.Tensor
+    prior: Tensor
+    values: Tensor
+    vectors: Tensor
+    turned: Tensor
+    shape: Tensor
     likeliest: int
 
-    def solution(self, ridge: float) -> torch.Tensor:
+    def solution(self, ridge: float) -> Tensor:
         """W, (K, C), for a lambda."""
         return self.prior + self.vectors @ self._correction(ridge)
 
-    def scores(self, lifted: torch.Tensor, ridges: Sequence[float]) -> Iterator[torch.Tensor]:
+    def scores(self, lifted: Tensor, ridges: Sequence[float]) -> Iterator[Tensor]:
         """The scores of (n, K) rows for each lambda in turn, (n, C)."""
         from_prior, turned = lifted @ self.prior, lifted @ self.vectors
         for ridge in ridges:
             yield from_prior + turned @ self._correction(ridge)
 
-    def _correction(self, ridge: float) -> torch.Tensor:
+    def _correction(self, ridge: float) -> Tensor:
         return self.turned / (self.values + ridge * self.shape)[:, None]
 
 
-def log_evidence(
-    values: torch.Tensor, turned: torch.Tensor, residual: float, rows: int, precisions: torch.Tensor
-) -> float:
+def log_evidence(values: Tensor, turned: Tensor, residual: float, rows: int, precisions: Tensor) -> float:
     """Log density of the targets under the prior, with the noise variance s2 that makes them most likely.
 
     Every class's residuals r over the n images are r ~ N(0, s2 (I + H L^-1 H')), independently of the others'. With
@@ -67,7 +65,7 @@ def log_evidence(
     return -0.5 * classes * (rows * (math.log(2 * math.pi * spread) + 1) + determinant)
 
 
-def best_step(wins: torch.Tensor) -> int:
+def best_step(wins: Tensor) -> int:
     """How many steps of the grid to take from the most likely lambda, by what held-back images say.
 
     A step is clearly better than none if it is ahead by three standard deviations, among the images that only one of

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import ranking
 
@@ -17,7 +18,7 @@ def gradients() -> Iterator[None]:
         yield
 
 
-def minibatches(images: torch.Tensor, size: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+def minibatches(images: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Row numbers of `images` in random order, `size` at a time; the last batch may be short.
 
     The same images give the same batches in whatever order they come.

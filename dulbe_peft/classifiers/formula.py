@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -18,13 +19,13 @@ def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
     return z @ weight.T + bias
 
 
-def random_features(width: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:
     """The same random unit features at every call, (256, width), float32."""
     rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
     return F.normalize(rows, dim=1).to(device)
 
 
-def same_scores(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_scores(found: Tensor, expected: Tensor) -> bool:
     """Whether two sets of scores differ by rounding alone."""
     if found.shape != expected.shape or not torch.isfinite(found).all():
         return False
@@ -33,7 +34,7 @@ def same_scores(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def affine(classifier: Classifier) -> dict[str, torch.Tensor]:
+def affine(classifier: Classifier) -> dict[str, Tensor]:
     """`weight` W, (C, d), and `bias` b, (C,), of logits z W' + b; a ValueError where random features say otherwise.
 
     b is the score of 0, and W' that of the identity, less b.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.utils.precision import without_autocast
 
-EPS32 = torch.finfo(torch.float32).eps
 
-
-def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor) -> torch.Tensor:
+def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     """Points on the great circle from one unit vector to another, at equal angular speed.
 
     Finite and of unit norm for every pair: equal vectors give `start`; for exactly opposite ones a fixed great circle
@@ -27,7 +26,7 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
 
     Raises:
         ValueError: a vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
-        TypeError: the vectors are not floating-point tensors, or the fraction is no number or tensor.
+        TypeError: the vectors are not floating-point tensors.
 
     Reference:
         "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq.
@@ -42,19 +41,11 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
     working = torch.promote_types(dtype, torch.float32)
     start = _check_unit(start.to(working), "start")
     end = _check_unit(end.to(working), "end")
-    try:
-        alpha = torch.as_tensor(fraction, device=start.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"fraction must be a number or a tensor, got {fraction!r:.100}") from error
+    alpha = torch.as_tensor(fraction, device=start.device)
     if alpha.ndim and alpha.shape[-1] != 1:
         raise ValueError(
             f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
         )
-    try:
-        torch.broadcast_shapes(start.shape, end.shape, alpha.shape)
-    except RuntimeError as error:
-        shapes = f"{tuple(start.shape)}, {tuple(end.shape)} and {tuple(alpha.shape)}"
-        raise ValueError(f"start, end and fraction must broadcast, got shapes {shapes}") from error
     if not ((alpha >= 0) & (alpha <= 1)).all():
         raise ValueError(f"fraction must lie in [0, 1], got {fraction!r}")
     alpha = alpha.to(working)
@@ -73,7 +64,7 @@ def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float | torch.Tensor
     return F.normalize(angle.cos() * start + angle.sin() * across, dim=-1).to(dtype)
 
 
-def _check_unit(vectors: torch.Tensor, name: str) -> torch.Tensor:
+def _check_unit(vectors: Tensor, name: str) -> Tensor:
     """The vectors at exactly unit norm; half-precision inputs are off by up to a few thousandths."""
     norms = vectors.norm(dim=-1, keepdim=True)
     off = ~((norms - 1).abs() < 1e-2)
@@ -82,9 +73,7 @@ def _check_unit(vectors: torch.Tensor, name: str) -> torch.Tensor:
     return vectors / norms
 
 
-def bridge_prototypes(
-    visual_prototypes: torch.Tensor, text_embeds: torch.Tensor, depths: torch.Tensor
-) -> torch.Tensor:
+def bridge_prototypes(visual_prototypes: Tensor, text_embeds: Tensor, depths: Tensor) -> Tensor:
     """Every class's bridge at every depth: (C, d) and (C, d) unit vectors and (K_b,) depths to (C, K_b, d).
 
     Reference:
@@ -94,28 +83,17 @@ def bridge_prototypes(
 
 
 def reliability(
-    image_embeds: torch.Tensor,
-    labels: torch.Tensor,
-    bridges: torch.Tensor,
+    image_embeds: Tensor,
+    labels: Tensor,
+    bridges: Tensor,
     logit_scale: float,
     first_class: int = 0,
     chunk_elements: int = 2**24,
-) -> torch.Tensor:
+) -> Tensor:
     """Mean probability of a class over its own images, under the classifier of each depth over all classes.
 
-    Args:
-        image_embeds: (n, d), unit features.
-        labels: (n,), integers, rows of `bridges`, all at least `first_class`.
-        bridges: (C, K_b, d), bridge prototypes of all seen classes.
-        logit_scale: tau.
-        first_class: row of the first class to measure; each from there on needs at least one image.
-        chunk_elements: how many logits to hold at a time.
-
-    Returns:
-        rho, (C - first_class, K_b), float32, in [0, 1].
-
-    Raises:
-        ValueError: a measured class has no image.
+    `image_embeds`, (n, d), are unit features, and `labels`, (n,), their rows of the `bridges`, (C, K_b, d). All are of
+    classes from `first_class` on, which are measured; each needs an image. Gives rho, (C - first_class, K_b), float32.
 
     Reference:
         "Reliability-Guided Bridge-Prototype Ensemble", rho_c(alpha_k).
@@ -131,20 +109,4 @@ def reliability(
                 probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
     confidence = torch.cat(chunks)
-    means = []
-    for index in range(first_class, classes):
-        own_rows = confidence[labels == index]
-        if not len(own_rows):
-            raise ValueError(f"class {index} has no image: its reliability cannot be measured")
-        means.append(own_rows.mean(dim=0))
-    return torch.stack(means)
-
-
-def reliability_weights(rho: torch.Tensor, temperature: float) -> torch.Tensor:
-    """pi_c = softmax over the depths of rho_c / beta; (C, K_b) to (C, K_b).
-
-    Reference:
-        "Reliability-Guided Bridge-Prototype Ensemble", pi_c(alpha_k).
-    """
-    # A smaller beta is 0 in the tensor's type, and 0 / 0 is no number. The limit is the same: the best depth alone.
-    return (rho / max(temperature, torch.finfo(rho.dtype).tiny)).softmax(dim=1)
+    return torch.stack([confidence[labels == index].mean(dim=0) for index in range(first_class, classes)])

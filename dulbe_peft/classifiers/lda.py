@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
-from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import is_number
 
 
@@ -42,10 +43,10 @@ class LdaClassifier(Classifier):
     """
 
     name = "lda"
-    means: torch.Tensor
-    counts: torch.Tensor
-    scatter: torch.Tensor
-    freedom: torch.Tensor
+    means: Tensor
+    counts: Tensor
+    scatter: Tensor
+    freedom: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, shrinkage: float | Literal["oas"] = "oas") -> None:
         super().__init__(embed_dim, logit_scale)
@@ -57,48 +58,42 @@ class LdaClassifier(Classifier):
         self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        images, labels = images.to(self.means.device).double(), labels.to(self.means.device)
-        counts = torch.bincount(labels, minlength=len(names))
-        means = class_sums(images, labels, names) / counts[:, None]
-        spread = images - means[labels]
-        return {
-            "means": torch.cat([self.means, means]),
-            "counts": torch.cat([self.counts.to(counts.device), counts]),
-            "scatter": self.scatter + spread.T @ spread,
-            "freedom": self.freedom + len(images) - len(names),
-        }
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        return self._added(images, labels + len(self._class_names), names)
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The scatter grows by that around the new mean, and by what the old images lose as their mean moves."""
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self._added(images, labels, [])
+
+    def _added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        """The scatter grows by that around the new mean, and by what old images lose as their mean moves."""
         images, labels = images.to(self.means.device).double(), labels.to(self.means.device)
-        old = self.counts.to(labels.device)
+        kept = self.with_new_rows(len(new))
+        old, old_means = kept["counts"].to(labels.device), kept["means"]
         counts = old + torch.bincount(labels, minlength=len(old))
-        sums = (self.means * old[:, None]).index_add(0, labels, images)
+        sums = (old_means * old[:, None]).index_add(0, labels, images)
+        check_directions(sums[len(sums) - len(new) :], new)
         means = sums / counts[:, None]
         return {
             "means": means,
             "counts": counts,
-            "scatter": self.scatter + added_scatter(images, labels, self.means, means, old),
-            "freedom": self.freedom + len(images),
+            "scatter": self.scatter + added_scatter(images, labels, old_means, means, old),
+            "freedom": self.freedom + len(images) - len(new),
         }
 
-    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         if int(self.freedom) == 0:
             raise ValueError("no class has two images, so the scale of the scores is not known")
         return {}
 
-    def covariance(self) -> torch.Tensor:
+    def covariance(self) -> Tensor:
         """Sigma, (d, d), float64, shrunk."""
         return shrunk_covariance(self.scatter, int(self.freedom), self.shrinkage, 1 / self.logit_scale)
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         weights, offsets = self.derived("solution", self._solve)
         return images @ weights - offsets
 
-    def _solve(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _solve(self) -> tuple[Tensor, Tensor]:
         factor, failed = torch.linalg.cholesky_ex(self.covariance())
         if failed:
             raise ValueError(
@@ -108,7 +103,7 @@ class LdaClassifier(Classifier):
         offsets = (self.means * weights.T).sum(dim=1) / 2
         return weights.float().to(self.device), offsets.float().to(self.device)
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """mu_c to M' mu_c and W to M' W M. What the map leaves over of the drift is not added to the scatter."""
         matrix = matrix.to(self.means.device)
         return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import class_sums
+from dulbe_peft.classifiers.sums import added_sums
 
 
 class PrototypeClassifier(Classifier):
@@ -27,34 +28,29 @@ class PrototypeClassifier(Classifier):
     """
 
     name = "prototype"
-    sums: torch.Tensor
-    counts: torch.Tensor
+    sums: Tensor
+    counts: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(embed_dim, logit_scale)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", embed_dim, dtype=torch.float64)
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        sums = class_sums(images.to(self.sums.device).double(), labels.to(self.sums.device), names)
-        counts = torch.bincount(labels, minlength=len(names))
-        return {"sums": torch.cat([self.sums, sums]), "counts": torch.cat([self.counts, counts])}
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        return added_sums(self.with_new_rows(len(names)), images, labels + len(self._class_names), names)
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        sums = self.sums.index_add(0, labels.to(self.sums.device), images.to(self.sums.device).double())
-        return {"sums": sums, "counts": self.counts + torch.bincount(labels, minlength=len(self.counts))}
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return added_sums(self.tensors(), images, labels)
 
     @property
-    def visual_prototypes(self) -> torch.Tensor:
+    def visual_prototypes(self) -> Tensor:
         """v_c, (C, d), float32 unit vectors."""
         return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.visual_prototypes.T
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
         directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
         return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}

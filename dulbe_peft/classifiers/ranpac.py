@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge, random_layer
@@ -48,10 +49,10 @@ class RanpacClassifier(Classifier):
     """
 
     name = "ranpac"
-    gram: torch.Tensor
-    sums: torch.Tensor
-    counts: torch.Tensor
-    errors: torch.Tensor
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
+    errors: Tensor
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class RanpacClassifier(Classifier):
         RegressionSums.register(self, features, torch.float32)
         self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
-    def lifted(self, images: torch.Tensor) -> torch.Tensor:
+    def lifted(self, images: Tensor) -> Tensor:
         """h of unit features z, (n, d) to (n, M), in the type of `images`."""
         layer = self.derived("layer", lambda: random_layer(self.embed_dim, self.features, self.seed))
         return (images @ self.derived(f"layer {images.dtype} {images.device}", lambda: layer.to(images))).relu()
@@ -76,15 +77,13 @@ class RanpacClassifier(Classifier):
     def _kept(self) -> RegressionSums:
         return RegressionSums(self.gram, self.sums, self.counts, self.lifted)
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         return self._kept().added(images, labels + len(self._class_names), len(names))
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return self._kept().added(images, labels)
 
-    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the held-back squared error of every ridge, a multiple of M."""
         ridges = [ridge * self.features for ridge in RIDGES]
         return {} if self.ridge != "auto" else {"errors": self.errors + self._kept().errors(images, labels, ridges)}
@@ -93,13 +92,13 @@ class RanpacClassifier(Classifier):
         """lambda."""
         return self.features * best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
 
-    def _solve(self) -> torch.Tensor:
+    def _solve(self) -> Tensor:
         return self._kept().solution(self.strength()).float().to(self.device)
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         weight = self.logit_scale * self.derived("solution", self._solve)
         layer = random_layer(self.embed_dim, self.features, self.seed)
         return random_ridge, {"projection": layer.to(weight), "weight": weight}

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
@@ -70,10 +71,10 @@ class RapfClassifier(Classifier):
 
     name = "rapf"
     needs_text = True
-    map: torch.Tensor
-    means: torch.Tensor
-    factors: torch.Tensor
-    text_embeds: torch.Tensor
+    map: Tensor
+    means: Tensor
+    factors: Tensor
+    text_embeds: Tensor
 
     def __init__(
         self,
@@ -108,9 +109,7 @@ class RapfClassifier(Classifier):
 
     # ------------------------------------------------------------------ learning
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         old = len(self._class_names)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + old) % 2**63)
@@ -129,12 +128,12 @@ class RapfClassifier(Classifier):
 
     def _trained(
         self,
-        start: torch.Tensor,
-        images: torch.Tensor,
-        labels: torch.Tensor,
-        texts: torch.Tensor,
+        start: Tensor,
+        images: Tensor,
+        labels: Tensor,
+        texts: Tensor,
         generator: torch.Generator,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
         old = len(self._class_names)
         pairs = hard_pairs(texts, old, self.pair_distance).repeat_interleave(int(20 * self.draws), dim=0)
@@ -160,7 +159,7 @@ class RapfClassifier(Classifier):
                 schedule.step()
         return map_.detach()
 
-    def _drawn(self, classes: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _drawn(self, classes: Tensor, generator: torch.Generator) -> Tensor:
         """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
         noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
         drawn = torch.empty_like(noise)
@@ -171,21 +170,19 @@ class RapfClassifier(Classifier):
 
     # ------------------------------------------------------------------ using
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; A stays, for the task that follows trains it on moved draws."""
         matrix = matrix.cpu()
         return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
 
 
-def gaussians(
-    images: torch.Tensor, labels: torch.Tensor, classes: int, ridge: float, shrinkage: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gaussians(images: Tensor, labels: Tensor, classes: int, ridge: float, shrinkage: bool) -> tuple[Tensor, Tensor]:
     """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features.
 
     With shrinkage, Sigma + mean(diag Sigma) I + mean(entries off the diagonal that are not 0) (11' - I) takes Sigma's
@@ -207,20 +204,20 @@ def gaussians(
     return torch.stack(means).to(images), torch.stack(factors).to(images)
 
 
-def hard_pairs(texts: torch.Tensor, old: int, distance: float) -> torch.Tensor:
+def hard_pairs(texts: Tensor, old: int, distance: float) -> Tensor:
     """Pairs of an old class i and a new class j whose texts are nearer than theta, (pairs, 2); texts are (C, d)."""
     # For unit vectors, |e_i - e_j| < theta is e_i . e_j > 1 - theta^2 / 2.
     near = (texts[:old] @ texts[old:].T > 1 - distance**2 / 2).nonzero()
     return near + torch.tensor([0, old], device=near.device)
 
 
-def push_apart(mapped: torch.Tensor, texts: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+def push_apart(mapped: Tensor, texts: Tensor, pairs: Tensor) -> Tensor:
     """Mean of max(0, z . e_j - z . e_i + 0.1) over features z of old classes i, (n, d), and pairs (i, j), (n, 2)."""
     apart = texts[pairs[:, 1]] - texts[pairs[:, 0]]
     return ((mapped * apart).sum(dim=1) + MARGIN).relu().mean()
 
 
-def fused(old: torch.Tensor, new: torch.Tensor, bias: float) -> torch.Tensor:
+def fused(old: Tensor, new: Tensor, bias: float) -> Tensor:
     """A_old + U (M o C), (d, d), with C = U'(A_new - A_old) and U the left singular vectors of A_old.
 
     The entries that moved most in the directions of U take the new value, the others a part of at least `bias`.
@@ -235,5 +232,5 @@ def fused(old: torch.Tensor, new: torch.Tensor, bias: float) -> torch.Tensor:
     return (before + left @ (mask * change)).to(old)
 
 
-def _mapped(features: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
+def _mapped(features: Tensor, map_: Tensor) -> Tensor:
     return F.normalize(features @ map_.T, dim=1)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge
@@ -39,10 +40,10 @@ class RidgeClassifier(Classifier):
     """
 
     name = "ridge"
-    gram: torch.Tensor
-    sums: torch.Tensor
-    counts: torch.Tensor
-    errors: torch.Tensor
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
+    errors: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, ridge: float | Literal["auto"] = "auto") -> None:
         super().__init__(embed_dim, logit_scale)
@@ -53,15 +54,13 @@ class RidgeClassifier(Classifier):
     def _kept(self) -> RegressionSums:
         return RegressionSums(self.gram, self.sums, self.counts, lambda images: images)
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         return self._kept().added(images, labels + len(self._class_names), len(names))
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return self._kept().added(images, labels)
 
-    def choose(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the held-back squared error of every ridge."""
         return {} if self.ridge != "auto" else {"errors": self.errors + self._kept().errors(images, labels, RIDGES)}
 
@@ -69,11 +68,11 @@ class RidgeClassifier(Classifier):
         """lambda."""
         return best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.derived("solution", self._solve)
 
-    def _solve(self) -> torch.Tensor:
+    def _solve(self) -> Tensor:
         return self._kept().solution(self.strength()).float().to(self.device)
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         return self._kept().moved(matrix)

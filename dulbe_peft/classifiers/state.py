@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
@@ -23,11 +23,11 @@ class ExtraState(Record):
     class_names: list[str]
     calibration: tuple[TaskTemperature, ...]
 
-    def to_tensor(self) -> torch.Tensor:
+    def to_tensor(self) -> Tensor:
         return torch.tensor(list(self.model_dump_json().encode()), dtype=torch.uint8)
 
     @classmethod
-    def from_tensor(cls, tensor: torch.Tensor) -> ExtraState:
+    def from_tensor(cls, tensor: Tensor) -> ExtraState:
         try:
             return cls.model_validate_json(bytes(tensor.tolist()))
         except ValidationError as error:
@@ -53,7 +53,7 @@ class GrowingState(nn.Module):
         self.register_buffer(name, torch.zeros(0, *row_shape, dtype=dtype))
         self._rows.add(name)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The buffers that belong to the state, by name."""
         left_out = self._non_persistent_buffers_set
         return {name: tensor for name, tensor in self._buffers.items() if tensor is not None and name not in left_out}
@@ -72,11 +72,21 @@ class GrowingState(nn.Module):
         twin._buffers, twin._derived = dict(self._buffers), {}
         return twin
 
-    def install(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def install(self, changes: Mapping[str, Tensor]) -> None:
         """Put new values of buffers in, all at once."""
         buffers = self.tensors()
         self._buffers |= {n: value.to(buffers[n].dtype).to(buffers[n].device) for n, value in changes.items()}
         self._derived = {}
+
+    def with_new_rows(self, new: int) -> dict[str, Tensor]:
+        """The buffers with one row a class, with zeros in rows for so many new classes."""
+        rows = {name: self.tensors()[name] for name in self._rows}
+        return {name: torch.cat([rows[name], rows[name].new_zeros(new, *rows[name].shape[1:])]) for name in rows}
+
+    def shape_with(self, name: str, classes: int) -> tuple[int, ...]:
+        """The shape of a buffer with so many classes."""
+        shape = tuple(self.tensors()[name].shape)
+        return (classes, *shape[1:]) if name in self._rows else shape
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
         """Raise a `ValueError` unless these are the shapes of all tensors with this number of classes."""
@@ -85,22 +95,22 @@ class GrowingState(nn.Module):
             if names:
                 raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
         for name, buffer in buffers.items():
-            expected = (classes, *buffer.shape[1:]) if name in self._rows else tuple(buffer.shape)
+            expected = self.shape_with(name, classes)
             if tuple(shapes[name]) != expected:
                 kind = _kind(buffer)
                 raise ValueError(f"{name} must be {kind} {expected} for {classes} classes, got {tuple(shapes[name])}")
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self) -> Tensor:
         return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         extra = ExtraState.from_tensor(state)
         self._class_names, self.calibration = extra.class_names, extra.calibration
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._derived = {}
 
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
+        def convert(tensor: Tensor) -> Tensor:
             if tensor.dtype != torch.float64 or tensor.is_meta:
                 return fn(tensor)
             device = fn(torch.zeros(1, device=tensor.device)).device
@@ -136,7 +146,7 @@ class GrowingState(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _check(self, state: Mapping[str, torch.Tensor], class_names: list[str]) -> None:
+    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
         if class_names:
             check_class_names(class_names)
         for name, buffer in self.tensors().items():
@@ -147,5 +157,5 @@ class GrowingState(nn.Module):
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return "floating-point" if tensor.dtype.is_floating_point else "integer"

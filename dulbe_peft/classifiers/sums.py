@@ -5,11 +5,12 @@ G = sum of h h'       column c of C = sum of h over the images of class c       
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
@@ -30,10 +31,10 @@ class RegressionSums:
         lift: h of unit features, (n, d) to (n, M), in their type.
     """
 
-    gram: torch.Tensor
-    sums: torch.Tensor
-    counts: torch.Tensor
-    lift: Callable[[torch.Tensor], torch.Tensor]
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
+    lift: Callable[[Tensor], Tensor]
 
     @staticmethod
     def register(classifier: Classifier, width: int, dtype: torch.dtype) -> None:
@@ -42,7 +43,7 @@ class RegressionSums:
         classifier.register_rows("sums", width, dtype=torch.float64)
         classifier.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
 
-    def added(self, images: torch.Tensor, labels: torch.Tensor, new: int = 0) -> dict[str, torch.Tensor]:
+    def added(self, images: Tensor, labels: Tensor, new: int = 0) -> dict[str, Tensor]:
         """The buffers with further images in them, whose labels index all classes, the `new` last ones included."""
         gram = self.gram64()
         sums = torch.cat([self.sums, self.sums.new_zeros(new, self.sums.shape[1])])
@@ -54,20 +55,20 @@ class RegressionSums:
         counts[: len(self.counts)] += self.counts.to(counts.device)
         return {"gram": gram, "sums": sums, "counts": counts}
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """G to M' G M and C to M' C, which is exact for a linear drift where h = z."""
         matrix = matrix.to(self.sums.device)
         return {"gram": matrix.T @ self.gram @ matrix, "sums": self.sums @ matrix}
 
-    def gram64(self) -> torch.Tensor:
+    def gram64(self) -> Tensor:
         """G in float64, where the other sums are."""
         return self.gram.to(self.sums.device).double()
 
-    def lifted(self, images: torch.Tensor) -> torch.Tensor:
+    def lifted(self, images: Tensor) -> Tensor:
         """h in float64, where the sums are."""
         return self.lift(images.to(self.sums.device).double())
 
-    def solution(self, ridge: float) -> torch.Tensor:
+    def solution(self, ridge: float) -> Tensor:
         """W = (G + lambda I)^-1 C, (M, C), float64."""
         gram = self.gram64()
         identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -79,7 +80,7 @@ class RegressionSums:
             factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
         return torch.cholesky_solve(self.sums.T, factor)
 
-    def errors(self, images: torch.Tensor, labels: torch.Tensor, ridges: Sequence[float]) -> torch.Tensor:
+    def errors(self, images: Tensor, labels: Tensor, ridges: Sequence[float]) -> Tensor:
         """Squared error of each ridge's solution on other images, (ridges,), from one eigendecomposition of G."""
         values, vectors = torch.linalg.eigh(self.gram64())
         lifted, sums = self.lifted(images) @ vectors, vectors.T @ self.sums.T
@@ -95,19 +96,29 @@ def check_ridge(ridge: float | str, rules: Sequence[str]) -> float | str:
     return ridge if isinstance(ridge, str) else positive("ridge", ridge)
 
 
-def best_ridge(errors: torch.Tensor) -> float:
+def best_ridge(errors: Tensor) -> float:
     """The ridge of the grid with the least error; the grid's 1 while no image was held back."""
     return RIDGES[int(errors.argmin())] if errors.any() else 1.0
 
 
-def class_sums(images: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+def class_sums(images: Tensor, labels: Tensor, names: Sequence[str]) -> Tensor:
     """Sum of each class's (n, d) features, (classes, d), in their type; they must not cancel out."""
     sums = torch.stack([images[labels == index].sum(dim=0) for index in range(len(names))])
-    check_directions(sums, list(names))
+    check_directions(sums, names)
     return sums
 
 
-def random_layer(embed_dim: int, features: int, seed: int) -> torch.Tensor:
+def added_sums(
+    kept: Mapping[str, Tensor], images: Tensor, labels: Tensor, new: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """The rows `sums` and `counts` with further images in them; the last classes are the `new` ones."""
+    own, images = labels.to(kept["sums"].device), images.to(kept["sums"].device).double()
+    sums = kept["sums"].index_add(0, own, images)
+    check_directions(sums[len(sums) - len(new) :], new)
+    return {"sums": sums, "counts": kept["counts"] + torch.bincount(labels, minlength=len(sums))}
+
+
+def random_layer(embed_dim: int, features: int, seed: int) -> Tensor:
     """R, (d, M), float64, independent normal entries; the same for a seed in every version of the libraries."""
     # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
     return torch.from_numpy(np.random.RandomState(seed).standard_normal((embed_dim, features)))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.drift import linear_map
@@ -23,16 +24,16 @@ class ClosingPass:
     """
 
     class_names: tuple[str, ...]
-    features: torch.Tensor
-    labels: torch.Tensor
-    before: torch.Tensor | None = None
+    features: Tensor
+    labels: Tensor
+    before: Tensor | None = None
 
 
 @torch.no_grad()
 def learn_task(
     classifiers: Mapping[str, Classifier],
     closing: ClosingPass,
-    texts: torch.Tensor | None,
+    texts: Tensor | None,
     drift: str = "none",
     text_embeds: str = "current",
 ) -> dict[str, Classifier]:

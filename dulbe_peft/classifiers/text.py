@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 
@@ -25,20 +25,18 @@ class TextClassifier(Classifier):
 
     name = "text"
     needs_text = True
-    text_embeds: torch.Tensor
+    text_embeds: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(embed_dim, logit_scale)
         self.register_rows("text_embeds", embed_dim)
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         return {"text_embeds": texts}
 
-    def learn_more(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.text_embeds.float().T

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
@@ -49,8 +50,8 @@ class VisualAgentClassifier(Classifier):
 
     name = "visual_agent"
     needs_text = True
-    agents: torch.Tensor
-    text_embeds: torch.Tensor
+    agents: Tensor
+    text_embeds: Tensor
 
     def __init__(
         self,
@@ -71,14 +72,12 @@ class VisualAgentClassifier(Classifier):
         self.register_rows("agents", embed_dim)
         self.register_rows("text_embeds", embed_dim)
 
-    def learn(
-        self, names: Sequence[str], images: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         means = class_sums(images, labels, names) / torch.bincount(labels, minlength=len(names))[:, None]
         return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)]), "text_embeds": texts}
 
-    def _trained(self, agents: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The new classes' agents, (classes, d), after training on the task's features."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + len(self._class_names)) % 2**63)
         with gradients():
@@ -97,18 +96,18 @@ class VisualAgentClassifier(Classifier):
                     schedule.step()
         return agents.detach()
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         by_text = (self.logit_scale * images @ self.text_embeds.float().T).softmax(dim=1)
         by_agent = (images @ F.normalize(self.agents.float(), dim=1).T).softmax(dim=1)
         return ((by_text + self.weight * by_agent) / (1 + self.weight)).log()
 
-    def formula(self) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mix, {
             "texts": self.logit_scale * self.text_embeds.float(),
             "agents": F.normalize(self.agents.float(), dim=1),
             "share": torch.tensor(self.weight),
         }
 
-    def moved(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """V_c to V_c M; the texts stay."""
         return {"agents": self.agents.double().cpu() @ matrix.cpu()}
