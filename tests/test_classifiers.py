@@ -148,7 +148,10 @@ def lift(images):
     return (images @ torch.from_numpy(np.random.RandomState(0).standard_normal((DIM, 200)))).clamp(min=0)
 
 
-def test_ranpac_equals_the_reference(digits):
+def test_ranpac_equals_the_reference_and_keeps_its_random_layer(digits):
+    """A saved classifier keeps the seed alone, so it depends on these numbers."""
+    expected = [[0.44122749, -0.33087015, 2.43077119], [-0.25209213, 0.10960984, 1.58248112]]
+    torch.testing.assert_close(random_layer(2, 3, 5), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
     scores = reference.ridge_scores(digits.images, digits.labels.tolist(), digits.tests, 20.0, lift=lift)
     logits = learned("ranpac fixed", digits)(digits.tests)
     torch.testing.assert_close(logits.double() / SCALE, scores, rtol=0, atol=1e-5)
@@ -172,12 +175,6 @@ def test_the_ridge_is_the_best_on_all_tasks_held_back_images(digits, name, unit)
     torch.testing.assert_close(classifier.errors, total, rtol=1e-3, atol=1e-3)
     assert classifier.strength() == unit * RIDGES[int(total.argmin())]
     assert 0 < int(total.argmin()) < len(RIDGES) - 1
-
-
-def test_ranpac_keeps_its_random_layer_over_versions():
-    """From a seed, so a saved classifier depends on these numbers."""
-    expected = [[0.44122749, -0.33087015, 2.43077119], [-0.25209213, 0.10960984, 1.58248112]]
-    torch.testing.assert_close(random_layer(2, 3, 5), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
 
 
 def test_a_gram_matrix_that_rounding_left_indefinite_is_solved(digits):
@@ -393,8 +390,6 @@ def test_linear_map_solves_its_normal_equations():
     ("change", "message"),
     [
         ({"after": torch.ones(3, 4)}, r"\(3, 5\) and \(3, 4\)"),
-        ({"before": torch.ones(0, 5), "after": torch.ones(0, 5)}, r"\(0, 5\)"),
-        ({"ridge": 0.0}, "ridge must be positive"),
         ({"before": torch.full((3, 5), math.nan)}, "NaN"),
     ],
 )
@@ -476,24 +471,17 @@ def with_row(row, value):
     ("change", "error", "message"),
     [
         ({"class_names": ["digit 0", "x"]}, ValueError, "'digit 0', a class that was seen already"),
-        ({"class_names": ["x", "x"]}, ValueError, "are both 'x'"),
-        ({"class_names": ["x", " "]}, ValueError, "is ' '; a class name must not be blank"),
-        ({"class_names": []}, ValueError, "class_names is empty"),
         ({"class_names": "xy"}, TypeError, "got the single string 'xy'"),
         ({"class_names": ["x", 3]}, TypeError, "must be a string, got 3"),
         ({"image_embeds": with_row(4, math.nan)}, ValueError, "image_embeds row 4 holds NaN or infinity"),
-        ({"image_embeds": with_row(3, -math.inf)}, ValueError, "image_embeds row 3 holds NaN or infinity"),
         ({"image_embeds": with_row(2, 0.0)}, ValueError, "image_embeds row 2 is zero"),
         ({"image_embeds": torch.ones(120, 3)}, ValueError, r"must be \(rows, 64\), got shape \(120, 3\)"),
         ({"image_embeds": torch.ones(120, DIM).long()}, TypeError, "must be a floating-point tensor"),
-        ({"labels": torch.zeros(120)}, TypeError, "labels must be integers, got torch.float32"),
         ({"labels": [True, False] * 60}, TypeError, "labels must be integers, got torch.bool"),
         ({"labels": torch.arange(120) % 2 + 1}, ValueError, "label 2 is out of range for 2 classes"),
-        ({"labels": torch.arange(120) % 2 - 1}, ValueError, "label -1 is out of range for 2 classes"),
         ({"labels": torch.zeros(5).long()}, ValueError, r"labels must be \(120,\), one per image"),
         ({"labels": torch.zeros(120).long()}, ValueError, "class 'y' has no image"),
         ({"text_embeds": torch.ones(3, DIM)}, ValueError, "text_embeds must have 12 rows"),
-        ({"text_embeds": torch.zeros(12, DIM)}, ValueError, "text_embeds row 0 is zero"),
     ],
 )
 def test_add_classes_refuses_and_changes_nothing(digits, change, error, message):
@@ -573,15 +561,6 @@ def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, 
     assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
 
 
-def test_sizes(digits):
-    sizes = {
-        name: (learned(name, digits).state_size, learned(name, digits).nbytes) for name in ("prototype", "ranpac")
-    }
-    assert sizes["prototype"] == (CLASSES * (DIM + 1), CLASSES * (DIM + 1) * 8)
-    counted = 200 * 200 + CLASSES * 201 + len(RIDGES)
-    assert sizes["ranpac"] == (counted, 200 * 200 * 4 + (CLASSES * 201 + len(RIDGES)) * 8)
-
-
 # ---------------------------------------------------------------------- state dicts and files
 
 
@@ -630,25 +609,17 @@ ONES = torch.ones(DIM, DIM, dtype=torch.float64)
         ("lda", edit("lda_config.json", format="dulbe-classifier-3"), "lda_config.json .*format: .*'dulbe-class"),
         ("lda", edit("lda_config.json", name="ridge"), "holds a classifier 'ridge', expected 'lda'"),
         ("lda", edit("lda_config.json", surplus=1), "lda_config.json .*surplus"),
-        ("lda", edit("lda_config.json", class_names=...), "lda_config.json .*class_names"),
         ("lda", edit("lda_config.json", class_names=[1]), r"class_names.0: .*string, got 1"),
         ("lda", edit("lda_config.json", class_names=["a"]), r"for 1 classes, got \(10,"),
-        ("lda", edit("lda_config.json", class_names=["a"] * 10), "are both 'a'"),
         ("lda", edit("lda_config.json", settings={"shrinkage": 2.0}), "shrinkage must be 'oas' or"),
-        ("lda", edit("lda_config.json", settings={"other": 2.0}), "'other'"),
         ("lda", edit("lda_config.json", embed_dim=10**12), "cannot be loaded"),
         ("lda", edit("lda_config.json", logit_scale="100"), "logit_scale: .*number, got '100'"),
-        ("lda", edit("lda_config.json", calibration={}), "calibration"),
         ("lda", edit("lda_config.json", calibration=[{"log_temperature": 99.0}]), "calibration.0.log_temperature"),
         ("lda", edit("lda.safetensors", means=...), "Missing key.*means"),
-        ("lda", edit("lda.safetensors", other=ONES), "Unexpected key.*other"),
         ("lda", edit("lda.safetensors", scatter=ONES[:3].contiguous()), r"scatter must be .*\(64, 64\)"),
         ("lda", edit("lda.safetensors", scatter=ONES * math.inf), "NaN or infinity"),
-        ("lda", edit("lda.safetensors", counts=torch.ones(10)), "counts must be integer"),
         ("lda", lambda folder: (folder / "lda_config.json").write_text("[" * 10**5), "lda_config.json is damaged"),
-        ("lda", lambda folder: (folder / "lda_config.json").write_bytes(b"\xff"), "lda_config.json is damaged"),
         ("lda", lambda folder: (folder / "lda.safetensors").write_bytes(b"PK\x03\x04"), "no safetensors file"),
-        ("ranpac", edit("ranpac_config.json", settings={"features": 10**9}), "must be at most 1000000, got 10000000"),
         ("bridge", edit("head.safetensors", reliability=torch.ones(10, 9)), r"reliability must be .*\(10, 10\)"),
     ],
 )
@@ -677,10 +648,7 @@ def test_missing_files_are_named_and_no_pickle_is_read_instead(digits, name, tmp
     [
         ("means", None, "Missing key"),
         ("_extra_state", None, "Missing key"),
-        ("surplus", torch.zeros(1), "Unexpected key"),
         ("means", torch.zeros(4, DIM), r"means must be floating-point \(10, 64\)"),
-        ("means", torch.full((10, DIM), math.nan), "means holds NaN"),
-        ("counts", torch.ones(10), "counts must be integer"),
         ("_extra_state", torch.tensor([255], dtype=torch.uint8), "class names in the state are damaged"),
         ("_extra_state", torch.tensor(list(b"{}"), dtype=torch.uint8), "class_names"),
     ],
@@ -694,8 +662,7 @@ def test_load_state_dict_refuses_and_changes_nothing(digits, key, value, message
     before = snapshot(other)
     with pytest.raises(RuntimeError, match=message):
         other.load_state_dict(state)
-    if key != "surplus":
-        assert_equal_states(snapshot(other), before)
+    assert_equal_states(snapshot(other), before)
 
 
 # ---------------------------------------------------------------------- the registry
@@ -781,19 +748,14 @@ def test_names_and_settings_make_classifiers():
     [
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
-        ("ranpac:features=many", "features='many' must be a whole number"),
         ("ranpac:features=0", "features must be at least 1"),
         ("bridge:metric=euclid", "must be cosine or whitened"),
         ("ridge:ridge=-1", "ridge must be finite and positive"),
-        ("ridge:ridge=big", "must be a number or auto"),
         ("bayes:text_weight=0", "text_weight must be finite and positive"),
-        ("bayes:text_images=-1", "text_images must be finite and at least 0"),
         ("bayes:flatness=1.5", "flatness must be at most 1"),
-        ("bayes:features=-1", "features must be at least 0"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
         ("rapf:draws=0", "draws must be finite and positive"),
-        ("rapf:replayed=0", "replayed must be at least 1, got 0"),
     ],
 )
 def test_specs_that_do_not_fit_are_refused(text, message):

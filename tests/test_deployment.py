@@ -435,14 +435,6 @@ def test_an_export_replaces_what_an_export_wrote_and_nothing_else(clip, saved, t
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_an_export_through_a_link_keeps_the_link(clip, tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    for _ in range(2):
-        export_learner(clip, tmp_path / "link")
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "real/classifier.json").is_file()
-
-
 def test_a_failing_export_leaves_the_earlier_one(clip, tmp_path, monkeypatch):
     out = export_learner(clip, tmp_path / "out")
     before = content(out)

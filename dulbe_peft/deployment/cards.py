@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from dulbe_peft.checkpoints.card import is_repo_id, project
+from dulbe_peft.checkpoints.card import is_repo_id, project, render_card
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
@@ -17,7 +17,6 @@ from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE
 from dulbe_peft.deployment.pixels import pixel_values, rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.templates import render_card
 
 
 def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
