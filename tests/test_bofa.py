@@ -60,7 +60,7 @@ def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(
 
     def spy(self, task):
         assert layer._held is None
-        updates.append(layer.current_delta("default").double())
+        updates.append((layer.current_up("default") @ layer.dulbe_P["default"].T).double())
         bases.append(layer.dulbe_P["default"].double())
         finish(self, task)
 

@@ -121,7 +121,10 @@ def test_the_distillation_reaches_the_lower_up_projections_alone_scaled_by_row(t
 
     lower = {name: layer for name, layer in adapter.dual_mode_layers().items() if block_of(name) == 0}
     old = {name: layer.folded_weight("default").detach() for name, layer in lower.items()}
-    now = {name: old[name] + layer.current_delta("default").detach() for name, layer in lower.items()}
+    now = {
+        name: old[name] + (layer.current_up("default") @ layer.dulbe_P["default"].T).detach()
+        for name, layer in lower.items()
+    }
     pixels, text = images(1)[0].double(), texts(1).double()
     teacher = exit_features(tiny_clip().double(), old, pixels).detach()
     clip = tiny_clip().double()
@@ -154,31 +157,10 @@ def test_there_is_nothing_to_distil_at_the_first_task(tiny_clip):
 def test_the_tower_is_whole_again_after_an_error(tiny_clip):
     clip = tiny_clip()
     blocks = clip.vision_model.encoder.layers
-    with pytest.raises(KeyboardInterrupt), early_exit(clip, LOWER, 1):
+    with pytest.raises(RuntimeError, match="in between"), early_exit(clip, LOWER, 1):
         assert len(clip.vision_model.encoder.layers) == 1
-        raise KeyboardInterrupt
+        raise RuntimeError("in between")
     assert clip.vision_model.encoder.layers is blocks and len(blocks) == 2
-
-
-def test_a_memory_that_does_not_fit_is_refused():
-    strategy, widths = make_strategy("cl_lora"), {LOWER: 32, UPPER: 32}
-    strategy.check_memory(None, widths)
-    strategy.check_memory({"block_weights": torch.ones(2, 1)}, widths)
-    for wrong in (
-        {"weights": torch.ones(2, 1)},
-        {"block_weights": torch.ones(2, 2)},
-        {"block_weights": torch.ones(1)},
-        {"block_weights": torch.ones(0, 1)},
-        {"block_weights": torch.ones(2, 1, dtype=torch.int64)},
-    ):
-        with pytest.raises(ValueError, match="block_weights"):
-            strategy.check_memory(wrong, widths)
-
-
-def test_settings_have_ranges():
-    for wrong in ("shared_blocks=1", "temperature=0", "distillation=-1", "similarity=nan"):
-        with pytest.raises(ValueError, match=wrong.split("=")[0]):
-            make_strategy(f"cl_lora:{wrong}")
 
 
 def test_row_scales_have_mean_one_and_are_one_where_nothing_was_learned():

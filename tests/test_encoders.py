@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -16,21 +12,17 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
-from safetensors.torch import load_file
-from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
-    Task,
     class_incremental_tasks,
     export_lora,
     load_clip,
     load_dual_encoder,
 )
-from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.loading import (
     ImageOnlyProcessor,
     embed_dim,
@@ -162,6 +154,9 @@ def test_image_features_equal_the_models_own(folders, model_type):
             expected = reference.get_image_features(**inputs).pooler_output
         found = unit_image_embeds(model, pixels(processor))
     assert found.shape == (4, embed_dim(model))
+    if has_text(model):
+        model.logit_scale.data.fill_(3.0)
+    assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
     assert pixels(processor).shape[1:] == (3, image_size(model), image_size(model)) == (3, 16, 16)
     torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
     if "dinov2" in model_type:
@@ -172,25 +167,10 @@ def test_image_features_equal_the_models_own(folders, model_type):
 @pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
 def test_padding_batch_and_order_never_change_a_text_feature(folders, name):
     model, processor = load_dual_encoder(folders[name])
-    longer = "the longest of all."
     with torch.no_grad():
         alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
-        together = unit_text_embeds(model, tokenize(processor, [*PROMPTS, longer], model))
-        turned = unit_text_embeds(model, tokenize(processor, [longer, *reversed(PROMPTS)], model))
-    torch.testing.assert_close(together[:-1], alone, atol=1e-5, rtol=1e-5)
+        turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
     torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", EVERY)
-def test_batch_and_order_never_change_an_image_feature(folders, model_type):
-    model, processor = load_dual_encoder(folders[model_type])
-    batch = pixels(processor)
-    with torch.no_grad():
-        together = unit_image_embeds(model, batch)
-        alone = torch.cat([unit_image_embeds(model, image[None]) for image in batch])
-        turned = unit_image_embeds(model, batch.flip(0)).flip(0)
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(turned, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", tiny.WITH_TEXT)
@@ -201,17 +181,6 @@ def test_training_mode_drops_nothing_of_a_text(model_type):
     model.train()
     assert torch.equal(unit_text_embeds(model, tokens), expected)
     assert model.text_model.training and all(module.training for module in model.text_model.modules())
-
-
-@pytest.mark.parametrize("model_type", EVERY)
-def test_scale_and_widths(model_type):
-    model = tiny.make_model(model_type)
-    assert embed_dim(model) == (32 if model_type == "siglip" or not has_text(model) else 16)
-    if has_text(model):
-        model.logit_scale.data.fill_(3.0)
-        assert logit_scale(model) == pytest.approx(np.exp(3.0))
-    else:
-        assert logit_scale(model) == 1.0
 
 
 def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
@@ -225,10 +194,8 @@ def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_
 
 @pytest.mark.parametrize("model_type", EVERY)
 def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_path, model_type):
-    for path in folders[model_type].iterdir():
-        if path.name not in ("processor_config.json", "preprocessor_config.json"):
-            shutil.copy(path, tmp_path)
-    _, processor = load_dual_encoder(tmp_path)
+    shutil.copytree(folders[model_type], tmp_path / "bare", ignore=shutil.ignore_patterns("*processor_config.json"))
+    _, processor = load_dual_encoder(tmp_path / "bare")
     assert type(processor.image_processor).__name__ == ENCODERS[model_type].image_processor
     assert pixels(processor).shape == (4, 3, 16, 16)
 
@@ -250,12 +217,6 @@ def test_load_clip_loads_clip_alone(folders):
         load_clip(folders["siglip"])
     with pytest.raises(FileNotFoundError, match=r"\./nowhere"):
         load_dual_encoder("./nowhere")
-
-
-def test_encoder_of_names_the_type(folders):
-    assert encoder_of(tiny.make_model("altclip")) is ENCODERS["altclip"]
-    with pytest.raises(ValueError, match="Linear is of type None; the served types are 'clip'"):
-        encoder_of(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
@@ -280,8 +241,6 @@ def test_image_only_encoders_refuse_texts(folders, tmp_path, model_type):
     named = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
     with pytest.raises(ValueError, match=named):
         tokenize(processor, PROMPTS, model)
-    with pytest.raises(ValueError, match=named):
-        unit_text_embeds(model, {})
     with pytest.raises(ValueError, match=named):
         ClassIncrementalLearner(adapted(model_type), processor, args=LearnerArguments(**QUICK))
 
@@ -311,27 +270,16 @@ def test_statistics_of_class_tokens_need_class_tokens(tokens):
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_default_targets_are_keys_values_and_mlp_of_the_blocks(model_type):
+def test_targets_are_keys_values_and_mlp_of_the_blocks_or_all_of_their_layers(model_type):
+    block, names = VISION[model_type]
+    attention, output = ("attention", "o_proj") if model_type in tiny.IMAGE_ONLY else ("self_attn", "out_proj")
+    expected = paths(block, [*names, f"{attention}.q_proj", f"{attention}.{output}"])
+    assert set(adapted(model_type, target_modules="all-linear").dual_mode_layers()) == expected
     model = adapted(model_type)
-    assert set(model.dual_mode_layers()) == paths(*VISION[model_type])
+    assert set(model.dual_mode_layers()) == paths(block, names)
     text = {name.rpartition(".dulbe_text_A")[0] for name in model.state_dict() if "dulbe_text_A" in name}
     expected = paths(*TEXT[model_type]) if model_type in TEXT else set()
     assert {name.removeprefix("base_model.model.") for name in text} == expected
-
-
-@pytest.mark.parametrize("model_type", EVERY)
-def test_all_linear_adapts_every_layer_of_the_blocks_and_nothing_else(model_type):
-    block, names = VISION[model_type]
-    attention = "attention" if model_type in tiny.IMAGE_ONLY else "self_attn"
-    output = "o_proj" if model_type in tiny.IMAGE_ONLY else "out_proj"
-    model = adapted(model_type, target_modules="all-linear")
-    expected = paths(block, [*names, f"{attention}.q_proj", f"{attention}.{output}"])
-    assert set(model.dual_mode_layers()) == expected
-    part = adapted(model_type, target_modules="all-linear", layers_to_transform=[1], layers_pattern=[block])
-    assert set(part.dual_mode_layers()) == {name for name in expected if name.startswith(f"{block}.1.")}
-    part.add_adapter("other", DualModeLoraConfig(**CONFIG, target_modules="all-linear"))
-    part.set_adapter("other")
-    assert set(part.dual_mode_layers()) == expected
 
 
 def test_the_gated_mlp_of_dinov2_giant_is_adapted():
@@ -342,40 +290,30 @@ def test_the_gated_mlp_of_dinov2_giant_is_adapted():
     assert set(model.dual_mode_layers()) == paths("encoder.layer", names)
 
 
-def test_lists_leave_siglips_pooling_head_alone_and_expressions_reach_it():
-    head = "vision_model.head.mlp.fc1"
-    listed = adapted("siglip", target_modules=["fc1", "out_proj"])
+def test_lists_stay_inside_the_blocks_and_expressions_reach_further():
+    listed = adapted("siglip", target_modules=["fc1", "out_proj"])  # the pooling head has layers of these names
     assert set(listed.dual_mode_layers()) == paths("vision_model.encoder.layers", ["mlp.fc1", "self_attn.out_proj"])
+    head = "vision_model.head.mlp.fc1"
     assert set(adapted("siglip", target_modules=r".*head\.mlp\.fc1").dual_mode_layers()) == {head}
-
-
-def test_listed_text_targets_are_name_endings():
     model = adapted("chinese_clip", text_target_modules=["self.query", "output.dense"])
     found = {name.partition(".layer.0.")[2] for name in model.state_dict() if "layer.0" in name and "text_A" in name}
-    expected = {
-        f"{name}.dulbe_text_A.default" for name in ("attention.self.query", *BERT[3:], "attention.output.dense")
-    }
-    assert found == expected
+    expected = ("attention.self.query", *BERT[3:], "attention.output.dense")
+    assert found == {f"{name}.dulbe_text_A.default" for name in expected}
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_an_adapter_is_saved_and_loaded(model_type, tmp_path):
+def test_an_adapter_is_saved_loaded_and_exported_as_stock_lora(model_type, tmp_path):
     model = trained(model_type)
-    model.save_pretrained(tmp_path, save_embedding_layers=False)
-    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "adapter")
     plain = features(adapted(model_type), model_type)
     for found, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
         assert torch.equal(found, expected) and not torch.allclose(expected, before, atol=1e-3)
-
-
-@pytest.mark.parametrize("model_type", EVERY)
-def test_an_export_is_stock_lora(model_type, tmp_path):
-    model = trained(model_type)
     model.fold_task()
-    export_lora(model, tmp_path)
-    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path)
-    assert isinstance(loaded.active_peft_config, LoraConfig)
-    for found, expected in zip(features(loaded, model_type), features(model, model_type)):
+    export_lora(model, tmp_path / "lora")
+    stock = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "lora")
+    assert isinstance(stock.active_peft_config, LoraConfig)
+    for found, expected in zip(features(stock, model_type), features(model, model_type)):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -433,66 +371,6 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
     assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
-def test_a_run_goes_on_after_its_first_task(folders, name, tmp_path):
-    whole = make_learner(folders[name]).run(stream(), tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole/task-001", tmp_path / "cut/task-001")
-    assert make_learner(folders[name]).run(stream(), tmp_path / "cut") == whole
-    tensors = [load_file(tmp_path / run / "task-002/adapter_model.safetensors") for run in ("whole", "cut")]
-    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
-
-
-FRESH = """
-    import sys, torch
-    from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-    sys.path.insert(0, "tests")
-    import test_encoders as here
-    torch.set_num_threads(1)
-    for folder in sys.argv[1:]:
-        learner = ClassIncrementalLearner.from_pretrained(folder, args=LearnerArguments(**here.QUICK))
-        print(type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(here.pictures()))
-        second = here.stream()[1]
-        learner.learn_task(second.train, second.class_names)
-        torch.save(here.logits(learner), folder + ".pt")
-"""
-
-
-@pytest.mark.slow
-def test_a_fresh_process_loads_predicts_and_learns_on(folders, tmp_path):
-    first, second = stream()
-    learners, said = {}, []
-    for name in (*tiny.WITH_TEXT, "gemma"):
-        learner = learners[str(tmp_path / name)] = make_learner(folders[name])
-        learner.learn_task(first.train, first.class_names)
-        learner.save_pretrained(tmp_path / name)
-        said += [type(learner.clip).__name__, type(learner.processor).__name__, *learner.predict(pictures())]
-    command = [sys.executable, "-c", textwrap.dedent(FRESH), *learners]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == said
-    for folder, learner in learners.items():
-        learner.learn_task(second.train, second.class_names)
-        assert torch.equal(torch.load(f"{folder}.pt", weights_only=True), logits(learner)), folder
-
-
-@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
-def test_an_image_only_processor_is_saved_and_loaded(folders, tmp_path, model_type):
-    model, processor = load_dual_encoder(folders[model_type])
-    processor.save_pretrained(tmp_path / "processor")
-    shutil.copy(folders[model_type] / "config.json", tmp_path / "processor")
-    shutil.copy(folders[model_type] / "model.safetensors", tmp_path / "processor")
-    again, loaded = load_dual_encoder(tmp_path / "processor")
-    assert isinstance(loaded, ImageOnlyProcessor) and torch.equal(pixels(loaded), pixels(processor))
-    assert copy.deepcopy(loaded) and torch.equal(
-        unit_image_embeds(again, pixels(loaded)), unit_image_embeds(model, pixels(processor))
-    )
-
-
-def test_the_command_line_takes_every_served_type(folders, capsys):
-    assert main(["run", "--model", str(folders["siglip"]), "--dry-run", "--residual-rank", "2"]) == 0
-    assert "adapted visual layers: 8" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
 def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
     """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
@@ -504,11 +382,8 @@ def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
     assert learner.classifiers and not any(classifier.needs_text for classifier in learner.classifiers.values())
     few = ["ranpac:features=50" if name == "ranpac" else name for name in learner.classifiers]
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers=few)
-    noise = np.random.default_rng(0)
-    images = [Image.fromarray(noise.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
-    data = [(image, index % 2) for index, image in enumerate(images)]
-    tasks = [Task(data, data, ("a", "b")), Task(data, data, ("c", "d"))]
-    results = learner.run(tasks, tmp_path / "run")
+    results = learner.run(stream(), tmp_path / "run")
     assert "zero_shot" not in results and "text" not in results and "prototype" in results["classifiers"]
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
-    assert again.predict(images) == learner.predict(images)
+    assert again.predict(pictures()) == learner.predict(pictures())
+    assert isinstance(again.processor, ImageOnlyProcessor)

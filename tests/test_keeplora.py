@@ -77,8 +77,3 @@ def test_a_full_space_trains_nothing(tiny_clip):
     gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
     modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients))
     assert not any(one.shared.any() or one.residual.any() for one in modes.values())
-
-
-def test_what_is_wrong_is_named():
-    with pytest.raises(ValueError, match=r"eps_f must lie in \[0, 1\], got 1.5"):
-        make_strategy("keeplora:eps_f=1.5")

@@ -131,10 +131,3 @@ def test_a_sketch_is_read_as_the_matrix_it_stands_for():
     exact = tokens.double().T @ tokens.double()
     assert (old_statistic(new_task(None, 1, sketch), "k") - exact).norm() < 0.1 * exact.norm()
     assert old_statistic(new_task(None), "k") is None
-
-
-def test_what_is_wrong_is_refused():
-    with pytest.raises(ValueError, match="ridge must be finite and positive"):
-        make_strategy("loda:ridge=0")
-    with pytest.raises(ValueError, match="expected occupation statistics"):
-        make_strategy("loda").check_memory({"other": torch.zeros(1)}, {"k": WIDTH})

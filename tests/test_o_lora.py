@@ -69,9 +69,3 @@ def test_the_penalty_joins_the_loss(tiny_clip):
 def test_the_first_task_has_no_penalty(tiny_clip):
     adapter, _ = adapter_with_tasks(tiny_clip(), 0)
     assert make_strategy("o_lora").penalty(NewTask(0, adapter, LearnerArguments())) is None
-
-
-def test_lambda_must_be_a_weight():
-    for wrong in ("-1", "inf", "nan"):
-        with pytest.raises(ValueError, match="lambda_1 must be finite and at least 0"):
-            make_strategy(f"o_lora:lambda_1={wrong}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from stepping import adapted, begin, end, features, learn, new_task, train
 
@@ -99,8 +98,3 @@ def test_a_pair_that_was_never_trained_stays_without_effect():
     units, magnitudes = directions(down, up, RANK)
     assert magnitudes[0] == 0 and not units[:, :RANK].any() and torch.isfinite(units).all()
     torch.testing.assert_close(scaled(units, magnitudes), up)
-
-
-def test_a_start_of_zero_is_refused():
-    with pytest.raises(ValueError, match="magnitude must be finite and positive"):
-        make_strategy("sd_lora:magnitude=0")

@@ -28,7 +28,7 @@ from dulbe_peft import (
     register_strategy,
 )
 from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
-from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
 
 ARGS = LearnerArguments(
@@ -163,28 +163,13 @@ def test_frozen_trains_nothing(tasks, monkeypatch, tmp_path):
     assert learner.memory is None
 
 
-def test_merged_lora_merges_what_it_trained(tasks):
-    learner = make_learner("merged_lora")
-    learner.learn_task(tasks[0].train)
+def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair(lives):
+    learner = lives("merged_lora")[0]
     layer = next(iter(learner.state.layers.values()))
-    started = kaiming_bases_of(learner)
-    assert layer.history_rank("default") == 5 and not layer.is_trained("default")
-    assert not torch.equal(layer.dulbe_history_P["default"], started)  # A is trained, too
-    assert layer.dulbe_P["default"].requires_grad is False
-
-
-def kaiming_bases_of(learner):
-    from dulbe_peft.strategies import NewTask
-
-    task = NewTask(0, learner.state.adapter, learner.args)
-    return next(iter(kaiming_bases(task).values()))
-
-
-def test_lora_goes_on_with_one_pair(tasks):
-    learner = make_learner("lora")
-    for task in tasks[:2]:
-        learner.learn_task(task.train)
-    layers = learner.state.layers.values()
+    started = next(iter(kaiming_bases(NewTask(0, learner.state.adapter, learner.args)).values()))
+    assert layer.history_rank("default") == 10 and not layer.is_trained("default")
+    assert not torch.equal(layer.dulbe_history_P["default"][:, :5], started)  # A is trained, too
+    layers = lives("lora")[0].state.layers.values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
 
 
@@ -232,20 +217,63 @@ def test_a_strategy_from_outside_the_package(tasks, tmp_path):
         ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
 
 
-def test_what_is_wrong_is_named():
-    with pytest.raises(ValueError, match="did you mean 'merged_lora'"):
-        make_strategy("merge_lora")
-    with pytest.raises(ValueError, match="no setting 'rank'"):
-        make_strategy("lora:rank=3")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("merge_lora", "did you mean 'merged_lora'"),
+        ("lora:rank=3", "no setting 'rank'"),
+        ({"name": "lora_sub", "rank": 3}, "does not have the settings.*rank"),
+        ({"name": "lora_sub", "energy": "much"}, "does not have the settings.*much"),
+        ("o_lora:lambda_1=-1", "lambda_1 must be finite and at least 0"),
+        ("o_lora:lambda_1=nan", "lambda_1 must be finite and at least 0"),
+        ("inflora:energy=0.9,final_energy=0.8", "0 < energy <= final_energy <= 1, got 0.9 and 0.8"),
+        ("inflora:tasks=0", "tasks must be at least 1, got 0"),
+        ("keeplora:eps_f=1.5", r"eps_f must lie in \[0, 1\], got 1.5"),
+        ("lora_sub:energy=0", "energy must lie in"),
+        ("lora_sub:energy=1.1", "energy must lie in"),
+        ("loda:ridge=0", "ridge must be finite and positive"),
+        ("sd_lora:magnitude=0", "magnitude must be finite and positive"),
+        ("mg_clip:threshold=0", "threshold must be finite and positive"),
+        ("cl_lora:shared_blocks=1", "shared_blocks must be below 1"),
+        ("cl_lora:temperature=0", "temperature must be finite and positive"),
+        ("cl_lora:similarity=nan", "similarity must be finite"),
+        ("dulbe:routing=none", "routing"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(spec, message):
+    with pytest.raises(ValueError, match=message):
+        make_strategy(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("lora", {"other": torch.ones(1)}),
+        ("dulbe", {"other": torch.ones(1)}),
+        ("mg_clip", {"other": torch.tensor(2)}),
+        ("mg_clip", {"epochs": torch.tensor(0)}),
+        ("mg_clip", {"epochs": torch.tensor([2])}),
+        ("cl_lora", {"weights": torch.ones(2, 1)}),
+        ("cl_lora", {"block_weights": torch.ones(2, 2)}),
+        ("cl_lora", {"block_weights": torch.ones(1)}),
+        ("cl_lora", {"block_weights": torch.ones(0, 1)}),
+        ("cl_lora", {"block_weights": torch.ones(2, 1, dtype=torch.int64)}),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused(name, memory):
+    strategy, widths = make_strategy(name), {"layers.0.fc1": 32, "layers.1.fc1": 32}
+    strategy.check_memory(None, widths)
+    with pytest.raises(ValueError, match="keeps|expected|must be float"):
+        strategy.check_memory(memory, widths)
+
+
+def test_what_is_no_strategy_is_refused():
     with pytest.raises(TypeError, match="must be a name"):
         make_strategy(3)
     with pytest.raises(TypeError, match="dataclass"):
         register_strategy(type("Bare", (Strategy,), {"name": "bare"}))
     with pytest.raises(ValueError, match="is Dulbe already"):
         register_strategy(dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"})))
-
-
-def test_frozen_takes_a_bare_model_and_others_do_not():
     clip, processor = load_clip(demo_model_folder())
     ClassIncrementalLearner(clip, processor, strategy="frozen")
     with pytest.raises(ValueError, match="get_peft_model"):
