@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,51 +29,22 @@ from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.strategies import Memory, Strategy, make_strategy
+from dulbe_peft.strategies import Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trained
-from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
+from dulbe_peft.training.state import LearnerState, StateAttributes, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import TaskRecord, TaskTrainer
+from dulbe_peft.training.turns import in_turn
 from dulbe_peft.training.updating import check_update, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.devices import choose_device, evaluating, own_randomness, usual_torch
+from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.specs import parse_spec
 
-T = TypeVar("T")
-_CHANGING = ("learn_task", "update_classes", "forget_class")
 
-
-def in_turn(method: Callable[..., T]) -> Callable[..., T]:
-    """Let one thread at a time call the learner, with torch's usual settings and the model in evaluation mode.
-
-    A data set whose items call the learner does so in the same thread, in the middle of a call. While a task is
-    learned, its images would count among the task's inputs; so a call that changes the learner allows no other inside
-    it, and is allowed inside no other.
-    """
-    name = method.__name__
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        with self._turn, usual_torch(), evaluating(self.model):
-            outer = self._call
-            if outer and (name in _CHANGING or outer in _CHANGING):
-                raise RuntimeError(
-                    f"{name} is called inside {outer}, for example by the data set that it reads: call it before or "
-                    "after, or give the data set a copy of the learner (copy.deepcopy)"
-                )
-            self._call = outer or name
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                self._call = outer
-
-    return call
-
-
-class ClassIncrementalLearner:
+class ClassIncrementalLearner(StateAttributes):
     """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data; each works on its share of every
@@ -167,31 +137,6 @@ class ClassIncrementalLearner:
         self.__dict__.update(state, _turn=threading.RLock(), _call=None, _accelerator=None)
 
     @property
-    def model(self) -> Any:
-        return self.state.model
-
-    @property
-    def clip(self) -> Any:
-        """The model under the adapter."""
-        return self.state.base
-
-    @property
-    def processor(self) -> Any:
-        return self.state.processor
-
-    @property
-    def args(self) -> LearnerArguments:
-        return self.state.args
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.state.strategy
-
-    @property
-    def classifiers(self) -> dict[str, Classifier]:
-        return self.state.classifiers
-
-    @property
     def classifier(self) -> Classifier:
         """The first classifier, which `predict` uses."""
         return next(iter(self.state.classifiers.values()))
@@ -213,27 +158,10 @@ class ClassIncrementalLearner:
         self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
 
     @property
-    def memory(self) -> Memory | None:
-        return self.state.memory
-
-    @property
     def statistics(self) -> OccupationStatistics:
         """The memory of a strategy that keeps occupation statistics; empty where it keeps something else."""
         memory = self.state.memory
         return memory if isinstance(memory, OccupationStatistics) else OccupationStatistics()
-
-    @property
-    def tasks(self) -> list[tuple[str, ...]]:
-        return self.state.tasks
-
-    @property
-    def source(self) -> dict[str, str] | None:
-        return self.state.source
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """All seen classes, in the order they came."""
-        return self.state.class_names
 
     @property
     def profile(self) -> Profile:
@@ -379,21 +307,13 @@ class ClassIncrementalLearner:
 
     @in_turn
     def image_embeds(self, images: Any) -> torch.Tensor:
-        """Unit features of images, (n, d), float32.
-
-        Args:
-            images: whatever `predict` takes.
-        """
+        """Unit features, (n, d) float32, of whatever `predict` takes."""
         with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
     @in_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of class names, learned or not, (classes, d), float32, by the model as it is.
-
-        Raises:
-            ValueError: the model has no text tower, or a name is empty or repeated.
-        """
+        """Unit text embeddings of class names, learned or not, (classes, d) float32, by the model as it is."""
         if not has_text(self.clip):
             raise ValueError(f"{type(self.clip).__name__} has no text tower, so class names have no embeddings")
         return self.encoder.text_embeds(check_class_names(class_names))
@@ -437,13 +357,7 @@ class ClassIncrementalLearner:
 
     @in_turn
     def predictions(self, images: Any, top_k: int = 1, reject: float | None = None) -> list[Prediction]:
-        """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
-
-        Args:
-            images: as in `predict`.
-            top_k: how many classes to give for each image.
-            reject: as in `predict`.
-        """
+        """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
         self._check_learned()
         with self._resting():
             return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, reject)
@@ -468,7 +382,7 @@ class ClassIncrementalLearner:
 
     @in_turn
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
-        """What every classifier says of each image of a dataset; arguments and errors are those of `evaluate`."""
+        """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
         self._check_learned()
         data = named_images(dataset, class_names, default=self.class_names)
         names, labels = data.class_names, data.labels.tolist()
@@ -527,11 +441,8 @@ class ClassIncrementalLearner:
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
 
-        Args:
-            tests: per task its test data, or None, and the class names its labels index.
-
-        Returns:
-            A_t over the test data of the tasks up to t; None where there is none.
+        `tests` has the test data of each task, or None, and the class names that its labels index. A_t is over the
+        test data of the tasks up to t; None where there is none.
         """
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             return seen_accuracies(self, tests)
@@ -560,18 +471,15 @@ class ClassIncrementalLearner:
                 `report.views.write_views` adds plots and pictures of examples.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
-            known_tests: test data, or None, of each task that the learner had learned before the run; None: there is
-                none.
-            source: where the data of `tasks` came from, written to `sources.json` as it is, with what tells the test
-                data from others.
-            keep_features: write what the classifiers saw of each task to `features/task-001.safetensors` and so on:
-                the features of its training images and of all test images. `recording.learn_from_features` teaches
-                other classifiers later, without training again.
+            known_tests: test data, or None, of each task that the learner had learned before the run.
+            source: where the data of `tasks` came from, for `sources.json`.
+            keep_features: write the features of each task's training images and of all test images to
+                `features/task-001.safetensors` and so on. `metrics.features.learn_from_features` teaches other
+                classifiers from them, without training again.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
-            test_ahead: after each task, test also on the tasks that are still to come, with the text embeddings of all
-                classes of the stream. The results then have "ahead": the accuracies above the diagonal, and Transfer,
-                Average and Last, see `streams.metrics.transfer_measures`.
+            test_ahead: after each task, test also on the tasks that are still to come. The results then have "ahead",
+                with Transfer, Average and Last.
 
         Returns:
             What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,

@@ -91,6 +91,54 @@ class LearnerState:
         return next(self.model.parameters()).device
 
 
+class StateAttributes:
+    """A learner's view of its state: attributes that always say what the state says."""
+
+    state: LearnerState
+
+    @property
+    def model(self) -> Any:
+        return self.state.model
+
+    @property
+    def clip(self) -> Any:
+        """The model under the adapter."""
+        return self.state.base
+
+    @property
+    def processor(self) -> Any:
+        return self.state.processor
+
+    @property
+    def args(self) -> LearnerArguments:
+        return self.state.args
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.state.strategy
+
+    @property
+    def classifiers(self) -> dict[str, Classifier]:
+        return self.state.classifiers
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.state.memory
+
+    @property
+    def tasks(self) -> list[tuple[str, ...]]:
+        return self.state.tasks
+
+    @property
+    def source(self) -> dict[str, str] | None:
+        return self.state.source
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All seen classes, in the order they came."""
+        return self.state.class_names
+
+
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """A copy of the adapter's tensors; None without an adapter."""
     if not isinstance(model, PeftModel):

@@ -39,11 +39,7 @@ def with_more_images(
 ) -> LearnerState:
     """The state with further images of known classes in its classifiers and in the strategy's memory.
 
-    Args:
-        state: the learner as it is; the model encodes the images as it is, and is not changed.
-        encoder: the model's towers.
-        images: the further images.
-        labels: (n,), integers that index `state.class_names`.
+    The model encodes the images as it is. `labels`, (n,), index `state.class_names`.
     """
     strategy, adapter = state.strategy, state.adapter
     # A learner that was published without its memory has no sum to add to.
@@ -67,9 +63,6 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
 
     The class leaves its task. A task that loses its last class stays, empty, because strategies count tasks. What is
     noted of updates does not name the class any more.
-
-    Raises:
-        ValueError: the class has not been learned, or it is the only one.
     """
     name = normalized(name)
     if name not in state.class_names:
