@@ -128,7 +128,7 @@ def test_a_refused_task_leaves_a_merged_adapter_merged(learner):
     assert not differences(everything(learner), before)
 
 
-@pytest.mark.parametrize("label", [2**63, 2**64, 10**30, np.uint64(2**63), -1, 0.5, "0", None, np.array([0])])
+@pytest.mark.parametrize("label", [2**64, np.uint64(2**63), -1, 0.5, "0", None])
 @pytest.mark.parametrize("alone", [True, False])
 def test_labels_of_no_use_are_refused(learner, label, alone):
     class Listed(list):

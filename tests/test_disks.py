@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from failing_files import ERRORS, Failing
-from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
+from lives import content, differences, everything, learned, stream, tiny_base, tiny_learner
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora
 from dulbe_peft.commands.main import main
@@ -48,14 +48,6 @@ def go_on(world: World) -> None:
     tiny_learner().run(stream(2), world.root / "run")
 
 
-def add_a_task(world: World) -> None:
-    """As the command `learn` does: a learner of a finished run, further images, a new task in a folder of its own."""
-    base = copy.deepcopy(tiny_base()[0])
-    learner = ClassIncrementalLearner.from_pretrained(world.root / "run", base, machine=MACHINE)
-    learner.update_classes(images_of(0, 1, seed=7), ["b0", "a0"])
-    learner.run(stream(2)[1:], world.root / "next", known_tests=[None])
-
-
 def report(world: World) -> None:
     if main(["report", str(world.root / "run"), "--output", str(world.root / "report.html")]):
         raise ValueError(str(world.root))  # the command has said what is wrong
@@ -63,10 +55,8 @@ def report(world: World) -> None:
 
 CALLS: dict[str, Callable[[World], object]] = {
     "save": lambda world: world.learner.save_pretrained(world.root / "saved"),
-    "save anew": lambda world: world.learner.save_pretrained(world.root / "new" / "saved"),
     "load": load,
     "run": go_on,
-    "add a task": add_a_task,
     "export": lambda world: export_lora(world.learner.model, world.root / "lora"),
     "report": report,
 }

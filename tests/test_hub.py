@@ -258,14 +258,6 @@ def test_the_card_s_snippets_run(hub, learner, tasks, tmp_path, monkeypatch, cap
     assert spaces[2]["classifier"].class_names == list(learner.class_names)
 
 
-def test_every_saved_folder_has_a_card_that_may_be_edited(learner, base, tmp_path):
-    learner.save_pretrained(tmp_path / "learner")
-    card = tmp_path / "learner" / "README.md"
-    assert "import dulbe_peft" in card.read_text() and "More Information Needed" not in card.read_text()
-    card.write_text("edited")
-    assert load_from(tmp_path / "learner", base).class_names == learner.class_names
-
-
 def test_a_learner_without_statistics_predicts_and_says_why_it_cannot_go_on(hub, learned, base, tasks, tmp_path):
     learner, results = learned
     learner.push_to_hub("learner", results=results)
@@ -292,15 +284,6 @@ def test_results_of_another_learner_are_refused_before_anything_is_made(hub, lea
 # ---------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("name", [ADAPTER, "adapter_config.json", "head.safetensors", STATISTICS, "learner.json"])
-def test_a_changed_file_is_refused(hub, uploaded, base, name):
-    damaged = bytearray(uploaded[name])
-    damaged[len(damaged) // 2] ^= 1
-    hub.commit("someone/learner", uploaded | {name: bytes(damaged)})
-    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-        load_from("someone/learner", base)
-
-
 def _json(files, name, **fields):
     return {name: json.dumps(json.loads(files[name]) | fields).encode()}
 
@@ -325,43 +308,14 @@ FORGERIES = {
         lambda f: _json(f, "adapter_config.json", history_rank=60_000),
         "history_rank is 60000",
     ),
-    "a wider text LoRA than the file's": (lambda f: _json(f, "adapter_config.json", text_rank=16), "are not what"),
-    "ranks above the width": (
-        lambda f: _json(f, "adapter_config.json", residual_rank=10**9),
-        "exceeds in_features",
-    ),
     "another method": (lambda f: _json(f, "adapter_config.json", peft_type="LORA"), "adapter of type 'LORA'"),
-    "an adapter of another width": (
-        lambda f: _tensors(f, ADAPTER, _set("dulbe_P", lambda t: torch.zeros(7, t.shape[1]))),
-        "are not what",
-    ),
     "a tensor too many": (lambda f: _tensors(f, ADAPTER, lambda t: t.update(extra=torch.zeros(1))), "'extra'"),
-    "NaN in the adapter": (
-        lambda f: _tensors(f, ADAPTER, _set("dulbe_residual_B", lambda t: t * float("nan"))),
-        "NaN or infinity",
-    ),
-    "integers in the adapter": (
-        lambda f: _tensors(f, ADAPTER, _set("dulbe_P", lambda t: torch.zeros(t.shape, dtype=torch.int8))),
-        "expected floating point",
-    ),
-    "a head of other classes": (
-        lambda f: _json(f, "head_config.json", class_names=["one", "two", "three", "four"]),
-        "does not fit together",
-    ),
-    "more numbers than a head has": (
-        lambda f: _tensors(f, "head.safetensors", lambda t: t.update(extra=torch.zeros(10**5))),
-        "Unexpected key",
-    ),
     "statistics of another width": (
         lambda f: _tensors(f, STATISTICS, _set("fc2", lambda t: torch.zeros(3, 3))),
         "statistics of .* the model",
     ),
     "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), r"tasks\.0: .* array, got 1"),
     "settings that do not exist": (lambda f: _json(f, "learner.json", arguments={"colour": 1}), "colour"),
-    "updates that are none": (
-        lambda f: _json(f, "learner.json", updates=[{"after": "x"}]),
-        r"updates\.0\.after: .* integer",
-    ),
     "a step that is no number": (lambda f: _json(f, "learner.json", step="x"), "step: .* integer, got 'x'"),
     "no configuration": (lambda f: {"adapter_config.json": b"[" * 10**5}, "cannot be loaded"),
 }

@@ -32,7 +32,6 @@ from dulbe_peft import (
 from dulbe_peft.checkpoints import loading
 from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
-from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
@@ -238,21 +237,6 @@ def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
     assert torch.equal(outcome(base, digits, **fields), plain)
 
 
-def test_no_more_processes_read_than_there_are_batches(base, digits, monkeypatch):
-    asked = []
-    real = torch.utils.data.DataLoader.__init__
-    monkeypatch.setattr(
-        torch.utils.data.DataLoader,
-        "__init__",
-        lambda self, *a, **k: asked.append(k["num_workers"]) or real(self, *a, **k | {"num_workers": 0}),
-    )
-    learner = make_learner(base, num_workers=1000, eval_batch_size=100)
-    learner.encoder.dataset_embeds(learner.encoder.images(digits[1]))
-    assert asked == [-(-len(digits[1]) // 100)]
-    with pytest.raises(ValueError, match="num_workers must be at most 1000, got 1000000"):
-        LearnerArguments(num_workers=10**6)
-
-
 @pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
 def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
     schedules = []
@@ -263,18 +247,6 @@ def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedul
     task = stream(digits, 1)[0]
     make_learner(base, epochs=2, learning_rate=1e-3, lr_schedule=schedule).learn_task(task.train, task.class_names)
     assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
-
-
-def test_frozen_texts_are_encoded_once_a_task(base, digits, monkeypatch):
-    clip, processor = base
-    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8, text_rank=0))
-    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, "epochs": 3}))
-    batches = []
-    real = learner.encoder.token_embeds
-    monkeypatch.setattr(learner.encoder, "token_embeds", lambda tokens: batches.append(tokens) or real(tokens))
-    task = stream(digits, 1)[0]
-    learner.learn_task(task.train, task.class_names)
-    assert len(batches) == 3  # for the probe, for all steps, for the head
 
 
 def test_accuracy_rises_and_predictions_are_names(base, digits):
@@ -330,29 +302,6 @@ def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp
     assert torch.equal(logits(learner, digits), logits(again, digits))
 
 
-@pytest.mark.slow
-def test_two_runs_with_one_seed_are_equal_and_a_resumed_one_too(base, digits, finished, tmp_path):
-    tasks = stream(digits, 3)
-    make_learner(base).run(tasks, tmp_path / "b")
-    interrupted = make_learner(base)
-    with pytest.raises(RuntimeError, match="pulled"):
-        interrupted.run(
-            [*tasks[:2], tasks[2].__class__(_Pulled(tasks[2].train), tasks[2].test, tasks[2].class_names)],
-            tmp_path / "c",
-        )
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["task-001", "task-002", "timings.json"]
-    make_learner(base).run(tasks, tmp_path / "c")
-    files = sorted(p.relative_to(finished) for p in finished.rglob("*") if p.is_file())
-    for name in files:
-        if name.name in ("timings.json", "README.md"):
-            continue
-        for other in "bc":
-            assert (tmp_path / other / name).read_bytes() == (finished / name).read_bytes(), (other, name)
-    results = json.loads((finished / "results.json").read_text())
-    assert {"head", "text", "zero_shot", "configuration", "seed", "versions"} <= results.keys()
-    assert len(results["head"]["matrix"]) == 3 and 0 <= results["head"]["last_accuracy"] <= 1
-
-
 class _Pulled:
     """A dataset whose reader breaks when the third image is read, as a pulled plug would."""
 
@@ -406,33 +355,6 @@ def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, finished, 
     said = capsys.readouterr().out
     assert "stepping over" in said and "head.safetensors" in said and "resuming after task-002" in said
     assert (tmp_path / "run" / "results.json").read_bytes() == expected
-
-
-def test_another_run_s_folder_is_refused(base, digits, tmp_path):
-    tasks = stream(digits, 2)
-    make_learner(base).run(tasks[:1], tmp_path)
-    with pytest.raises(ValueError, match="another run: arguments.learning_rate, arguments.seed differ"):
-        make_learner(base, seed=3, learning_rate=0.5).run(tasks, tmp_path)
-    with pytest.raises(ValueError, match="already holds task-001 and resume is off"):
-        make_learner(base).run(tasks[:1], tmp_path, resume=False)
-
-
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
-def test_damaged_folders_are_refused(learned_folder, tmp_path, file, damage, base):
-    import shutil
-
-    folder = tmp_path / "learner"
-    shutil.copytree(learned_folder, folder)
-    path = folder / file
-    content = path.read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        middle = len(content) // 2
-        path.write_bytes(content[:middle] if damage == "truncated" else content[:-3] + b"\xff\xff\xff")
-    with pytest.raises(CheckpointError, match=r"manifest|damaged|misses"):
-        ClassIncrementalLearner.from_pretrained(folder, base_model=copy.deepcopy(base[0]))
 
 
 @pytest.fixture(scope="module")
@@ -516,33 +438,6 @@ def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
     assert torch.equal(logits(learner, digits), logits(calm, digits))
 
 
-@pytest.mark.slow
-def test_no_image_set_outlives_its_use(base, digits):
-    import gc
-
-    learner = make_learner(base)
-    task = stream(digits, 1)[0]
-    learner.learn_task(task.train, task.class_names)
-    learner.evaluate(task.test, task.class_names)
-    gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is PixelDataset]
-
-
-def test_an_online_teacher_reads_the_images_in_every_pass(base, digits):
-    reads = []
-
-    class Counted(_Pulled):
-        def __getitem__(self, index):
-            reads.append(index)
-            return self.dataset[index]
-
-    task = stream(digits, 1)[0]
-    for teacher, passes in (("cached", 1), ("online", 4)):  # probe, two epochs, close
-        reads.clear()
-        make_learner(base, teacher=teacher, epochs=2).learn_task(Counted(task.train), task.class_names)
-        assert len(reads) == passes * len(task.train)
-
-
 def test_a_bf16_learner_and_its_reload_agree(base, digits, tmp_path):
     learner = make_learner(base, mixed_precision="bf16", learning_rate=1e-2)
     for task in stream(digits, 2):
@@ -550,14 +445,6 @@ def test_a_bf16_learner_and_its_reload_agree(base, digits, tmp_path):
     learner.save_pretrained(tmp_path / "learner")
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
     assert torch.equal(logits(learner, digits), logits(again, digits))
-
-
-def test_a_folder_of_something_else_is_not_replaced(learned_folder, base, digits, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    learner = make_learner(base)
-    with pytest.raises(FileExistsError, match="nothing is replaced"):
-        learner.save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_restoring_what_does_not_fit_changes_nothing(learned_folder, base):
@@ -615,22 +502,6 @@ def test_refused_constructions(base, digits):
             make_learner(base, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "words"),
-    [
-        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
-        ({"batch_size": 2.0}, TypeError, "batch_size must be an int"),
-        ({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite and positive"),
-        ({"structure_weight": -1}, ValueError, "structure_weight"),
-        ({"kl_reduction": "sum"}, ValueError, "kl_reduction must be one of"),
-        ({"prompt_template": "a photo"}, ValueError, "exactly one {}"),
-    ],
-)
-def test_bad_arguments(fields, error, words):
-    with pytest.raises(error, match=words):
-        LearnerArguments(**fields)
-
-
 # ---------------------------------------------------------------------- devices
 
 
@@ -680,16 +551,6 @@ def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monk
         assert len(ran) == 2 * number, "one graph for each of a task's two steps"
         assert len(compiled) == 2, "one for each size of batch, whatever the history's rank"
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
-
-
-def test_learners_of_two_precisions_live_in_one_process(base, digits):
-    task = stream(digits, 1)[0]
-    half = make_learner(base, mixed_precision="bf16")
-    half.learn_task(task.train, task.class_names)
-    full = make_learner(base)
-    full.learn_task(task.train, task.class_names)
-    assert half.evaluate(task.test, task.class_names)["num_images"] == 8
-    assert half.image_embeds(task.test).dtype == full.image_embeds(task.test).dtype == torch.float32
 
 
 def test_the_time_of_a_task_is_split_into_its_phases(base, digits, tmp_path, capsys):

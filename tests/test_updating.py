@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import numpy as np
 import pytest
@@ -170,18 +169,6 @@ def test_an_error_leaves_everything_as_it_was(base, digits, strategy):
         make_learner(base).update_classes(digits[1])
 
 
-def test_where_the_last_classifier_fails_the_first_is_as_it_was(base, digits, monkeypatch):
-    learner = taught(base, digits[0])
-    before, state = everything(learner), learner.state
-    with monkeypatch.context() as context, pytest.raises(MemoryError):
-        context.setattr(type(learner.classifiers["lda"]), "learn_more", lambda *_: bytes(2**60))
-        learner.update_classes(select_classes(digits[1], ("one",)))
-    assert learner.state is state
-    assert_same(everything(learner), before)
-    learner.update_classes(select_classes(digits[1], ("one",)))
-    assert state.classifiers["bridge"].counts.tolist() == [6] * 4 and learner.head.counts.tolist() == [6, 12, 6, 6]
-
-
 @pytest.mark.parametrize("name", ["rapf", "visual_agent"])
 def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits, name):
     learner = taught(base, digits[0], classifiers=("prototype", name))
@@ -288,37 +275,3 @@ def test_what_cannot_be_forgotten(base, digits):
     with pytest.raises(ValueError, match="class 'zero' is the only one that is left"):
         learner.forget_class("zero")
     assert learner.class_names == ("zero",)
-
-
-def test_what_two_threads_learn_is_not_lost(base, digits):
-    """An update that is asked for while a task is learned starts from the finished task."""
-    learner = make_learner(base)
-    learner.learn_task(select_classes(digits[0], ["zero", "one"]))
-    begun, released = threading.Event(), threading.Event()
-
-    class Slow:
-        def __init__(self, dataset):
-            self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
-
-        def __len__(self):
-            return len(self.dataset)
-
-        def __getitem__(self, index):
-            begun.set()
-            assert released.wait(60)
-            return self.dataset[index]
-
-    further = select_classes(digits[1], ["zero", "one"])
-    threads = [
-        threading.Thread(target=learner.learn_task, args=(Slow(select_classes(digits[0], ["two", "three"])),)),
-        threading.Thread(target=learner.update_classes, args=(further,)),
-    ]
-    threads[0].start()
-    assert begun.wait(60)
-    threads[1].start()
-    threads[1].join(1)  # time to read what it must not read yet
-    released.set()
-    for thread in threads:
-        thread.join(60)
-    assert [len(task) for task in learner.tasks] == [2, 2]
-    assert learner.head.counts.tolist() == [12, 12, 6, 6]
