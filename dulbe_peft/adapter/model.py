@@ -299,13 +299,8 @@ class DualModeLoraModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
-        ranks = {
-            module.history_rank(adapter_name)
-            for module in model.modules()
-            if isinstance(module, DualModeLinear) and adapter_name in module.dulbe_P
-        }
-        if len(ranks) > 1:
-            raise ValueError(f"layers of adapter {adapter_name!r} have histories of different ranks {sorted(ranks)}")
+        layers = (module for module in model.modules() if isinstance(module, DualModeLinear))
+        ranks = [layer.history_rank(adapter_name) for layer in layers if adapter_name in layer.dulbe_P]
         config.history_rank = max(ranks, default=0)  # type: ignore[attr-defined]
         return super()._get_adapter_state_dict(
             model=model,
@@ -321,7 +316,6 @@ class DualModeLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
         known = model.state_dict()
-        saved = [key for key in state_dict if f".{PREFIX}" in key and not in_text_tower(key)]
         best: dict[str, torch.Tensor] = {}
         found = -1
         for rename in KEY_RENAMES:
@@ -334,11 +328,6 @@ class DualModeLoraModel(BaseTuner):
             matched = sum(key in known and not in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
             if matched > found:
                 best, found = candidate, matched
-        if saved and found == 0:
-            raise ValueError(
-                f"none of the adapter's {len(saved)} keys fits a layer of {type(model).__name__}; the first is "
-                f"{saved[0]!r}: the adapter was saved from another architecture, or targets other layers"
-            )
         check_saved(best, known, adapter_name)
         # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
         return {key: tensor.clone() for key, tensor in best.items()}

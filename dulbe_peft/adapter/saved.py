@@ -44,6 +44,11 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
     theirs = {key for key in saved if f".{PREFIX}" in key}
     if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):
         ours, theirs = ({key for key in keys if not in_text_tower(key)} for keys in (ours, theirs))
+    if theirs and not ours & theirs:
+        raise ValueError(
+            f"none of the adapter's {len(theirs)} keys fits a layer of this model; the first is {min(theirs)!r}: the "
+            "adapter was saved from another architecture, or targets other layers"
+        )
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
         raise ValueError(

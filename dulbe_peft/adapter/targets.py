@@ -100,9 +100,7 @@ def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
         "Please check the target modules and try again."
     )
     if config.layers_to_transform is not None:
-        message += f" Note: You specified 'layers_to_transform': {config.layers_to_transform}."
-    if config.layers_pattern is not None:
-        message += f" You also specified 'layers_pattern': {config.layers_pattern}."
+        message += f" They are looked for in layers_to_transform={config.layers_to_transform}."
     if any(check_target_module_exists(config, name) for name in names):
         message += (
             " They name parts of the text tower, and target_modules is for the vision tower; text_target_modules is "
