@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,8 +145,6 @@ def test_drift_of_rows_equals_loops():
         shift = [sum(b * e) - sum(a * e) for e in texts.double().numpy()]
         assert coordinate_drift(before, after, texts)[row].item() == pytest.approx(math.hypot(*shift), abs=1e-6)
     assert cosines(before, -before).tolist() == pytest.approx([-1.0] * 7)
-    with pytest.raises(ValueError, match="one shape"):
-        cosines(before, texts)
 
 
 def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
@@ -168,8 +165,6 @@ def test_rank_similarity_is_spearmans_of_every_row_ties_included():
     assert found.tolist() == pytest.approx([spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)])
     assert rank_similarity(before, before.exp()).tolist() == pytest.approx([1.0] * 4)
     assert rank_similarity(before[1:], -before[1:]).tolist() == pytest.approx([-1.0] * 3)
-    with pytest.raises(ValueError, match="two texts"):
-        rank_similarity(before[:, :1], after[:, :1])
 
 
 def stream(*moves):
@@ -373,8 +368,6 @@ def test_a_page_shows_only_what_the_run_kept(trained, tmp_path):
         "captures.png",
         "depths.png",
     ]
-    old = Path(__file__).parent / "saved" / "0.1" / "run"
-    assert "lean on their names" in write_report(old, tmp_path / "old.html").read_text(encoding="utf-8")
 
 
 def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):

@@ -36,92 +36,39 @@ METHODS = {
 
 
 def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of a table of results: a name and the figures, the model before learning first, then every classifier.
-
-    Args:
-        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
-    """
+    """The rows of a table of results, name and figures: the model before learning first, then every classifier."""
     whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
     return list((whole | results.get("classifiers", {})).items())
 
 
 def accuracy_matrix(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
-    """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T.
-
-    None stands for what was not measured.
-
-    Raises:
-        ValueError: row t does not have t + 1 entries, or an entry is no fraction in [0, 1].
-    """
+    """The matrix R, shape (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T."""
     matrix = np.full((len(rows), len(rows)), np.nan)
     for step, row in enumerate(rows):
-        if len(row) != step + 1:
-            raise ValueError(f"row {step} of the accuracies has {len(row)} entries; it must have {step + 1}")
         matrix[step, : step + 1] = np.asarray(row, dtype=np.float64)
-    return check_accuracy_matrix(matrix)
-
-
-def check_accuracy_matrix(matrix: Any) -> np.ndarray:
-    """`matrix` as float64 of shape (T, T), known to hold fractions or NaN up to the diagonal and NaN above it.
-
-    Raises:
-        ValueError: it is not so.
-    """
-    array = np.asarray(matrix, dtype=np.float64)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
-        raise ValueError(f"the accuracy matrix has shape {array.shape}; it must be square, a row and column per task")
-    for step, row in enumerate(array):
-        _check_fractions(f"row {step} of the accuracy matrix", row[: step + 1])
-        if not np.isnan(row[step + 1 :]).all():
-            raise ValueError(f"row {step} of the accuracy matrix has values right of the diagonal; they must be NaN")
-    return array
-
-
-def _check_fractions(name: str, values: np.ndarray) -> None:
-    wrong = values[~(np.isnan(values) | ((values >= 0) & (values <= 1)))]
-    if wrong.size:
-        raise ValueError(f"{name} holds {wrong[0]}; accuracies must be fractions in [0, 1]")
-
-
-def _check_overall(overall: Any) -> np.ndarray:
-    array = np.asarray(overall, dtype=np.float64)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"the overall accuracies have shape {array.shape}; one number per task is needed")
-    _check_fractions("the list of overall accuracies", array)
-    if np.isnan(array).all():
-        raise ValueError("the list of overall accuracies holds no number: nothing was measured")
-    return array
+    return matrix
 
 
 def average_accuracy(overall: Sequence[float | None]) -> float:
     """Mean of A over the stream's measured steps."""
-    return float(np.nanmean(_check_overall(overall)))
+    return float(np.nanmean(np.asarray(overall, dtype=np.float64)))
 
 
-def last_accuracy(overall: Sequence[float | None]) -> float:
-    """A after the last task; NaN where it was not measured."""
-    return float(_check_overall(overall)[-1])
-
-
-def forgetting(matrix: Any) -> float:
+def forgetting(matrix: np.ndarray) -> float:
     """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task.
 
     Tasks for which one of the two was not measured are left out; NaN where none is left.
     """
-    array = check_accuracy_matrix(matrix)
-    if len(array) == 1:
+    if len(matrix) == 1:
         return 0.0
-    earlier = array[:-1, :-1]
+    earlier = matrix[:-1, :-1]
     best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # up to the task just before the last one
-    return _mean(best - array[-1, :-1])
+    return _mean(best - matrix[-1, :-1])
 
 
-def backward_transfer(matrix: Any) -> float:
+def backward_transfer(matrix: np.ndarray) -> float:
     """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task, and else as `forgetting`."""
-    array = check_accuracy_matrix(matrix)
-    if len(array) == 1:
-        return 0.0
-    return _mean(array[-1, :-1] - array.diagonal()[:-1])
+    return 0.0 if len(matrix) == 1 else _mean(matrix[-1, :-1] - matrix.diagonal()[:-1])
 
 
 def _mean(values: np.ndarray) -> float:
@@ -190,38 +137,15 @@ def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     return float(np.abs(gaps).sum() / len(sure))
 
 
-def summarize(matrix: Any, overall: Sequence[float | None]) -> dict[str, Any]:
-    """All measures and what they were computed from, as plain numbers and lists ready for JSON.
-
-    Returns:
-        The four measures, "overall" (T numbers) and "matrix" (row t has t + 1 numbers). None is what was not measured.
-
-    Raises:
-        ValueError: `matrix` or `overall` is malformed, or they contradict each other: accuracy over all classes is a
-            weighted mean of the tasks' accuracies and lies between the smallest and the largest of them.
-    """
-    array = check_accuracy_matrix(matrix)
-    steps = _check_overall(overall)
-    if len(steps) != len(array):
-        raise ValueError(f"there are {len(steps)} overall accuracies for the {len(array)} tasks of the matrix")
-    for step, value in enumerate(steps):
-        row = array[step, : step + 1]
-        row = row[~np.isnan(row)]
-        if not row.size and np.isnan(value):
-            continue
-        if not row.size or not row.min() - 1e-6 <= value <= row.max() + 1e-6:  # room for float32 sums
-            bounds = f"[{row.min()}, {row.max()}]" if row.size else "no number"
-            raise ValueError(
-                f"overall accuracy {value} after task {step} lies outside {bounds}, "
-                "the accuracies on the tasks it is a mean of"
-            )
+def summarize(matrix: np.ndarray, overall: Sequence[float | None]) -> dict[str, Any]:
+    """The four measures, A as "overall" and R as "matrix", ready for JSON; None is what was not measured."""
     return {
         "average_accuracy": average_accuracy(overall),
-        "last_accuracy": _plain(last_accuracy(overall)),
-        "forgetting": _plain(forgetting(array)),
-        "backward_transfer": _plain(backward_transfer(array)),
-        "overall": [_plain(value) for value in steps.tolist()],
-        "matrix": [[_plain(value) for value in row[: step + 1].tolist()] for step, row in enumerate(array)],
+        "last_accuracy": overall[-1],
+        "forgetting": _plain(forgetting(matrix)),
+        "backward_transfer": _plain(backward_transfer(matrix)),
+        "overall": list(overall),
+        "matrix": [[_plain(value) for value in row[: step + 1].tolist()] for step, row in enumerate(matrix)],
     }
 
 

@@ -14,21 +14,13 @@ LEVEL = 0.95
 
 
 def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """What every test image adds to A_last and to A_bar.
+    """What every test image adds to A_last and to A_bar, (n,) each, with images in the order of their class names.
 
     Both measures are means over images: A_last of whether the image is right after the last task, A_bar of
 
         n / T * sum over the tasks t that have seen the image's class of right_t / n_t
 
     with n_t test images after task t, n = n_T. So both can be resampled image by image.
-
-    Args:
-        answers: what a classifier said after each task.
-        class_names: what its integers index, in the order in which the classes came.
-
-    Returns:
-        Two arrays (n,), float64. The images are in the same order whatever the order of the classes was: by the name
-        of the class, and within a class as the data set has them.
     """
     last = answers[-1]
     total = len(last.truth)
@@ -68,12 +60,6 @@ def paired_difference(
 
     Seeds and test images are drawn anew, with replacement, both sides with the same ones. With one seed, the interval
     speaks of the test images alone.
-
-    Args:
-        values: (seeds, n), a measure's share of every image.
-        reference: (seeds, n), of the same seeds and images.
-        draws: bootstrap samples.
-        level: how often such intervals hold the true difference.
 
     Reference:
         Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3; seeds and images are crossed as

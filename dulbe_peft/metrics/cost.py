@@ -22,17 +22,7 @@ FLOAT32 = 4  # bytes
 
 
 def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
-    """How many parameters a task trains, by part.
-
-    Args:
-        model: a model from `get_peft_model`.
-        strategy: what trains it.
-
-    Returns:
-        `shared` and `residual`, the up-projections B of the two modes; `bases`, the P of strategies that train it;
-        `other`, the text tower's LoRA and modules that are trained in full; and `total`. What a strategy trains
-        beside the adapter is not among them.
-    """
+    """How many parameters a task trains: B of shared and residual modes, trained bases P, all else, and the total."""
     layers = model.dual_mode_layers().values()
     counts = {
         "shared": sum(p.numel() for p in model.shared_parameters()),
@@ -45,17 +35,7 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
 
 
 def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int]:
-    """How many numbers an adapter that is not merged keeps for use; a merged one keeps none.
-
-    Args:
-        model: a model from `get_peft_model`.
-        strategy: what trained it.
-        tasks: how many tasks it has learned.
-
-    Returns:
-        `history`, P and B of all tasks, or one pair where the strategy trains on the same from task to task; `text`,
-        the text tower's LoRA; and `total`.
-    """
+    """How many numbers an adapter keeps for use after so many tasks; one that is merged keeps none."""
     layers = model.dual_mode_layers().values()
     rank = sum(layer.dulbe_P["default"].shape[1] * (layer.in_features + layer.out_features) for layer in layers)
     text = sum(p.numel() for name, p in model.named_parameters() if ".dulbe_text_" in name)
@@ -66,13 +46,8 @@ def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int
 def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
     """Multiply-adds of one image and of one text of the longest length, found by a forward pass of each.
 
-    Args:
-        model: a model from `get_peft_model`, or a base model.
-        adapted: with the adapter's modes beside the weights; else as a merged adapter or the base model runs.
-
-    Returns:
-        `image`, and `text` where the model reads texts. A FLOP count that takes a multiply-add for two has twice as
-        many. Matrix products, convolutions and attention are counted; normalisations and activations are not.
+    Matrix products, convolutions and attention are counted. With `adapted`, the adapter runs beside the weights; else
+    it is merged.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     device, size = next(base.parameters()).device, image_size(base)
@@ -99,14 +74,7 @@ def _added_product(_: Any, left: tuple[int, int], right: tuple[int, int], **__: 
 
 
 def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
-    """The adapted layers by the tensor that they read, with its width d_in, found by one image.
-
-    Args:
-        model: a model from `get_peft_model`.
-
-    Raises:
-        ValueError: an image does not pass through a layer.
-    """
+    """The adapted layers by the tensor that they read, with its width d_in, found by one image."""
     read: dict[str, torch.Tensor] = {}
     base, layers = model.get_base_model(), model.dual_mode_layers()
     size = image_size(base)
@@ -122,15 +90,7 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
 
 
 def statistics_bytes(widths: Iterable[int], support_rank: int) -> dict[str, int]:
-    """Bytes of the occupation statistics, which do not grow with the tasks.
-
-    Args:
-        widths: d_in of each matrix; layers that read one tensor share one.
-        support_rank: K_h.
-
-    Returns:
-        `exact`, S of every matrix, and `sketch`, at most 2 K_h rows of each.
-    """
+    """Bytes of the statistics of inputs of these widths d_in: S in full, and sketches of at most 2 K_h rows."""
     widths = list(widths)
     return {
         "exact": sum(FLOAT32 * width * width for width in widths),
@@ -160,18 +120,6 @@ def cost(
     model: Any, strategy: Strategy, classifiers: Mapping[str, Classifier], classes: int = 100, tasks: int = 10
 ) -> dict[str, Any]:
     """All of it as plain data.
-
-    Args:
-        model: a model from `get_peft_model`, or a base model where the strategy trains nothing; on any device.
-        strategy: what trains it.
-        classifiers: by name, with or without classes.
-        classes: how many classes the classifiers are to have.
-        tasks: how many tasks the history is to have.
-
-    Returns:
-        `model`, the base model's parameters; `multiply_adds` and `multiply_adds_unmerged`; `classifiers`, their
-        bytes; and for an adapter `layers`, how many are adapted, `trainable`, `kept` and `statistics`. The latter is
-        there for every strategy, also for those that keep no statistics.
 
     Example:
         >>> from dulbe_peft.encoders.loading import empty_encoder

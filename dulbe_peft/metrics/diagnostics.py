@@ -54,21 +54,9 @@ def layer_demands(
     residual_rank: int = 8,
     support_rank: int = 128,
 ) -> dict[str, LayerDemand]:
-    """The gradient energy of every layer, and its parts along the modes and along the occupied directions.
+    """The energy of each layer's gradient G, (d_out, d_in), and its parts along modes and occupied directions.
 
-    Args:
-        gradients: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
-        stats: layer name -> S, (d_in, d_in), or a sketch of it; None or empty at the first task.
-        shared_rank: r_S.
-        residual_rank: r_R.
-        support_rank: K_h, how many eigenvectors of S are called occupied, at most.
-
-    Returns:
-        Layer name -> its `LayerDemand`, in the order of `gradients`.
-
-    Raises:
-        ValueError: as `allocate_modes` does.
-        TypeError: as `allocate_modes` does.
+    `stats` has S, (d_in, d_in), or a sketch of it; at most `support_rank` eigenvectors of S are called occupied.
 
     Reference:
         Appendix "Gradient-space alignment", rho_S and rho_R, and figure "gradient-space diagnostics" (a) and (b);
@@ -121,16 +109,7 @@ class DepthAccuracy:
 def depth_accuracy(
     head: BridgeEnsembleHead, features: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor | None = None
 ) -> DepthAccuracy:
-    """Accuracy against bridge depth.
-
-    Args:
-        head: the bridge ensemble.
-        features: (n, d), unit features of images.
-        labels: (n,), integers that index the head's classes.
-        depths: (K,), each in [0, 1], for the curves; None takes the head's own depths.
-
-    Raises:
-        ValueError: there is no image, or a label is not one of the head's classes.
+    """Accuracy of images, (n, d), with labels, (n,), at each bridge depth, (K,); None takes the head's own depths.
 
     Reference:
         Table "Ablation of the bridge-prototype ensemble"; figures "accuracy across bridge depths" (data set and

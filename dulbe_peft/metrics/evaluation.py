@@ -76,15 +76,7 @@ def evaluate_features(
     class_names: Sequence[str],
     images: Sequence[str],
 ) -> Evaluation:
-    """Ask every classifier, and the two baselines, about the same features.
-
-    Args:
-        classifiers: name -> classifier over `class_names`.
-        features: (n, d), unit features.
-        truth: (n,), integers that index `class_names`.
-        class_names: all seen classes.
-        images: n names.
-    """
+    """Ask every classifier, and the two baselines, about the same features, (n, d), with classes `truth`, (n,)."""
     logits = {name: classifier(features) for name, classifier in classifiers.items()}
     first = next(iter(classifiers))
     sure = (logits[first] / classifiers[first].temperature).softmax(dim=1).amax(dim=1)
@@ -109,12 +101,7 @@ def evaluate_features(
 
 
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
-    """Write `predictions.csv`: a row for each test image, those of the first task first.
-
-    Args:
-        path: the file.
-        tasks: number of a task, from 1 -> predictions for its test images, by the same classifiers.
-    """
+    """Write `predictions.csv`: a row for each test image, those of the first task first."""
     first = next(iter(tasks.values()))
     main, *others = first.classifiers
     others += [name for name in first.baselines if name not in first.classifiers]
@@ -157,12 +144,7 @@ class ImageResult:
 
 
 def read_predictions(path: Path) -> list[ImageResult]:
-    """What `write_predictions` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not such a file.
-    """
+    """What `write_predictions` wrote; a ValueError names the line that is no row of it."""
     header, *rows = read_csv(path) or [[]]
     if tuple(header[: len(_COLUMNS)]) != _COLUMNS:
         raise ValueError(f"{path} begins with the columns {header[:5]}, expected {list(_COLUMNS)}")

@@ -52,12 +52,7 @@ class TaskFeatures:
 
     @classmethod
     def read(cls, path: Path) -> TaskFeatures:
-        """Read what `write` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no such file.
-        """
+        """Read what `write` wrote."""
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}, expected {_FORMAT!r}")

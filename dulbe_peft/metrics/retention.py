@@ -18,15 +18,7 @@ Tests = Sequence[tuple[Any, Sequence[str]]]
 
 
 def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
-    """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is.
-
-    Args:
-        learner: a `ClassIncrementalLearner`.
-        tests: in order; None in place of the images where there are none.
-
-    Returns:
-        A_t in [0, 1]; None where there is no image up to t.
-    """
+    """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
     text, encoded = _encoded(learner, tests)
     rows: list[float | None] = []
     seen = 0
@@ -95,14 +87,11 @@ def zero_shot_retention(
     return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}
 
 
-_Encoded = tuple[torch.Tensor, torch.Tensor]
-
-
 @torch.no_grad()
-def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[_Encoded | None]]:
+def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor] | None]]:
     """Text embeddings of all classes, (C, d), and of each test set its features, (n, d), and labels among them."""
     text = learner.encoder.text_embeds([name for _, names in tests for name in names])
-    encoded: list[_Encoded | None] = []
+    encoded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     first = 0
     for dataset, names in tests:
         if dataset is None or not names:
@@ -115,7 +104,7 @@ def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[_Encoded | 
     return text, encoded
 
 
-def _right(part: _Encoded, text: torch.Tensor) -> list[bool]:
+def _right(part: tuple[torch.Tensor, torch.Tensor], text: torch.Tensor) -> list[bool]:
     features, labels = part
     found: list[bool] = ((features @ text.T).argmax(dim=1) == labels).tolist()
     return found
