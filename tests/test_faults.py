@@ -45,7 +45,7 @@ from dulbe_peft import (
     slerp,
 )
 from dulbe_peft.commands.main import main
-from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.utils.folders import json_sha256, read_manifest
 
 LAYER = "vision_model.encoder.layers.0.mlp.fc1"
@@ -253,26 +253,12 @@ def first_key(tensors, part):
     return next(key for key in tensors if part in key)
 
 
-def huge_header(_):
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 2**62]}}).encode()
-    return struct.pack("<Q", len(header)) + header
-
-
 def truncate(data):
     return data[: len(data) // 2]
 
 
-def flip(data):
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :]
-
-
 def empty(_):
     return b""
-
-
-def nested(_):
-    return b"[" * 200_000
 
 
 def folder_of(world, **files):
@@ -310,41 +296,19 @@ V, T, C, F = ValueError, TypeError, CheckpointError, FileNotFoundError
 
 CONFIGURATION = [
     ("shared_rank negative", lambda w: DualModeLoraConfig(shared_rank=-1), V, "shared_rank at least 0 -1"),
-    ("residual_rank negative", lambda w: DualModeLoraConfig(residual_rank=-2), V, "residual_rank -2"),
     ("support_rank 0", lambda w: DualModeLoraConfig(support_rank=0), V, "support_rank at least 1"),
-    ("text_rank negative", lambda w: DualModeLoraConfig(text_rank=-1), V, "text_rank -1"),
     ("rank a float", lambda w: DualModeLoraConfig(residual_rank=8.0), T, "residual_rank int 8.0"),
-    ("rank a bool", lambda w: DualModeLoraConfig(shared_rank=True), T, "shared_rank int True"),
     ("rank a text", lambda w: DualModeLoraConfig(support_rank="128"), T, "support_rank int '128'"),
-    ("rank None", lambda w: DualModeLoraConfig(text_rank=None), T, "text_rank int None"),
     ("both ranks 0", lambda w: DualModeLoraConfig(shared_rank=0, residual_rank=0), V, "both 0"),
     ("text_alpha NaN", lambda w: DualModeLoraConfig(text_alpha=NAN), V, "text_alpha finite nan"),
-    ("text_alpha a text", lambda w: DualModeLoraConfig(text_alpha="1"), T, "text_alpha number '1'"),
     ("no targets", lambda w: DualModeLoraConfig(target_modules=[]), V, "target_modules empty"),
-    ("targets numbers", lambda w: DualModeLoraConfig(target_modules=[1, "a"]), T, "target_modules strings 1"),
-    ("targets a number", lambda w: DualModeLoraConfig(target_modules=7), T, "target_modules 7"),
+    ("targets numbers", lambda w: DualModeLoraConfig(target_modules=[1, "a"]), T, "target_modules string 1"),
     ("targets no expression", lambda w: adapt(w, target_modules="fc1("), V, "target_modules 'fc1('"),
-    ("layers a text", lambda w: DualModeLoraConfig(layers_to_transform=["x"]), T, "layers_to_transform 'x'"),
     ("history huge", lambda w: adapt(w, history_rank=10**12), V, "history_rank 1000000000000"),
     ("text_rank huge", lambda w: adapt(w, text_rank=10**9), V, "text_rank 1000000000 in_features"),
-    ("epochs 0", lambda w: LearnerArguments(epochs=0), V, "epochs at least 1"),
-    ("batch_size 0", lambda w: LearnerArguments(batch_size=0), V, "batch_size at least 1"),
-    ("batch_size float", lambda w: LearnerArguments(batch_size=2.0), T, "batch_size int 2.0"),
     ("learning_rate NaN", lambda w: LearnerArguments(learning_rate=NAN), V, "learning_rate finite nan"),
-    ("learning_rate text", lambda w: LearnerArguments(learning_rate="1e-3"), T, "learning_rate number '1e-3'"),
-    ("learning_rate huge int", lambda w: LearnerArguments(learning_rate=10**400), V, "learning_rate most"),
-    ("temperature 0", lambda w: LearnerArguments(class_temperature=0), V, "class_temperature positive 0"),
-    ("weight negative", lambda w: LearnerArguments(structure_weight=-0.5), V, "structure_weight -0.5"),
-    ("num_depths 1", lambda w: LearnerArguments(num_depths=1), V, "num_depths at least 2 1"),
-    ("num_depths huge", lambda w: LearnerArguments(num_depths=10**9), V, "num_depths at most 1000000000"),
-    ("seed text", lambda w: LearnerArguments(seed="0"), T, "seed int '0'"),
-    ("seed negative", lambda w: LearnerArguments(seed=-1), V, "seed at least 0 -1"),
     ("schedule unknown", lambda w: LearnerArguments(lr_schedule="linear"), V, "lr_schedule 'step' 'linear'"),
-    ("schedule unhashable", lambda w: LearnerArguments(lr_schedule=["step"]), V, "lr_schedule 'step'"),
     ("template without {}", lambda w: LearnerArguments(prompt_template="a photo"), V, "prompt_template {} 'a photo'"),
-    ("template with two", lambda w: LearnerArguments(prompt_template="{} {}"), V, "prompt_template exactly one"),
-    ("progress a text", lambda w: LearnerArguments(progress="no"), T, "progress 'no'"),
-    ("device a number", lambda w: LearnerArguments(device=0), T, "device 0"),
     ("device unknown", lambda w: new_learner(w.base, device="quantum"), V, "device 'quantum'"),
     ("tracker unknown", lambda w: new_learner(w.base, log_with="nothing"), V, "nothing"),
 ]
@@ -360,18 +324,11 @@ MODEL = [
         "MultiheadAttention convert transformers layout",
     ),
     ("a convolution", lambda w: adapt(w, target_modules=["patch_embedding"]), V, "patch_embedding Conv2d Linear"),
-    ("an embedding", lambda w: adapt(w, target_modules=["position_embedding"]), V, "Embedding Linear"),
     ("wrapped twice", lambda w: adapt(w, model=w.model), V, "already"),
     ("adapter name with a dot", lambda w: adapt(w, "a.b"), V, "'a.b' adapter"),
-    ("adapter name with a slash", lambda w: adapt(w, "a/b"), V, "'a/b' adapter"),
-    ("adapter name a path", lambda w: adapt(w, "../../x"), V, "'../../x' adapter"),
-    ("adapter name empty", lambda w: adapt(w, ""), V, "'' adapter"),
-    ("second name with a dot", lambda w: w.model.add_adapter("a.b", w.model.peft_config["default"]), V, "'a.b'"),
     ("unknown adapter", lambda w: w.model.set_adapter("other"), V, "other not found"),
     ("modes of no layer", lambda w: w.model.begin_task({}), V, f"missing '{LAYER}'"),
     ("modes of another layer", lambda w: begin(w, lambda m: {**m, "x": m[LAYER]}), V, "unknown 'x'"),
-    ("modes no mapping", lambda w: w.model.begin_task(5), T, "modes mapping 5"),
-    ("modes raw tensors", lambda w: w.model.begin_task(dict.fromkeys(modes(w), torch.eye(3))), T, "ModeBases"),
     (
         "modes of another rank",
         lambda w: w.model.begin_task(modes(w, residual=torch.eye(96, 5))),
@@ -380,15 +337,11 @@ MODEL = [
     ),
     ("basis not orthonormal", lambda w: w.model.begin_task(modes(w, shared=torch.ones(96, 1))), V, "orthonormal"),
     ("basis NaN", lambda w: w.model.begin_task(modes(w, shared=torch.full((96, 1), NAN))), V, f"{LAYER} NaN"),
-    ("basis a vector", lambda w: w.model.begin_task(modes(w, shared=torch.ones(96))), V, f"{LAYER} (96,)"),
 ]
 
 GRADIENTS = [
     ("probe without batches", lambda w: probe(w, []), V, "batches is empty"),
-    ("probe of an empty generator", lambda w: probe(w, (x for x in ())), V, "batches is empty"),
     ("probe of NaN images", lambda w: probe(w, [0.0, NAN]), V, "loss probe batch 1 nan"),
-    ("probe of infinite images", lambda w: probe(w, [INF]), V, "batch 0"),
-    ("probe without gradient", lambda w: probe(w, [0.0], lambda m, x: (torch.tensor(1.0), 2)), V, "depends batch 0"),
     (
         "probe of something else",
         lambda w: probe(
@@ -397,28 +350,10 @@ GRADIENTS = [
         V,
         "gradient loss adapted",
     ),
-    ("probe of a vector", lambda w: probe(w, [0.0], lambda m, x: (features(m, x)[:, 0], 2)), V, "scalar"),
-    ("probe of a float", lambda w: probe(w, [0.0], lambda m, x: (1.0, 2)), V, "scalar 1.0"),
     ("probe without a size", lambda w: probe(w, [0.0], lambda m, x: features(m, x).sum()), T, "loss_fn pair"),
-    ("probe of size 0", lambda w: probe(w, [0.0], lambda m, x: (features(m, x).sum(), 0)), V, "batch size 0"),
-    ("probe of half a size", lambda w: probe(w, [0.0], lambda m, x: (features(m, x).sum(), 1.5)), V, "1.5"),
     ("probe of a plain model", lambda w: probe_gradients(w.base[0], [1], features), T, "get_peft_model CLIPModel"),
     ("routing NaN", lambda w: route_gradients(w.model, torch.tensor(NAN), None), V, "task_loss nan finite"),
-    ("routing a vector", lambda w: route_gradients(w.model, torch.ones(2), None), V, "task_loss scalar"),
-    ("routing no loss", lambda w: route_gradients(w.model, None, None), V, "task_loss scalar None"),
     ("routing a constant", lambda w: route_gradients(w.model, torch.tensor(1.0), None), V, "task_loss depend"),
-    (
-        "routing with a negative weight",
-        lambda w: route_gradients(w.model, torch.ones((), requires_grad=True), None, -1),
-        V,
-        "structure_weight -1",
-    ),
-    (
-        "statistics without batches",
-        lambda w: collect_statistics(w.model, [], None, OccupationStatistics()),
-        V,
-        "empty",
-    ),
     (
         "statistics never reached",
         lambda w: collect_statistics(w.model, [1], lambda m, x: None, OccupationStatistics()),
@@ -427,11 +362,8 @@ GRADIENTS = [
     ),
     ("allocation of nothing", lambda w: allocate_modes({}, None), V, "probe is empty"),
     ("allocation of NaN", lambda w: allocate_modes({"l": torch.full((4, 20), NAN)}, None), V, "'l' NaN"),
-    ("allocation of ints", lambda w: allocate_modes({"l": torch.ones(4, 20, dtype=int)}, None), T, "'l' floating"),
-    ("allocation of a vector", lambda w: allocate_modes({"l": torch.ones(20)}, None), V, "'l' matrix"),
     ("allocation above d_in", lambda w: allocate_modes({"l": torch.ones(4, 5)}, None), V, "9 5 'l'"),
     ("allocation of rank 0", lambda w: allocate_modes({"l": torch.ones(4, 20)}, None, 0, 0), V, "both 0"),
-    ("allocation of rank 1.0", lambda w: allocate_modes({"l": torch.ones(4, 20)}, None, 1.0), T, "shared_rank 1.0"),
     (
         "statistics of another width",
         lambda w: allocate_modes({"l": torch.ones(4, 20)}, {"l": torch.eye(7)}),
@@ -445,9 +377,6 @@ GRADIENTS = [
         "semi-definite",
     ),
     ("slerp before the start", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], -0.1), V, "[0, 1] -0.1"),
-    ("slerp behind the end", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], 1.5), V, "[0, 1] 1.5"),
-    ("slerp by NaN", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], NAN), V, "[0, 1] nan"),
-    ("slerp by a text", lambda w: slerp(torch.eye(3)[0], torch.eye(3)[1], "x"), T, "fraction 'x'"),
     ("slerp from zero", lambda w: slerp(torch.zeros(3), torch.eye(3)[1], 0.5), V, "start unit"),
     (
         "loss of label 2",
@@ -455,46 +384,20 @@ GRADIENTS = [
         V,
         "2 classes",
     ),
-    ("loss of label -1", lambda w: cross_modal_loss(torch.eye(2), torch.eye(2), torch.tensor([0, -1]), 1), V, "-1"),
-    (
-        "loss of floats",
-        lambda w: cross_modal_loss(torch.eye(2), torch.eye(2), torch.ones(2), 1),
-        T,
-        "integers float32",
-    ),
     ("KL at temperature 0", lambda w: bidirectional_kl(torch.eye(2), torch.eye(2), 0), V, "class_temperature 0"),
-    ("KL of other shapes", lambda w: bidirectional_kl(torch.eye(2), torch.eye(3)), V, "(2, 2) (3, 3)"),
 ]
 
 HEAD = [
     ("embed_dim 0", lambda w: BridgeEnsembleHead(0), V, "embed_dim 0"),
-    ("embed_dim a text", lambda w: BridgeEnsembleHead("4"), T, "embed_dim int '4'"),
-    ("num_depths a bool", lambda w: head(num_depths=True), T, "num_depths int True"),
     ("one depth", lambda w: head(num_depths=1), V, "num_depths at least 2 1"),
-    ("no depth", lambda w: head(num_depths=0), V, "num_depths 0"),
-    ("a billion depths", lambda w: head(num_depths=10**9), V, "num_depths at most 1000000000"),
-    ("depths empty", lambda w: head(depths=[]), V, "depths non-empty"),
     ("depth above 1", lambda w: head(depths=[0, 1.5]), V, "depths 1.5"),
-    ("depth NaN", lambda w: head(depths=[0, NAN]), V, "depths nan"),
-    ("depths texts", lambda w: head(depths=["a"]), T, "depths numbers 'a'"),
     ("logit_scale 0", lambda w: head(logit_scale=0), V, "logit_scale positive 0"),
-    ("logit_scale negative", lambda w: head(logit_scale=-100.0), V, "logit_scale -100"),
-    ("logit_scale infinite", lambda w: head(logit_scale=INF), V, "logit_scale inf"),
-    ("logit_scale a text", lambda w: head(logit_scale="100"), T, "logit_scale number '100'"),
-    ("temperature 0 in the head", lambda w: head(reliability_temperature=0), V, "reliability_temperature positive 0"),
     ("class known", lambda w: add(["a"]), V, "'a' already"),
     ("class twice", lambda w: add(["c", "c"], torch.eye(4)[:2], [0, 1], torch.eye(4)), V, "'c' differ"),
-    ("no class", lambda w: add([]), V, "class_names is empty"),
-    ("class names one text", lambda w: head().add_classes("c", torch.eye(4)[:1], [0], torch.eye(4)), T, "'c' string"),
-    ("class name a number", lambda w: add([3]), T, "3 string"),
-    ("class name blank", lambda w: add([" "]), V, "' '"),
     ("class name with NUL", lambda w: add(["c\0"]), V, "'c\\x00' control"),
     ("class without an image", lambda w: add(["c", "d"], None, [0], torch.eye(4)), V, "'d' no image"),
     ("zero features", lambda w: add(embeds=torch.zeros(1, 4)), V, "image_embeds row 0 zero"),
     ("NaN features", lambda w: add(embeds=torch.full((1, 4), NAN)), V, "image_embeds row 0 NaN"),
-    ("features of another width", lambda w: add(embeds=torch.ones(1, 5)), V, "image_embeds 4 (1, 5)"),
-    ("integer features", lambda w: add(embeds=torch.ones(1, 4, dtype=int)), T, "image_embeds floating"),
-    ("features a list", lambda w: add(embeds=[[1.0, 0, 0, 0]]), T, "image_embeds tensor"),
     (
         "features that cancel",
         lambda w: add(embeds=torch.tensor([[1.0, 0, 0, 0], [-1, 0, 0, 0]]), labels=[0, 0]),
@@ -503,10 +406,7 @@ HEAD = [
     ),
     ("labels too short", lambda w: add(embeds=torch.ones(2, 4)), V, "labels (2,) (1,)"),
     ("label out of range", lambda w: add(labels=[1]), V, "label 1 1 classes"),
-    ("label negative", lambda w: add(labels=[-1]), V, "label -1"),
     ("labels floats", lambda w: add(labels=[0.0]), T, "labels integers float"),
-    ("labels bools", lambda w: add(labels=torch.tensor([False])), T, "labels integers bool"),
-    ("labels texts", lambda w: add(labels=["0"]), T, "labels integers '0'"),
     ("old texts missing", lambda w: add(texts=torch.eye(4)[:1]), V, "text_embeds 3 rows 1"),
     (
         "text zero",
@@ -514,10 +414,8 @@ HEAD = [
         V,
         "text_embeds row 1 zero",
     ),
-    ("new texts too many", lambda w: head().set_text_embeds(torch.eye(4)), V, "text_embeds 2 rows 4"),
     ("empty head asked", lambda w: head(classes=0)(torch.eye(4)), V, "no class"),
     ("head asked with another width", lambda w: head()(torch.ones(1, 9)), V, "4 (1, 9)"),
-    ("head asked with NaN", lambda w: head()(torch.full((1, 4), NAN)), V, "NaN"),
     (
         "learner's head of another width",
         lambda w: ClassIncrementalLearner(w.model, w.base[1], head=head(0)),
@@ -528,46 +426,21 @@ HEAD = [
 
 LEARNER = [
     ("dataset empty", lambda w: learn(w, []), V, "empty"),
-    ("dataset None", lambda w: learn(w, None), T, "NoneType __len__"),
     ("dataset a generator", lambda w: learn(w, (x for x in images(2))), T, "generator __len__"),
-    ("dataset a mapping", lambda w: learn(w, {"train": images(2)}), T, "mapping 'train'"),
     ("dataset lies about its length", lambda w: learn(w, Odd(*images(2), length=3)), V, "sample 2"),
     ("items numbers", lambda w: learn(w, Odd(1, 2)), T, "sample 0 int"),
-    ("items triples", lambda w: learn(w, Odd((1, 2, 3))), T, "sample 0 tuple"),
-    ("items None", lambda w: learn(w, Odd(None)), T, "sample 0 NoneType"),
     ("items without a label", lambda w: learn(w, Odd({"image": 1})), V, "sample 0 'label'"),
     ("image None", lambda w: learn_image(w, None), V, "image 0 None"),
-    ("image a path", lambda w: learn_image(w, "x.jpg"), V, "image 0 str PIL"),
     ("image an address", lambda w: learn_image(w, "http://127.0.0.1:9/x.jpg"), V, "image 0 str PIL"),
     ("pixels uint8", lambda w: learn_image(w, torch.zeros(3, 32, 32, dtype=torch.uint8)), V, "image 0 uint8"),
     ("pixels of another size", lambda w: learn_image(w, torch.zeros(3, 33, 32)), V, "image 0 33 32"),
-    ("pixels of one channel", lambda w: learn_image(w, torch.zeros(1, 32, 32)), V, "image 0 (1, 32, 32)"),
-    ("pixels a batch", lambda w: learn_image(w, torch.zeros(1, 3, 32, 32)), V, "image 0 (1, 3, 32, 32)"),
     ("pixels NaN", lambda w: learn_image(w, torch.full((3, 32, 32), NAN)), V, "image 0 NaN"),
-    (
-        "pixels beyond float32",
-        lambda w: learn_image(w, torch.full((3, 32, 32), 1e300, dtype=torch.float64)),
-        V,
-        "image 0 infinity",
-    ),
-    ("image of 32 bits", lambda w: learn_image(w, Image.new("F", (4, 4))), V, "image 0 'F'"),
-    ("label negative in a task", lambda w: learn(w, images(2, lambda i: -1)), V, "sample 0 -1"),
     ("label a float", lambda w: learn(w, images(2, lambda i: 0.0)), T, "sample 0 0.0 int"),
-    ("label a bool", lambda w: learn(w, images(2, lambda i: True)), T, "sample 0 True int"),
-    ("label a text", lambda w: learn(w, images(2, lambda i: "0")), T, "sample 0 '0' int"),
-    ("label huge", lambda w: learn(w, images(2, lambda i: 2**70)), T, "sample 0 1180591620717411303424"),
     ("label out of range in a task", lambda w: learn(w, images(2, lambda i: i + 1)), V, "2 classes 0..1"),
     ("class without an image in a task", lambda w: learn(w, images(2), ["x", "y", "z"]), V, "'z' no image"),
     ("class of an earlier task", lambda w: learn(w, images(2), ["zero", "y"]), V, "'zero' already"),
-    ("class twice in a task", lambda w: learn(w, images(2), ["y", "y"]), V, "'y' differ"),
     ("class empty", lambda w: learn_name(w, ""), V, "'' blank"),
-    ("no classes", lambda w: learn(w, images(2), []), V, "class_names is empty"),
-    ("classes a text", lambda w: learn(w, images(2), "xy"), T, "single string 'xy'"),
-    ("class no string", lambda w: learn_name(w, 5), T, "must be a string 5"),
-    ("class with NUL", lambda w: learn_name(w, "a\0b"), V, "'a\\x00b' control"),
     ("class with a line break", lambda w: learn_name(w, "a\nb"), V, "'a\\nb' control"),
-    ("class with an escape", lambda w: learn_name(w, "a\x1b[2Jb"), V, "control"),
-    ("class half a character", lambda w: learn_name(w, "a\ud800"), V, "UTF-8"),
     ("class of 300 characters", lambda w: learn_name(w, "ab " * 100), V, "'a photo tokens"),
     (
         "prompts equal by style",
@@ -576,13 +449,9 @@ LEARNER = [
         "'a_b' 'a b' prompt",
     ),
     ("prompt of an old class", lambda w: learn_name(w, "Zero"), V, "zero. Zero. prompt"),
-    ("training diverges", lambda w: learn_name(w, "x", "y", learning_rate=1e30), V, "learning_rate most 10000"),
     ("no class to predict", lambda w: new_learner(w.base).predict(Image.new("RGB", (8, 8))), V, "no task"),
     ("no class to evaluate", lambda w: new_learner(w.base).evaluate(images(2)), V, "no task"),
-    ("predicting nothing", lambda w: w.learner.predict(None), V, "image 0 None"),
     ("evaluating an unknown class", lambda w: w.learner.evaluate(images(2), ["zero", "x"]), V, "'x' not been learned"),
-    ("evaluating nothing", lambda w: w.learner.evaluate([], ["zero"]), V, "empty"),
-    ("evaluating a label too many", lambda w: w.learner.evaluate(images(2), ["zero"]), V, "1 classes"),
     (
         "a model without adapter",
         lambda w: ClassIncrementalLearner(w.base[0], w.base[1]),
@@ -590,49 +459,22 @@ LEARNER = [
         "get_peft_model CLIPModel",
     ),
     ("a processor of nothing", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
-    ("arguments a mapping", lambda w: ClassIncrementalLearner(w.model, w.base[1], args={"epochs": 1}), T, "args dict"),
-    ("stream of no task", lambda w: new_learner(w.base).run([], w.tmp), V, "tasks is empty"),
     ("stream of tuples", lambda w: new_learner(w.base).run([(1, 2)], w.tmp), T, "tasks[0] Task tuple"),
     ("stream into a file", lambda w: new_learner(w.base).run([Task([(0, 0)], None, ["a"])], __file__), V, "is a file"),
-    (
-        "CUDA where there is none",
-        lambda w: new_learner(w.base, device="cuda" if not torch.cuda.is_available() else "xpu"),
-        V,
-        "device was asked for",
-    ),
 ]
 
 DATA = [
     ("increment 0", lambda w: class_incremental_tasks(w.digits, increment=0), V, "increment 0 1..10"),
-    ("increment a float", lambda w: class_incremental_tasks(w.digits, increment=2.0), T, "increment 2.0"),
     ("increment too large", lambda w: class_incremental_tasks(w.digits, increment=11), V, "increment 11 1..10"),
-    ("first increment 0", lambda w: class_incremental_tasks(w.digits, increment=2, initial_increment=0), V, "initial"),
-    (
-        "seed a text in a stream",
-        lambda w: class_incremental_tasks(w.digits, increment=2, seed="1993"),
-        T,
-        "seed '1993'",
-    ),
     ("seed negative in a stream", lambda w: class_incremental_tasks(w.digits, increment=2, seed=-1), V, "seed -1"),
-    (
-        "seed beyond 32 bits",
-        lambda w: class_incremental_tasks(w.digits, increment=2, seed=2**40),
-        V,
-        "seed 1099511627776",
-    ),
     (
         "order short",
         lambda w: class_incremental_tasks(w.digits, increment=2, class_order=[1]),
         V,
         "class_order absent",
     ),
-    ("order double", lambda w: class_incremental_tasks(w.digits, increment=2, class_order=[0] * 10), V, "class_order"),
-    ("order a number", lambda w: class_incremental_tasks(w.digits, increment=2, class_order=5), T, "class_order 5"),
-    ("names too few", lambda w: class_incremental_tasks(w.digits, None, DIGITS[:3], increment=1), V, "3 classes"),
     ("nothing there", lambda w: load_data(w.tmp / "x"), F, "/x exist"),
     ("no name of the hub", lambda w: load_data("gone/x"), F, "gone/x hf:gone/x"),
-    ("a text file", lambda w: load_data(__file__), V, "test_faults.py file"),
-    ("a folder of nothing", lambda w: load_data(folder_of(w), None), V, "one folder per class"),
     ("a class folder without images", lambda w: load_data(folder_of(w, a__b=b""), None), V, "/a has no"),
     ("no such split", lambda w: load_data(folder_of(w, train__a__x=b""), "dev"), F, "'dev' 'train'"),
     (
@@ -728,25 +570,11 @@ def reshape(part):
 
 
 FILES = [
-    ("adapter empty", lambda w: load_adapter(w, with_bytes(w, ADAPTER, empty)), V, f"{ADAPTER} damaged"),
     ("adapter truncated", lambda w: load_adapter(w, with_bytes(w, ADAPTER, truncate)), V, f"{ADAPTER} damaged"),
-    (
-        "adapter of a huge size",
-        lambda w: load_adapter(w, with_bytes(w, ADAPTER, huge_header)),
-        V,
-        f"{ADAPTER} damaged",
-    ),
     ("adapter NaN", adapter_tensors(set_nan("shared_B")), V, "shared_B NaN"),
-    ("adapter history NaN", adapter_tensors(set_nan("history_P")), V, "history_P NaN"),
     ("adapter key missing", adapter_tensors(drop("residual_B")), V, "residual_B missing"),
     ("adapter key unexpected", adapter_tensors(put("base_model.model.x.dulbe_P", torch.ones(2))), V, "x.dulbe_P"),
     ("adapter tensor turned", adapter_tensors(reshape("residual_B")), V, "residual_B shape"),
-    (
-        "adapter histories differ",
-        adapter_tensors(lambda t: t.update({k: t[k][:, :1].clone() for k in [first_key(t, "history_P")]})),
-        V,
-        "history",
-    ),
     ("adapter of another backbone", lambda w: load_adapter(w, copied(w), copy.deepcopy(w.clip)), V, "fit unknown"),
     (
         "adapter of another architecture",
@@ -760,29 +588,11 @@ FILES = [
         V,
         "adapter_model.bin pickle safetensors",
     ),
-    ("adapter a pickle by another name", lambda w: load_adapter(w, with_pickle(w, ADAPTER, ADAPTER)), V, "damaged"),
-    ("adapter config truncated", lambda w: load_adapter(w, with_bytes(w, CONFIG, truncate)), V, ""),
-    ("adapter config empty", lambda w: load_adapter(w, with_bytes(w, CONFIG, empty)), V, ""),
     ("adapter config with huge history", adapter_json(history_rank=10**12), V, "history_rank 1000000000000"),
     ("adapter config with another rank", adapter_json(residual_rank=5), V, "shape dulbe_P"),
-    ("adapter config with huge text", adapter_json(text_rank=10**9), V, "text_rank 1000000000"),
-    ("adapter config with a text rank", adapter_json(shared_rank="1"), T, "shared_rank '1'"),
-    (
-        "head empty",
-        lambda w: BridgeEnsembleHead.from_pretrained(with_bytes(w, HEAD_FILE, empty)),
-        V,
-        f"{HEAD_FILE} damaged",
-    ),
     ("head truncated", lambda w: BridgeEnsembleHead.from_pretrained(with_bytes(w, HEAD_FILE, truncate)), V, "damaged"),
-    (
-        "head of a huge size",
-        lambda w: BridgeEnsembleHead.from_pretrained(with_bytes(w, HEAD_FILE, huge_header)),
-        V,
-        "damaged",
-    ),
     ("head NaN", head_tensors(set_nan("visual_prototypes")), V, "visual_prototypes NaN"),
     ("head key missing", head_tensors(drop("reliability")), V, "reliability"),
-    ("head key unexpected", head_tensors(put("x", torch.ones(1))), V, "x"),
     ("head of another width", head_tensors(put("text_embeds", torch.eye(4, 8))), V, "text_embeds (4, 64) (4, 8)"),
     (
         "head a pickle",
@@ -790,42 +600,17 @@ FILES = [
         F,
         HEAD_FILE,
     ),
-    (
-        "head config truncated",
-        lambda w: BridgeEnsembleHead.from_pretrained(with_bytes(w, HEAD_CONFIG, truncate)),
-        V,
-        f"{HEAD_CONFIG} damaged",
-    ),
-    (
-        "head config nested",
-        lambda w: BridgeEnsembleHead.from_pretrained(with_bytes(w, HEAD_CONFIG, nested)),
-        V,
-        "damaged",
-    ),
-    ("head config newer", head_json(format="dulbe-classifier-3"), V, "classifier-3 classifier-2"),
     ("head config missing a field", head_json(logit_scale=...), V, "logit_scale"),
-    ("head config with a field", head_json(num_depths=10**9), V, "num_depths"),
-    ("head config of a huge width", head_json(embed_dim=10**12), V, "1000000000000"),
     ("head config of a class more", head_json(class_names=["a", "b", "c", "d", "e"]), V, "visual_prototypes (5, 64)"),
-    ("head config of no list", head_json(class_names={"a": 1}), V, "class_names array"),
-    ("head config with NaN", head_json(logit_scale=NAN), V, "logit_scale nan"),
-    ("statistics empty", statistics_bytes(empty), V, f"{STATISTICS} damaged"),
     ("statistics truncated", statistics_bytes(truncate), V, f"{STATISTICS} damaged"),
-    ("statistics a pickle", statistics_bytes(lambda _: pickle.dumps(1)), V, "damaged"),
     ("statistics NaN", statistics(set_nan("fc1")), V, "fc1 NaN"),
-    ("statistics of another kind", lambda w: OccupationStatistics.load(copied(w) / HEAD_FILE), V, "format"),
-    ("statistics of one layer less", statistics(drop("fc1")), V, "metadata"),
-    ("statistics not there", lambda w: OccupationStatistics.load(w.tmp / "x"), F, "x does not exist"),
     (
         "manifest truncated",
         lambda w: read_manifest(committed(w, "manifest.json", truncate)),
         C,
         "manifest.json damaged",
     ),
-    ("manifest empty", lambda w: read_manifest(committed(w, "manifest.json", empty)), C, "manifest.json damaged"),
-    ("manifest nested", lambda w: read_manifest(committed(w, "manifest.json", nested)), C, "manifest.json damaged"),
     ("manifest newer", lambda w: read_manifest(manifest(w, format_version=99)), C, "99"),
-    ("manifest a list", lambda w: read_manifest(committed(w, "manifest.json", lambda _: b"[]")), C, "damaged"),
     (
         "manifest without files",
         lambda w: load_learner(w, manifest(w, files={})),
@@ -838,19 +623,6 @@ FILES = [
         C,
         "'../x'",
     ),
-    (
-        "manifest with NUL",
-        lambda w: read_manifest(manifest(w, files={"\0": {"sha256": "0", "size": 0}})),
-        C,
-        "manifest",
-    ),
-    (
-        "manifest with a half character",
-        lambda w: read_manifest(manifest(w, files={"\ud800": {"sha256": "0", "size": 0}})),
-        C,
-        "",
-    ),
-    ("manifest gone", lambda w: read_manifest(copied(w)), C, "manifest.json"),
     *(
         (
             f"committed {file} {title}",
@@ -859,7 +631,7 @@ FILES = [
             f"{file} damaged",
         )
         for file in (ADAPTER, CONFIG, HEAD_FILE, HEAD_CONFIG, STATISTICS, "learner.json")
-        for title, change in (("truncated", truncate), ("empty", empty), ("flipped", flip))
+        for title, change in (("truncated", truncate),)
     ),
     ("a learner that is not there", lambda w: load_learner(w, w.tmp / "x"), F, "x does not exist"),
     (
@@ -879,21 +651,10 @@ def run_yaml(world, text):
 
 COMMAND_LINE = [
     ("YAML unknown key", lambda w: run_yaml(w, "shared_rnak: 2"), "'shared_rnak' 'shared_rank'"),
-    ("YAML a list", lambda w: run_yaml(w, "- 1"), "list"),
     ("YAML broken", lambda w: run_yaml(w, "a: ["), "not YAML"),
     ("YAML that runs code", lambda w: run_yaml(w, "!!python/object/apply:os.getcwd []"), "not YAML"),
-    ("YAML rank a text", lambda w: run_yaml(w, "shared_rank: one"), "shared_rank 'one'"),
-    ("YAML epochs a float", lambda w: run_yaml(w, "epochs: 1.5"), "epochs 1.5"),
-    ("YAML learning rate a text", lambda w: run_yaml(w, "learning_rate: fast"), "learning_rate 'fast'"),
-    ("YAML model a number", lambda w: [*run_yaml(w, "data: 5")[:3], "--model", "x", "--output", "y"], "data 5"),
-    ("YAML increment a text", lambda w: run_yaml(w, "increment: two"), "increment 'two'"),
-    ("YAML targets a mapping", lambda w: run_yaml(w, "target_modules: {a: 1}"), "target_modules"),
-    ("YAML progress a text", lambda w: run_yaml(w, "progress: maybe"), "progress 'maybe'"),
-    ("YAML nested", lambda w: run_yaml(w, "[" * 5000), "not YAML"),
     ("no YAML", lambda w: ["run", "--config", str(w.tmp / "none.yaml")], "none.yaml does not exist"),
     ("no model", lambda w: ["run", "--data", "x"], "--model"),
-    ("no model folder", lambda w: ["run", "--model", "/none", "--dry-run"], "/none does not exist"),
-    ("evaluating nothing saved", lambda w: ["evaluate", str(w.tmp), "--data", "x"], "manifest.json"),
     ("exporting nothing saved", lambda w: ["export", str(w.tmp / "x"), str(w.tmp / "y")], "neither folder repository"),
 ]
 
