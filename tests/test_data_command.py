@@ -140,11 +140,6 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_expression_that_reaches_into_the_text_side_adapts_the_visual_layers(capsys):
-    assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--target-modules", r".*_projection"]) == 0
-    assert "visual_projection  96 -> 64  1 layer " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("asked", "classes", "chosen"),
     [(None, 100, 10), (None, 20, 10), (None, 19, 10), (None, 5, 3), (None, 1, 1), (7, 5, 5), (5, 5, 5), (2, 5, 2)],

@@ -151,7 +151,7 @@ def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, cap
     said = captured.err
     assert "6 classes, tested on the images of task 3 only, " in captured.out
     assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said
-    assert f"the test images of task 2 are not used again: those in {root / 'photos'} are not the ones of then" in said
+    assert f"task 2 are not used again: those in {root / 'photos'} are not those that the task was tested on" in said
     found = results_of(tmp_path / "run")
     assert found["head"]["matrix"][2][:2] == [None, None] and found["head"]["matrix"][2][2] is not None
     assert found["head"]["matrix"][:2] == results_of(root / "run")["head"]["matrix"]

@@ -513,7 +513,7 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
     learner = make_learner((clip, processor))
     first, second = stream(digits, 2)
     learner.learn_task(first.train, first.class_names)
-    images = learner.encoder.images(second.train, second.train.labels, keep=True)
+    images = learner.encoder.images(second.train, keep=True)
     losses = []
     trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda *_: None)
     task, teacher = trainer.begin(learner.state.adapter, images, second.class_names)

@@ -52,14 +52,6 @@ def test_whatever_holds_the_images_the_answers_are_the_same(world):
     assert world.learner.predict([(images[0], 3), (images[1], 4)]) == expected[:2]
 
 
-def test_image_embeds_take_what_predict_takes(world):
-    image = world.test[0]["image"]
-    features = world.learner.image_embeds([image])
-    assert features.shape == (1, world.learner.encoder.embed_dim)
-    torch.testing.assert_close(features, world.learner.image_embeds(files(world)[0]))
-    torch.testing.assert_close(features, world.learner.image_embeds([(image, 0)]))
-
-
 def test_the_best_classes_and_their_probabilities(world):
     features = world.learner.image_embeds(world.test)
     probabilities = world.learner.classifier.probabilities(features).double()
@@ -212,17 +204,6 @@ def test_a_file_of_another_kind_is_not_overwritten(flag, name, tmp_path, capsys)
     assert (tmp_path / name).read_text() == "precious"
 
 
-@pytest.mark.parametrize("flag", ["--output", "--csv", "--latex"])
-def test_a_report_overwrites_no_file_of_another_kind(flag, tmp_path, capsys):
-    (tmp_path / "photo.jpg").write_text("precious")
-    run = Path(__file__).parent / "saved" / "0.1" / "run"
-    page = [] if flag == "--output" else ["--output", str(tmp_path / "page.html")]
-    assert main(["report", str(run), *page, flag, str(tmp_path / "photo.jpg")]) == 2
-    assert "is not overwritten" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["photo.jpg"]
-    assert (tmp_path / "photo.jpg").read_text() == "precious"
-
-
 def test_a_folder_without_images_does_not_end_the_command(world, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     argv = ["predict", "--device", "cpu", world.folder, str(tmp_path / "empty"), str(tmp_path / "gone")]
@@ -253,14 +234,3 @@ def test_a_damaged_image_on_standard_input_is_one_line(world, capsys, monkeypatc
         assert main(["predict", world.folder, "-", files(world)[0], "--device", "cpu"]) == 0
         said = capsys.readouterr().err
         assert said.count("cannot be read") == 1 and "standard input cannot be read: " in said
-
-
-def test_linked_folders_are_followed_once(world, tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "a.png").write_bytes(Path(files(world)[0]).read_bytes())
-    (tmp_path / "photos" / "link").symlink_to(tmp_path / "there")
-    (tmp_path / "there" / "back").symlink_to(tmp_path / "photos")
-    assert [row.image for row in world.learner.predictions(tmp_path / "photos")] == [
-        str(tmp_path / "photos" / "link" / "a.png")
-    ]

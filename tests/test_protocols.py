@@ -222,15 +222,6 @@ def test_a_learner_keeps_how_images_are_resized(digit_folders, tmp_path, capsys)
     assert "arguments.image_resize differ" in capsys.readouterr().err
 
 
-def test_a_dry_run_of_a_file(hundred, capsys):
-    command = ["run", "--config", str(FOLDER / "a-cifar100.yaml"), "--data", str(hundred), "--dry-run"]
-    small = ["--model", str(demo_model_folder()), "--support-rank", "8", "--batch-size", "4", "--no-progress"]
-    assert main([*command, *small, "--expected-train", "200", "--expected-test", "100"]) == 0
-    said = capsys.readouterr().out
-    assert "task 1: 10 classes, 20 images to learn from, 10 to test on: class_87, class_00, class_52" in said
-    assert "adapted visual layers: 16" in said and "classifier bridge" in said and "the whole run" in said
-
-
 # ---------------------------------------------------------------------- class names
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -218,24 +217,6 @@ def test_malformed_datasets_are_refused():
         labelled_images([("image", 0, "extra")])
     with pytest.raises(ValueError, match=r"sample 0 has the keys \['image', 'target'\]"):
         labelled_images([{"image": 0, "target": 1}])
-
-
-def test_a_sample_that_contradicts_the_list_of_labels_is_refused():
-    data = Labelled([0, 1, 1], letters(2))
-    task = class_incremental_tasks(data, increment=1)[1]
-    assert task.train[-1] == {"image": "image 2", "label": 0}
-    data.items[2] = ("image 2", 0)
-    with pytest.raises(ValueError, match="its own label is 0, but .* list of labels says 1"):
-        task.train[1]
-
-
-def test_subsets_name_their_images_end_and_pickle():
-    subset = class_incremental_tasks(Labelled([0, 1, 0], letters(2)), increment=1)[0].train
-    assert subset.item_name(1) == "item 2"
-    with pytest.raises(IndexError):
-        subset[2]
-    copy = pickle.loads(pickle.dumps(subset))
-    assert list(copy) == list(subset) and copy.class_names == ("a",)
 
 
 def test_select_classes_relabels_by_name():

@@ -104,10 +104,7 @@ def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = Fa
 
     A file that ends as its format demands is not decoded. Any other one is decoded in full to be sure: it may be
     truncated, or it may have other data after the image. What stays unseen is damage between header and end.
-
-    Args:
-        source: a path, or a binary file, which is read from its beginning.
-        in_full: decode every file, so that no damage stays unseen.
+    With `in_full` every file is decoded. A binary file is read from its beginning.
     """
     try:
         with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:

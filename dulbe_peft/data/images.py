@@ -19,8 +19,6 @@ from PIL import Image
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image, to_rgb
 from dulbe_peft.data.names import check_class_names
 
-_LARGEST = int(np.iinfo(np.int64).max)
-
 
 class LabelledImages:
     """Images, a label for each, and the names of the classes; a slice reads from the same source.
@@ -250,8 +248,6 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     value = np.asarray(label)
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
-    if value > _LARGEST:
-        raise ValueError(f"the label of sample {index} is {label!r}; labels must be at most {_LARGEST}")
     return image, int(value)
 
 
@@ -267,13 +263,13 @@ def _labels_of(dataset: Any, inner: LabelledImages | None) -> np.ndarray:
         return _label_array(dataset.with_format(None)["label"][:], "dataset['label']")
     if inner is not None:
         return inner.labels
-    labels = np.zeros(len(dataset), dtype=np.int64)
+    found = []
     for index in range(len(dataset)):
         try:
-            labels[index] = _image_and_label(dataset, index)[1]
+            found.append(_image_and_label(dataset, index)[1])
         except OSError as error:
             raise ValueError(f"image {index} (item {index}) cannot be preprocessed: {error}") from error
-    return labels
+    return _label_array(found, "the dataset's labels")
 
 
 def _label_array(values: Any, source: str) -> np.ndarray:
@@ -289,8 +285,8 @@ def _label_array(values: Any, source: str) -> np.ndarray:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{source} must hold ints, got values of type {array.dtype}, the first is {values[0]!r}")
-    if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
-        raise ValueError(f"{source} holds {array.max()}; labels must be at most {_LARGEST}")
+    if array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{source} holds {array.max()}; labels must be at most {np.iinfo(np.int64).max}")
     return array.astype(np.int64)
 
 

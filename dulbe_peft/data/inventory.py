@@ -6,14 +6,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from dulbe_peft.data.decoding import image_problem
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.utils.checks import check_int
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
 _SHOWN = 20  # unreadable images that a message names
@@ -114,9 +112,7 @@ def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
     return lines if len(unreadable) <= _SHOWN else [*lines, f"  ... and {len(unreadable) - _SHOWN} more"]
 
 
-def inspect_images(
-    dataset: Any, processes: int | None = None, split: str | None = None, in_full: bool = False
-) -> Inventory:
+def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False) -> Inventory:
     """Count a data set's images and read the header of each, which costs about a hundredth of decoding them.
 
     A header shows whether a file is an image, of a format that is read, and not too large. A file that does not end
@@ -124,8 +120,6 @@ def inspect_images(
 
     Args:
         dataset: any that can be learned from. Images that have no file, as in a list of tensors, are not looked at.
-        processes: how many headers are read at once, by threads. None: one where the disk answers at once, else 16,
-            since on a slow disk or network most of the time is waiting.
         split: what the table calls the data set; None: its own `split`, or "images".
         in_full: decode every image, which finds damage in the middle, too.
 
@@ -141,13 +135,15 @@ def inspect_images(
     left_out = list(images.left_out)
     if not images.stored:
         return Inventory(counts, left_out=left_out, unchecked=len(images))
-    problems = enumerate(_problems(images, processes, in_full))
+    problems = enumerate(_problems(images, in_full))
     bad = {index: problem for index, problem in problems if problem is not None}
     unreadable = [(images.item_name(index), problem) for index, problem in bad.items()]
     return Inventory(counts, unreadable, left_out, positions={title: list(bad)})
 
 
-def _problems(images: LabelledImages, at_once: int | None, in_full: bool) -> list[str | None]:
+def _problems(images: LabelledImages, in_full: bool) -> list[str | None]:
+    """Why each image cannot be read, or None."""
+
     def problem(index: int) -> str | None:
         try:
             file: Any = images.file(index)
@@ -155,16 +151,10 @@ def _problems(images: LabelledImages, at_once: int | None, in_full: bool) -> lis
             return str(error)
         return image_problem(file, in_full)
 
-    if at_once is not None:
-        at_once = check_int("processes", at_once, 1)
-    found: list[str | None] = []
-    indices = iter(range(len(images)))
-    if at_once is None:
-        started = time.perf_counter()
-        found += map(problem, islice(indices, _FIRST))
-        # Where files come at once, threads would only wait for Python's lock: measured, three times slower.
-        at_once = _THREADS if found and (time.perf_counter() - started) / len(found) > _SLOW else 1
-    if at_once == 1:
-        return [*found, *map(problem, indices)]
-    with ThreadPoolExecutor(at_once) as pool:
-        return [*found, *pool.map(problem, indices)]
+    started, first = time.perf_counter(), range(min(_FIRST, len(images)))
+    found = [problem(index) for index in first]
+    # On a slow disk or network most of the time is waiting. Where files come at once, threads would only wait for
+    # Python's lock: measured, three times slower.
+    slow = time.perf_counter() - started > _SLOW * len(first)
+    with ThreadPoolExecutor(_THREADS if slow else 1) as pool:
+        return [*found, *pool.map(problem, range(len(first), len(images)))]

@@ -186,7 +186,11 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str], list
     names = subfolders(folder)
     others = [name for name in names if name not in (train, test)]
     if train not in names:
-        _refuse_without_train(folder, names, train, test)
+        known = [name for name in names if name == test or name.lower() in SPLIT_NAMES]
+        splits = [name for name in known if holds_only_folders(folder / name)]
+        if train != "train" or test != "test" or splits:
+            hint = f"; if {splits[0]!r} is a split, name the one to learn from with --train-split" if splits else ""
+            raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")
         return [], []
     if test not in names:
         if test != "test":
@@ -200,17 +204,7 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str], list
                 f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
                 "elsewhere. If it is a class, put its images into it directly"
             )
-    left_out = []
-    for name in others:
-        count = len(FolderContent(folder / name).images)
-        left_out.append((str(folder / name), f"{_unused(name)}, {count} images"))
+    left_out = [
+        (str(folder / name), f"{_unused(name)}, {len(FolderContent(folder / name).images)} images") for name in others
+    ]
     return [name for name in names if name in (train, test)], left_out
-
-
-def _refuse_without_train(folder: Path, names: list[str], train: str, test: str) -> None:
-    """Raise where there are splits, but not the one to learn from."""
-    known = [name for name in names if name == test or name.lower() in SPLIT_NAMES]
-    splits = [name for name in known if holds_only_folders(folder / name)]
-    if train != "train" or test != "test" or splits:
-        hint = f"; if {splits[0]!r} is a split, name the one to learn from with --train-split" if splits else ""
-        raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")

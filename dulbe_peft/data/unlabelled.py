@@ -19,18 +19,10 @@ from dulbe_peft.data.images import LabelledImages, undecoded
 
 
 def unlabelled_images(images: Any) -> LabelledImages:
-    """Images in the order given, each with the label -1; a folder's files are sorted by path.
+    """Whatever `ClassIncrementalLearner.predict` takes, in the order given, each image with the label -1.
 
-    What cannot be read raises an error when it is asked for: a file that is not there or is no image, and a folder
-    without an image, which counts as one image.
-
-    Args:
-        images: a path of a file or a folder of any depth, a binary file, a PIL image, a preprocessed float tensor
-            (3, height, width) or a batch of them, a data set, or a list or tuple of all of these. The labels of
-            (image, label) pairs and of data sets are left out.
-
-    >>> len(unlabelled_images([Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8, 8)]))
-    3
+    A folder's files are sorted by path. What cannot be read raises an error when it is asked for: a file that is not
+    there or is no image, and a folder without an image, which counts as one image.
     """
     source = _Entries(images)
     return LabelledImages(source, np.full(len(source), -1, dtype=np.int64))

@@ -41,14 +41,7 @@ def _leave_signals_to_the_main_process(_: int) -> None:
 
 
 class Encoder:
-    """A dual encoder's two towers over data sets and class names.
-
-    Args:
-        clip: the model, with its adapters.
-        processor: its processor.
-        args: batch sizes, workers, cache, precision, prompts.
-        device: where the model is.
-    """
+    """A dual encoder's two towers over data sets and class names, in the batches and precision of `args`."""
 
     def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
         self.clip = clip
@@ -177,10 +170,8 @@ class Encoder:
     def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d), encoded in chunks.
 
-        Args:
-            names: of the classes.
-            training: with the template of training, as losses see the classes. Else the mean over all templates of
-                their unit embeddings, brought to unit length again, as classifiers see the classes.
+        With `training`, those of the template of training, as losses see the classes. Else the mean over all
+        templates of their unit embeddings, brought to unit length again, as classifiers see the classes.
         """
         templates = (None,) if training else self.args.templates
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]

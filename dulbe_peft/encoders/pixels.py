@@ -36,14 +36,7 @@ def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
-    """Images as pixel values (3, height, width) with label and index, kept in memory while they fit.
-
-    Args:
-        images: the images and their labels.
-        processor: has an `image_processor`.
-        image_size: height and width in pixels that the model takes.
-        cache_bytes: how much to keep at most.
-    """
+    """Images as pixel values (3, image_size, image_size) with label and index, kept in memory while they fit."""
 
     def __init__(self, images: LabelledImages, processor: Any, image_size: int, cache_bytes: int = 0) -> None:
         self.images = images

@@ -10,6 +10,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from dulbe_peft.data.decoding import to_rgb
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.report.collect import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.report.figures import plot_matrix, plot_results
@@ -56,7 +57,7 @@ def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests:
         for number, row in enumerate(rows, 1):
             if tests[row.task - 1] is None:  # it was there when the task was tested
                 return
-            image = tests[row.task - 1][row.position]["image"]
+            image = labelled_images(tests[row.task - 1])[row.position]["image"]
             if not isinstance(image, Image.Image):
                 return
             file = f"{kind}-{number:02d}.jpg"

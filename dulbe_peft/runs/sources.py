@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.runs.progress import FinishedTask
 
 DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
@@ -17,11 +18,7 @@ FIELDS = (*DATA_FIELDS, *_DRAWS)
 
 
 def source_of(settings: Any) -> dict[str, Any]:
-    """What names a command's data, in a form that `open_source` opens from any working directory.
-
-    Args:
-        settings: an object with those of `FIELDS` that the command has.
-    """
+    """What names a command's data, in a form that `open_source` opens from any working directory."""
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
     if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
         source["data"] = str(Path(source["data"]).absolute())
@@ -30,23 +27,13 @@ def source_of(settings: Any) -> dict[str, Any]:
     return source
 
 
-def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
-    """Images to learn from, and images to test on or None; all commands that learn open their data here.
-
-    Args:
-        source: what `source_of` returned, also of an earlier version that had fewer `FIELDS`.
-        report: say what was found.
-    """
+def open_source(source: dict[str, Any], report: bool = True) -> tuple[LabelledImages, LabelledImages | None]:
+    """Images to learn from, and images to test on or None; all commands that learn open their data here."""
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
-    how = (
-        source["train_split"],
-        source["test_split"],
-        source.get("test_fraction"),
-        source.get("skip_unreadable", False),
-    )
-    train, test, found = open_stream_data(source["data"], *how)
+    fraction, skip = source.get("test_fraction"), bool(source.get("skip_unreadable"))
+    train, test, found = open_stream_data(source["data"], source["train_split"], source["test_split"], fraction, skip)
     if report:
         say(found.format() if found.left_out or found.unreadable else found.summary())
         if found.unreadable:
@@ -67,17 +54,15 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[Any, Any]:
     return train, test
 
 
-def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[Any]:
-    """The test images of each task that was learned before, None where they are gone; says which are, and why.
+def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImages | None]:
+    """The test images of each task that was learned before, None where they are gone; prints which are, and why.
 
-    Args:
-        tasks: the tasks, and where the data of each came from.
-        look: whether fingerprints look at images.
+    `look` is whether fingerprints look at images.
     """
     from dulbe_peft.data.fingerprint import fingerprint
 
-    opened: dict[str, Any] = {}
-    tests: list[Any] = []
+    opened: dict[str, LabelledImages | None] = {}
+    tests: list[LabelledImages | None] = []
     for number, task in enumerate(tasks, 1):
         test, names, source = None, task.class_names, task.source
         try:
@@ -87,10 +72,11 @@ def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[Any]:
                 key = repr({name: source[name] for name in FIELDS if name in source})
                 if key not in opened:
                     opened[key] = open_source(source, report=False)[1]
-                test = opened[key].select(names)
-                if fingerprint(test, look=look) != source["test"]:
-                    test = None
-                    raise ValueError(f"those in {source['data']} are not the ones of then")
+                images = opened[key]
+                found = None if images is None else images.select(names)
+                if found is None or fingerprint(found, look=look) != source["test"]:
+                    raise ValueError(f"those in {source['data']} are not those that the task was tested on")
+                test = found
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
         tests.append(test)
