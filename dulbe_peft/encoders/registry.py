@@ -1,6 +1,6 @@
 """The served encoders: one record of facts for each `model_type` of transformers.
 
-A record holds names and numbers only. `backbone` reads it to load, tokenize and encode; the adapter reads it to find
+A record holds names and numbers only. `loading` reads it to load, tokenize and encode; the adapter reads it to find
 the blocks. Another encoder of the same kind needs another record here, and no code elsewhere.
 """
 
