@@ -239,13 +239,6 @@ def test_held_back_images_move_lambda_by_steps_of_the_grid(step, place):
     close(classifier(TESTS), literal(images, labels.tolist(), TEXTS, TESTS, wanted * WIDTH)[0])
 
 
-@pytest.mark.parametrize("ridge", [2.0, "evidence"])
-def test_another_rule_for_lambda_counts_no_wins(ridge):
-    assert not make(ridge=ridge, each=25).wins.any()
-    with pytest.raises(ValueError, match="ridge must be a positive number or 'auto' or 'evidence', got 'likely'"):
-        make(ridge="likely")
-
-
 def test_good_texts_and_poor_images_are_found_out():
     """120 classes with two noisy images and an exact text each: the evidence trusts the images too much."""
     generator = torch.Generator().manual_seed(0)

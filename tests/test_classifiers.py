@@ -21,7 +21,7 @@ from sklearn.linear_model import Ridge
 from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, Classifier, register_classifier
-from dulbe_peft.classifiers import make_classifier, make_classifiers, spec
+from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifier, spec
 from dulbe_peft.classifiers.calibration import (
     LIMIT,
     TaskTemperature,
@@ -510,6 +510,13 @@ def test_an_error_changes_nothing(digits, name):
         make_classifier(SPECS[name], DIM)(images)
 
 
+def test_scores_that_are_not_finite_are_refused(digits):
+    classifier = learned("text", digits)
+    classifier.install({"text_embeds": 1e38 * classifier.text_embeds})
+    with pytest.raises(ValueError, match="'text' classifier gives scores that are not finite"):
+        classifier(digits.tests)
+
+
 @pytest.mark.parametrize("name", ["prototype", "lda"])
 def test_classes_without_a_mean_direction_are_named(name):
     classifier = make_classifier(name, 4)
@@ -739,6 +746,9 @@ def test_names_and_settings_make_classifiers():
         again = make_classifier(spec(classifier), 8, 15.0)
         assert again.settings() == classifier.settings() and again.logit_scale == 15.0
     assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
+    for text, follows in (("bayes", False), ("bayes:features=0", True), ("lda", True), ("ranpac", False)):
+        cls, settings = parse_classifier(text)
+        assert cls.follows_drift(settings) == follows
     given = make_classifier("ridge", 8)
     assert make_classifier(given, 8) is given
 

@@ -51,11 +51,6 @@ def test_gaussians_are_the_literal_ones(shrinkage):
         torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
 
 
-def test_a_single_image_has_the_ridge_alone():
-    _, factors = gaussians(normal(1, DIM), torch.zeros(1, dtype=torch.long), 1, 1e-6, False)
-    torch.testing.assert_close(factors[0], 1e-3 * torch.eye(DIM))
-
-
 def test_draws_have_the_class_s_mean_and_covariance():
     classifier = RapfClassifier(DIM, epochs=1)
     x, y = features(2, 40, 3)
@@ -207,15 +202,6 @@ def test_the_seed_decides(classifier):
             one.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
             one.add_classes(["c", "d"], *features(2, 8, 4), normal(4, DIM, seed=8))
     assert torch.equal(twin.map, classifier.map) and not torch.equal(other.map, classifier.map)
-
-
-def test_a_class_costs_what_the_docs_say():
-    def size(classes):
-        made = RapfClassifier(DIM, epochs=1)
-        made.add_classes([str(c) for c in range(classes)], *features(classes, classes, 0), normal(classes, DIM))
-        return made.nbytes - made.text_embeds.nbytes
-
-    assert size(3) - size(2) == 4 * DIM * (DIM + 1)
 
 
 def test_gaussians_move_with_the_features(classifier):
