@@ -477,7 +477,7 @@ def test_the_command_exports_every_format(saved, tmp_path, capsys):
     assert main([*base, str(tmp_path / "more"), "--format", "onnx", "--compress-to", "2"]) == 2
     assert "--compress-to is for --format lora, got --format onnx" in capsys.readouterr().err
     assert main([*base, str(saved)]) == 2
-    assert "holds a saved learner" in capsys.readouterr().err
+    assert "of the kind 'learner', expected 'export'" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
 
 
