@@ -13,7 +13,7 @@ from dulbe_peft.data.digits import DIGITS, DigitImages, load_digit_images
 from dulbe_peft.encoders.loading import demo_model_folder, load_clip
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report import format_summary, plot_results, write_report
-from dulbe_peft.report.views import write_views
+from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __all__ = ["CLASSIFIERS", "DIGITS", "SETTINGS", "DigitImages", "demo_model_folder", "digit_tasks", "run_demo"]
@@ -48,12 +48,12 @@ def run_demo(output_dir: str | Path, seed: int = 0) -> dict[str, Any]:
     tasks = digit_tasks()
     results = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS).run(tasks, output)
     tests = [task.test for task in tasks]
-    write_views(output, tests, results)
+    write_pictures(output, tests, results)
     print("the same stream with nothing trained:")
     clip, processor = load_clip(demo_model_folder())
     frozen = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=CLASSIFIERS)
     beside = frozen.run(tasks, output / "frozen")
-    write_views(output / "frozen", tests, beside)
+    write_pictures(output / "frozen", tests, beside)
     rows = {f"frozen {name}": block for name, block in beside["classifiers"].items()}
     together = results | {"classifiers": results["classifiers"] | rows}
     plot_results(together, output / "accuracy.png")

@@ -468,7 +468,7 @@ class ClassIncrementalLearner(StateAttributes):
         Args:
             tasks: the stream; tasks without test data are learned and not tested.
             output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
-                `report.views.write_views` adds plots and pictures of examples.
+                `report.pictures.write_pictures` adds plots and pictures of examples.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
             known_tests: test data, or None, of each task that the learner had learned before the run.

@@ -14,7 +14,7 @@ from dulbe_peft.comparison.page import write_comparison_page
 from dulbe_peft.comparison.table import write_table
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
-from dulbe_peft.report.views import write_views
+from dulbe_peft.report.pictures import write_pictures
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -52,7 +52,7 @@ def pages(digit_folders, tmp_path_factory):
         learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("bridge", "lda"))
         tasks = class_incremental_tasks(load_data(data, "train"), load_data(data, "test"), increment=2)
         results = learner.run(tasks, root / f"seed-{seed}")
-        write_views(root / f"seed-{seed}", [task.test for task in tasks], results)
+        write_pictures(root / f"seed-{seed}", [task.test for task in tasks], results)
     one = write_report(root / "seed-0", root / "one.html")
     two = write_report([root / "seed-0", root / "seed-1"], root / "two.html")
     write_table(made_table(), root)

@@ -24,10 +24,10 @@ from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.metrics.diagnostics import depth_accuracy, layer_demands, reliability_profile
 from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, cosines, drift_by_task, rank_similarity
 from dulbe_peft.metrics.features import TaskFeatures, read_features
-from dulbe_peft.report import read_changes, read_run, write_figures, write_report
-from dulbe_peft.report.change_figures import capture_figure, layer_figure, relevance_figure
+from dulbe_peft.report import read_effects, read_run, write_figures, write_report
+from dulbe_peft.report.diagnostic_plots import capture_figure, layer_figure, relevance_figure
 from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
-from dulbe_peft.report.page import percent
+from dulbe_peft.report.html import percent
 from dulbe_peft.runs.progress import known_tasks
 
 
@@ -343,7 +343,7 @@ def test_the_page_has_what_training_changed(trained, tmp_path):
     learner, folder, _ = trained
     page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "What training changed" in page
-    found = read_changes(read_run(folder))
+    found = read_effects(read_run(folder))
     weights = learner.head.reliability.double().cpu()
     for depth in range(learner.head.num_depths):
         cells = (weights[:, depth].mean(), weights[:, depth].std(correction=0), found.accuracy.alone[depth])
@@ -359,7 +359,7 @@ def test_a_page_shows_only_what_the_run_kept(trained, tmp_path):
     for path in trained[1].iterdir():
         if path.name != "features":
             (bare / path.name).symlink_to(path)
-    changes = read_changes(read_run(bare))
+    changes = read_effects(read_run(bare))
     assert changes.profile is not None and changes.accuracy is None and changes.drift == []
     page = write_report(bare, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "lean on their names" in page and "What training changed" not in page and "alone (%)" not in page
@@ -379,7 +379,7 @@ def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     said = capsys.readouterr().out
     assert all(str(out / name) in said for name in names)
     numbers = json.loads((out / "diagnostics.json").read_text())
-    found = read_changes(read_run(folder))
+    found = read_effects(read_run(folder))
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
     assert numbers["captures"][1]["shared_capture"] == read_run(folder).records[1]["shared_capture"]

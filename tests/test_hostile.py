@@ -28,7 +28,7 @@ from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.deployment.classifier import checked_formula, class_facts
 from dulbe_peft.report import write_figures
-from dulbe_peft.report.collect import _examples
+from dulbe_peft.report.run_folder import _examples
 from dulbe_peft.runs.settings import read_yaml
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.protocols import rename_classes

@@ -30,12 +30,12 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.metrics.accuracy import METHODS
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_changes, read_run, write_report
+from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_effects, read_run, write_report
 from dulbe_peft.report.collect import class_table, confusion, data_name
-from dulbe_peft.report.figures import SERIES, accuracy_figure, inline_svg, matrix_figure
-from dulbe_peft.report.page import percent, points
-from dulbe_peft.report.tables import best, compare, differences, group_runs, latex_text
-from dulbe_peft.report.views import write_views
+from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, matrix_figure
+from dulbe_peft.report.html import percent, points
+from dulbe_peft.report.run_groups import best, compare, differences, group_runs, latex_text
+from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task
 
 OLD = Path(__file__).parent / "saved" / "0.1" / "run"
@@ -61,7 +61,7 @@ def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3)
     stream = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
     stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
     results = learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
-    write_views(output, [task.test for task in stream[:tasks]], results)
+    write_pictures(output, [task.test for task in stream[:tasks]], results)
     return output
 
 
@@ -299,7 +299,7 @@ def test_the_page_goes_where_it_is_told(runs, tmp_path, monkeypatch):
 
 
 def test_where_nothing_is_trained_nothing_changed(runs, tmp_path):
-    assert read_changes(read_run(runs["frozen"])).drift[0].old == pytest.approx(1)
+    assert read_effects(read_run(runs["frozen"])).drift[0].old == pytest.approx(1)
     page = write_report(runs["frozen"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "lean on their names" in page and "alone (%)" in page and "What training changed" not in page
 

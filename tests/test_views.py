@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report.views import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
+from dulbe_peft.report.pictures import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
 from dulbe_peft.utils.folders import read_manifest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ def add(commands: Any) -> None:
 
 def advise(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
-    from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, advise, format_advice
-    from dulbe_peft.comparison.table import ADVICE_FILE, refuse_others
-    from dulbe_peft.utils.files import write_json
+    from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, Advice, advise, format_advice
+    from dulbe_peft.comparison.comparison_file import check_replaceable
+    from dulbe_peft.utils.records import write_record
     from dulbe_peft.utils.specs import split_specs
 
     settings = {name: value for name, value in settings_of(arguments).items() if name not in _HIDDEN}
@@ -60,9 +59,10 @@ def advise(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is required")
     output, trials = Path(arguments.output), {} if arguments.no_training else TRIALS
     specs = CLASSIFIERS if arguments.classifiers is None else split_specs(arguments.classifiers)
-    refuse_others(output, [ADVICE_FILE])
+    path = output / "advice.json"
+    check_replaceable(path, Advice)
     advice = advise(settings, output, arguments.jobs, specs, trials, arguments.seed)
-    write_json(output / ADVICE_FILE, asdict(advice))
+    write_record(path, advice)
     print(format_advice(advice))
-    print(f"written: {output / ADVICE_FILE}")
+    print(f"written: {path}")
     return 0

@@ -32,7 +32,7 @@ def compare(arguments: argparse.Namespace) -> int:
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan
-    from dulbe_peft.comparison.table import format_table
+    from dulbe_peft.comparison.summary import format_summary
 
     plan, output = read_plan(arguments.file), Path(arguments.output)
     if arguments.dry_run:
@@ -45,7 +45,7 @@ def compare(arguments: argparse.Namespace) -> int:
         print(f"{len(missing)} runs are missing" + (f", and {chosen} whose settings are chosen" if chosen else ""))
         return 0
     entries = compare(plan, output, arguments.jobs, arguments.backend, arguments.address)
-    print(format_table(entries))
+    print(format_summary(entries))
     print(
         f"written: {output / 'comparison.json'} and {output / 'comparison.csv'}; dulbe-peft report {output} draws it"
     )

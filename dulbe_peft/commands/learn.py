@@ -45,8 +45,13 @@ def add(commands: Any) -> None:
 def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.report import format_summary
+<<<<<<< HEAD
     from dulbe_peft.report.views import write_views
     from dulbe_peft.runs.progress import known_tasks
+=======
+    from dulbe_peft.report.pictures import write_pictures
+    from dulbe_peft.runs.progress import known_past
+>>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
     from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(arguments.learner, arguments.output)
@@ -76,7 +81,7 @@ def learn(arguments: argparse.Namespace) -> int:
     tasks = _tasks(train, test, new, arguments.increment) if new else []
     results = learner.run(tasks, arguments.output, known_tests=tests, source=source)
     if world()[0] == 0:
-        write_views(arguments.output, [*tests, *(task.test for task in tasks)], results)
+        write_pictures(arguments.output, [*tests, *(task.test for task in tasks)], results)
         if results.get("classifiers"):
             print(format_summary(results))
             gain = "" if new or not before else _gain(before, known_tasks(learner)[-1].row)

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page, and tables where they are asked for."""
-    from dulbe_peft.comparison.page import is_comparison, write_comparison_page
+    from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 
     named = (arguments.output, arguments.csv, arguments.latex)

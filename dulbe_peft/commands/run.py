@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is required")
     setup = set_up(settings)
     from dulbe_peft.report import format_summary
-    from dulbe_peft.report.views import write_views
+    from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.utils.processes import leave, world
 
     stream = setup.stream
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         test_ahead=stream.test_ahead,
     )
     if world()[0] == 0:
-        write_views(stream.output, [task.test for task in setup.tasks], results)
+        write_pictures(stream.output, [task.test for task in setup.tasks], results)
         if "classifiers" in results:
             print(format_summary(results))
         print(f"written: {Path(stream.output) / 'results.json'}")

@@ -12,17 +12,17 @@ which was the best on average in docs/results.md, is the advice unless another r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
 
-from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
-from dulbe_peft.comparison.compare import ComparisonError, compare
+from dulbe_peft.comparison.cells import read_cell
+from dulbe_peft.comparison.compare import ComparisonError, compare, shares_of
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
-from dulbe_peft.metrics.bootstrap import Difference, image_shares, paired_difference
+from dulbe_peft.metrics.bootstrap import Difference, paired_difference
+from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.specs import parse_spec
 
 CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
@@ -38,8 +38,7 @@ CHANCE = 0.05  # that something is called clearly better and is not
 FEW_HELD_BACK = 100  # images, below which the figures are rough
 
 
-@dataclass(frozen=True)
-class Contest:
+class Contest(Record):
     """Whether the best of some rows is better than what one would use otherwise.
 
     Attributes:
@@ -53,9 +52,8 @@ class Contest:
     clear: bool
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What to use, and how sure that is. Accuracies are fractions, on held-back training images.
+class Advice(Record):
+    """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images.
 
     Attributes:
         settings: of `dulbe-peft run`: strategy, classifiers, and what training needs.
@@ -88,12 +86,8 @@ def advice_plans(
 ) -> tuple[Plan, Plan]:
     """The two comparisons that an advice is made of: the whole stream without training, and the probe.
 
-    Args:
-        settings: of `dulbe-peft run`: at least model and data.
-        classifiers: specs of those to choose from.
-        trials: name -> settings of the ways to train that the probe tries.
-        drifts: of what the classifiers keep, with training, see `Plan`.
-        seed: of what is held back, of the class order and of training.
+    `settings` are of `dulbe-peft run`, at least model and data. `trials` has the settings of the ways to train that
+    the probe tries. `seed` is of what is held back, of the class order and of training.
     """
     whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
     few = min(whole.get("images_per_class") or PROBE_IMAGES, PROBE_IMAGES)
@@ -113,36 +107,26 @@ def advise(
     trials: Mapping[str, dict[str, Any]] = TRIALS,
     seed: int = 0,
     drifts: Sequence[str] = DRIFTS,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Advice:
     """Measure on held-back training images what to use.
 
     `bayes` without training is the advice, unless another classifier is clearly ahead of it, or the best way to train
     is clearly ahead on the probe's tasks. The probe is a hint: its tasks are few, and so are its images of a class.
 
-    Args:
-        settings: of `dulbe-peft run`: at least model and data.
-        output: folder for the runs; what is finished there is not run again.
-        jobs: runs at once, see `compare`.
-        classifiers: as in `advice_plans`.
-        trials: as in `advice_plans`; none leaves the probe out.
-        seed: as in `advice_plans`.
-        drifts: as in `advice_plans`.
-        say: told what is done.
-
-    Raises:
-        ValueError: there are too few images to hold some back, or a setting is wrong.
+    The arguments are those of `advice_plans` and of `compare`. Without `trials` the probe is left out. What is
+    finished in `output` is not run again.
     """
     output = Path(output)
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
-    free, taken = _measured(whole, output, jobs, say)
+    free, taken = _measured(whole, output, jobs, log)
     ranked = sorted(free, key=lambda row: -free[row].mean())
     usual = next((row for row in free if parse_spec(row.classifier)[0] == USUAL), ranked[0])
     rival = _contest(free, [row for row in ranked if row != usual], usual)
     chosen, seconds = rival.row if rival and rival.clear else usual, {WHOLE: taken[FROZEN]}
     training = None
     if trials:
-        found, taken = _measured(probe, output, jobs, say)
+        found, taken = _measured(probe, output, jobs, log)
         training = _contest(found, [row for row in found if row.method != FROZEN], Row(FROZEN, chosen.classifier))
         if training:
             chosen, seconds[PROBE] = training.row if training.clear else chosen, taken[training.row.method]
@@ -150,15 +134,23 @@ def advise(
     if chosen.drift != "none":
         use["drift"] = chosen.drift
     accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
-    return Advice(use, accuracies, usual.classifier, rival, training, len(free[usual]), seconds)
+    return Advice(
+        settings=use,
+        classifiers=accuracies,
+        usual=usual.classifier,
+        rival=rival,
+        training=training,
+        held_back=len(free[usual]),
+        seconds=seconds,
+    )
 
 
 def _measured(
-    plan: Plan, output: Path, jobs: int | None, say: Callable[[str], None]
+    plan: Plan, output: Path, jobs: int | None, log: Callable[[str], None]
 ) -> tuple[dict[Row, np.ndarray], dict[str, float]]:
     """Row -> whether it names each held-back image right after the last task; and method -> seconds of its run."""
     try:
-        compare(plan, output, jobs, say=say)
+        compare(plan, output, jobs, log=log)
     except ComparisonError as error:
         if "no test" in str(error) or "to hold" in str(error):
             few = "there are too few training images to hold some of each task back: use --strategy frozen "
@@ -167,11 +159,11 @@ def _measured(
     found, seconds = {}, {}
     for cell in plan.cells():
         folder = output / cell.folder
-        seconds[cell.method] = (read_cell(folder) or {"cost": {"seconds": 0.0}})["cost"]["seconds"]
-        for row in plan.rows(cell.method):
-            if answers_path(folder, row).is_file():  # else it needs text, and the model has none
-                answers, names, _ = read_answers(folder, row)
-                found[row] = image_shares(answers, names)[0]
+        done = read_cell(folder)
+        seconds[cell.method] = done.cost.seconds if done else 0.0
+        shares = {row: shares_of(folder, row) for row in plan.rows(cell.method)}
+        # A classifier that needs text is not asked where the model has none.
+        found |= {row: share for row, share in shares.items() if share is not None}
     return found, seconds
 
 
@@ -188,7 +180,7 @@ def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row)
     gain = paired_difference(found[best][None], found[against][None], level=1 - chance)
     wins, losses = (int((sign * (found[best] - found[against]) > 0).sum()) for sign in (1, -1))
     clear = wins > losses and binomtest(wins, wins + losses).pvalue < chance
-    return Contest(best, gain, bool(clear))
+    return Contest(row=best, gain=gain, clear=bool(clear))
 
 
 def format_advice(advice: Advice) -> str:
@@ -200,14 +192,14 @@ def format_advice(advice: Advice) -> str:
     lines = ["Without training, right of the held-back training images:"]
     lines += [f"  {100 * accuracy:5.1f} %  {name}" for name, accuracy in advice.classifiers.items()]
     if advice.rival:
-        said = f"{advice.rival.row.classifier} is" if advice.rival.clear else "No other is"
-        found = f"{advice.rival.row.classifier}: {points(advice.rival.gain)}"
-        lines.append(f"{said} clearly ahead of {advice.usual} ({found}).")
+        rival = advice.rival.row.classifier
+        ahead = f"{rival} is" if advice.rival.clear else "No other is"
+        lines.append(f"{ahead} clearly ahead of {advice.usual} ({rival}: {points(advice.rival.gain)}).")
     if advice.training:
-        said = "Training pays" if advice.training.clear else "Training does not pay clearly"
+        verdict = "Training pays" if advice.training.clear else "Training does not pay clearly"
         lines.append(
-            f"{said}: the best of the probe, {advice.training.row.title}, is {points(advice.training.gain)} from no "
-            f"training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
+            f"{verdict}: the best of the probe, {advice.training.row.title}, is {points(advice.training.gain)} from "
+            f"no training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
             f"training took {advice.seconds[WHOLE]:.0f} s."
         )
     if advice.held_back < FEW_HELD_BACK:

@@ -19,15 +19,9 @@ def finish_cells(
 ) -> Iterator[tuple[int, str | None]]:
     """Finish cells side by side, whichever is ready first.
 
-    Args:
-        work: each cell with the rows to ask about it.
-        output: the comparison's folder; with several machines one that all of them see under this path.
-        jobs: how many cells at once.
-        backend: of `BACKENDS`; "dask" and "ray" need the extra of that name.
-        address: of the scheduler, for "dask" and "ray"; None starts one on this machine.
-
-    Yields:
-        The position of a cell in `work`, and None or why it failed.
+    Each cell comes with the rows to ask about it. With several machines, all of them must see `output` under this
+    path; `address` is that of their scheduler, and None starts one on this machine. Yields the position of a cell in
+    `work`, and None or why it failed.
     """
     from joblib import Parallel, delayed
 

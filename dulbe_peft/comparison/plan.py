@@ -16,18 +16,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
+<<<<<<< HEAD
 from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_classifier
+=======
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
+>>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
-from dulbe_peft.utils.checks import check_number, is_int
+from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.specs import closest, parse_spec
 
 DRIFTS = ("none", "linear")
@@ -35,7 +40,6 @@ CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
 # What a stream is: other images in a method's runs could not be compared with those of the others.
 _STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "skip_unreadable", "max_tasks"}
 _STREAM_ONLY |= {"class_order", "order_seed", "draw_seed", "images_per_class"}
-_OWN_OF_METHOD, _OWN_OF_STREAM = {"choose"}, {"retention", "retention_scales"}  # keys that are no settings of a run
 _FIXED = {
     "output": "the command line names one folder for all",
     "seed": "`seeds` names them",
@@ -47,15 +51,24 @@ _FIXED = {
 }
 
 
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _different(values: list[Any]) -> list[Any]:
+    if len(set(map(str, values))) < len(values):
+        raise ValueError(f"the entries must be different, got {values!r:.100}")
+    return values
+
+
+Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
+Different = AfterValidator(_different)
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what is compared on every stream.
-
-    Attributes:
-        method: name of the method.
-        classifier: spec of the classifier.
-        drift: whether what it keeps moves along with the features, "none" or "linear".
-    """
+    """A row of the table, which is compared on every stream: a method, a classifier, and a drift of `DRIFTS`."""
 
     method: str
     classifier: str
@@ -145,11 +158,7 @@ class Plan:
         return rows
 
     def cells(self, chosen: Mapping[tuple[str, str], dict[str, Any]] | None = None) -> list[Cell]:
-        """All runs of the comparison.
-
-        Args:
-            chosen: (stream, method) -> the settings that were chosen for it.
-        """
+        """All runs of the comparison; `chosen` has the settings that were chosen for (stream, method)."""
         chosen = chosen or {}
         return [
             self._cell(stream, method, seed, chosen.get((stream, method), {}), f"runs/{stream}/{method}/seed-{seed}")
@@ -186,80 +195,79 @@ class Plan:
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream), scales)
 
 
-def read_plan(path: str | Path) -> Plan:
-    """Read a comparison's file; every name and setting in it is checked.
+class _PlanFile(Record):
+    """The YAML file of a comparison."""
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or a name, a setting or a value in it is unknown; the message names it.
-    """
+    streams: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
+    methods: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
+    classifiers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1), Different] = ["bridge"]
+    drift: Annotated[list[Literal["none", "linear"]], BeforeValidator(_listed), Field(min_length=1), Different] = [
+        "none"
+    ]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Different] = [0]
+    reference: dict[Literal["method", "classifier", "drift"], str] | None = None
+
+
+class _Own(Record):
+    """What a stream or a method says beside settings of a run."""
+
+    choose: dict[str, Annotated[list[Any], Field(min_length=1), Different]] = {}
+    retention: str | None = None
+    retention_scales: Annotated[tuple[Share, ...], BeforeValidator(tuple)] = ()
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a comparison's file; every name and setting in it is checked, and messages name what is wrong."""
     content = read_yaml(Path(path), "comparison")
     try:
-        return _plan(content)
+        return make_plan(content)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {first_problem(error)}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _plan(content: dict[str, Any]) -> Plan:
-    known = ("streams", "methods", "classifiers", "drift", "seeds", "reference")
-    for key in content:
-        if key not in known:
-            raise ValueError(f"unknown entry {key!r}{closest(str(key), known)}")
-    streams, methods = (_named(content, key) for key in ("streams", "methods"))
-    classifiers = [str(spec) for spec in _listed(content, "classifiers", ["bridge"])]
-    for spec in classifiers:
+def make_plan(content: dict[str, Any]) -> Plan:
+    """The plan that a comparison's file holds."""
+    file = _PlanFile.model_validate(content)
+    for spec in file.classifiers:
         make_classifier(spec, 8)
-    drifts = [str(drift) for drift in _listed(content, "drift", ["none"])]
-    unknown = [drift for drift in drifts if drift not in DRIFTS]
-    if unknown:
-        raise ValueError(f"drift has the entry {unknown[0]!r}, expected some of {list(DRIFTS)}")
-    if not isinstance(content.get("seeds", []), list):
-        raise ValueError(f"seeds must be a list such as [0, 1, 2], got {content['seeds']!r:.100}")
-    seeds = _listed(content, "seeds", [0])
-    if not all(is_int(seed) and seed >= 0 for seed in seeds):
-        raise ValueError(f"seeds must be integers of at least 0, got {seeds}")
-    choices = {name: _choices(name, entry["choose"]) for name, entry in methods.items() if "choose" in entry}
-    retentions = {name: _path(entry["retention"]) for name, entry in streams.items() if "retention" in entry}
+    streams = {
+        name: _split(f"stream {name!r}", entry, ("retention", "retention_scales"))
+        for name, entry in file.streams.items()
+    }
+    methods = {name: _split(f"method {name!r}", entry, ("choose",)) for name, entry in file.methods.items()}
     plan = Plan(
-        {name: _settings(f"stream {name!r}", entry, False) for name, entry in streams.items()},
-        {name: _settings(f"method {name!r}", entry, True) for name, entry in methods.items()},
-        classifiers,
-        drifts,
-        seeds,
-        None,
-        choices,
-        retentions,
-        {name: _scales(name, entry) for name, entry in streams.items() if "retention_scales" in entry},
+        streams={name: settings for name, (settings, _) in streams.items()},
+        methods={name: settings for name, (settings, _) in methods.items()},
+        classifiers=file.classifiers,
+        drifts=list(file.drift),
+        seeds=file.seeds,
+        choices={name: _choices(name, own.choose) for name, (_, own) in methods.items() if own.choose},
+        retentions={name: _path(own.retention) for name, (_, own) in streams.items() if own.retention},
+        retention_scales={name: own.retention_scales for name, (_, own) in streams.items() if own.retention_scales},
     )
-    for cell in plan.cells():
+    trials = [cell for pair in itertools.product(plan.streams, plan.choices) for _, cell in plan.trials(*pair)]
+    for cell in (*plan.cells(), *trials):
         for name in ("model", "data"):
             if not cell.settings.get(name):
                 raise ValueError(f"stream {cell.stream!r} names no {name}")
         validated(cell.settings)
-    for stream, method in itertools.product(plan.streams, plan.choices):
-        for _, cell in plan.trials(stream, method):
-            validated(cell.settings)
-    return replace(plan, reference=_reference(plan, content.get("reference")))
+    return plan if file.reference is None else replace(plan, reference=_reference(plan, file.reference))
 
 
-def _named(content: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    entries = content.get(key)
-    if not isinstance(entries, dict) or not entries:
-        raise ValueError(f"{key} must name at least one entry with its settings, got {entries!r:.100}")
-    for name, entry in entries.items():
-        if not re.fullmatch(r"[\w ,.+=-]*\w[\w ,.+=-]*", str(name)) or str(name).startswith("."):
-            raise ValueError(f"{key}: {name!r} must be of letters, digits, spaces and the signs , . + = - _")
-        if not isinstance(entry, dict):
-            raise ValueError(f"{key}: {name!r} must hold settings, got {entry!r:.100}")
-    return {str(name): dict(entry) for name, entry in entries.items()}
-
-
-def _listed(content: dict[str, Any], key: str, default: list[Any]) -> list[Any]:
-    value = content.get(key, default)
-    value = value if isinstance(value, list) else [value]
-    if not value or len({str(entry) for entry in value}) < len(value):
-        raise ValueError(f"{key} must be a list of different entries, got {value!r:.100}")
-    return value
+def _split(owner: str, entry: dict[str, Any], own: tuple[str, ...]) -> tuple[dict[str, Any], _Own]:
+    """The settings of a run in an entry, and what else it says under the keys `own`."""
+    given = {name: value for name, value in entry.items() if name not in own}
+    _check_free(owner, given, own == ("choose",))
+    try:
+        rest = _Own.model_validate({name: entry[name] for name in own if name in entry})
+    except ValidationError as error:
+        raise ValueError(f"{owner}: {first_problem(error)}") from error
+    if rest.retention_scales and rest.retention is None:
+        raise ValueError(f"{owner}: retention_scales must stand beside retention")
+    settings = setting_values(given, owner)
+    return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}, rest
 
 
 def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
@@ -273,33 +281,10 @@ def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
             )
 
 
-def _settings(owner: str, entry: dict[str, Any], method: bool) -> dict[str, Any]:
-    own = _OWN_OF_METHOD if method else _OWN_OF_STREAM
-    given = {name: value for name, value in entry.items() if name not in own}
-    _check_free(owner, given, method)
-    settings = setting_values(given, owner)
-    return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}
-
-
-def _scales(stream: str, entry: dict[str, Any]) -> tuple[float, ...]:
-    scales, owner = entry["retention_scales"], f"stream {stream!r}: retention_scales"
-    if not isinstance(scales, list) or not scales or "retention" not in entry:
-        raise ValueError(f"{owner} must be a list of numbers, beside retention, got {scales!r:.100}")
-    for scale in scales:
-        check_number(owner, scale, least=0, most=1)
-    return tuple(float(scale) for scale in scales)
-
-
-def _choices(method: str, entry: Any) -> dict[str, list[Any]]:
-    if not isinstance(entry, dict) or not all(isinstance(values, list) and values for values in entry.values()):
-        raise ValueError(f"method {method!r}: choose must name settings with a list of values, got {entry!r:.100}")
+def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
-    _check_free(owner, entry, True)
-    grid = {name: [setting_values({name: value}, owner)[name] for value in entry[name]] for name in entry}
-    for name, values in grid.items():
-        if len(set(map(str, values))) < len(values):
-            raise ValueError(f"{owner}: {name} must list different values, got {values!r:.100}")
-    return grid
+    _check_free(owner, choose, True)
+    return {name: [setting_values({name: value}, owner)[name] for value in values] for name, values in choose.items()}
 
 
 def _path(text: Any) -> str:
@@ -310,17 +295,12 @@ def _path(text: Any) -> str:
     return path
 
 
-def _reference(plan: Plan, entry: Any) -> Row | None:
-    if entry is None:
-        return None
-    hints = get_type_hints(Row)
-    if not isinstance(entry, dict) or not {"method", "classifier"} <= set(entry) <= set(hints):
-        raise ValueError(
-            f"reference must name {', '.join(hints)}, the last only if it is not none, got {entry!r:.100}"
-        )
-    row = Row(**{name: str(value) for name, value in entry.items()})
-    known: Sequence[Row] = [row for method in plan.methods for row in plan.rows(method)]
-    if row not in known:
-        titles = [other.title for other in known]
-        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{closest(row.title, titles)}")
+def _reference(plan: Plan, entry: Mapping[str, str]) -> Row:
+    if not {"method", "classifier"} <= set(entry):
+        raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
+    row = Row(**entry)
+    titles = {known: known.title for method in plan.methods for known in plan.rows(method)}
+    if row not in titles:
+        known = list(titles.values())
+        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{closest(row.title, known)}")
     return row

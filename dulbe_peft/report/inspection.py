@@ -23,18 +23,8 @@ def inspect_task(
 ) -> dict[str, LayerDemand]:
     """How much a task that the learner has not learned asks of every layer, and which part the modes would take.
 
-    The learner stays as it is. The probe runs every image once forward and backward.
-
-    Args:
-        learner: with an adapter. One that keeps other things than occupation statistics is judged without a history.
-        dataset: as `learn_task` takes it.
-        class_names: as `learn_task` takes them.
-
-    Returns:
-        Layer name -> its `LayerDemand`.
-
-    Raises:
-        ValueError: the model has no adapter, or the data set is not one that `learn_task` takes.
+    The learner stays as it is. The probe runs every image once forward and backward. A learner that keeps other things
+    than occupation statistics is judged without a history.
 
     Reference:
         Figures "gradient-space diagnostics" and "Motivating observations" (a).
@@ -63,18 +53,9 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
 
         r_p = sum over the width of A_p * d cos(z, b) / d A_p
 
-    Args:
-        learner: its model is used as it is; take learners from before and after a task to compare.
-        images: whatever `predict` takes.
-        prototypes: b, (P, d), of any length but 0: text embeddings, visual prototypes, or bridge prototypes at a
-            depth, `head.bridge_prototypes()[c]`.
-
-    Returns:
-        (images, P, grid_h, grid_w), float32 on the CPU. Above 0 the patch makes the image more similar to the
-        prototype.
-
-    Raises:
-        ValueError: the prototypes do not have the width of the features, or an image cannot be read.
+    `images` is whatever `predict` takes. `prototypes` are b, (P, d), of any length but 0: text embeddings, visual
+    prototypes, or bridge prototypes at a depth, `head.bridge_prototypes()[c]`. The maps are
+    (images, P, grid_h, grid_w), float32 on the CPU. Above 0 the patch makes the image more similar to the prototype.
 
     Reference:
         Appendix "Bridge-depth attribution", figure "Prototype-conditioned Layer Grad x Act maps". The paper does not
@@ -96,15 +77,8 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
 
 
 def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
-    """`relevance_maps` of a model by itself.
-
-    Args:
-        model: a served encoder in evaluation mode, with or without adapters.
-        pixels: (n, 3, height, width).
-        prototypes: b, (P, d), unit vectors.
-
-    Returns:
-        (n, P, grid_h, grid_w), in the type of the tokens.
+    """`relevance_maps` of a served encoder in evaluation mode, of pixels (n, 3, height, width), with unit
+    prototypes (P, d); (n, P, grid_h, grid_w) in the type of the tokens.
     """
     tokens: list[torch.Tensor] = []
 

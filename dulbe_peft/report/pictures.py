@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.report.collect import PICTURES_FOLDER, PICTURES_INDEX
-from dulbe_peft.report.figures import plot_matrix, plot_results
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
+from dulbe_peft.report.plots import plot_matrix, plot_results
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 
@@ -23,13 +23,10 @@ EXAMPLES = 12  # of each kind
 SIDE = 96  # pixels
 
 
-def write_views(run: str | Path, tests: Sequence[Any], results: dict[str, Any]) -> None:
+def write_pictures(run: str | Path, tests: Sequence[Any], results: dict[str, Any]) -> None:
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
 
-    Args:
-        run: the run's folder.
-        tests: the test data of every task, or None.
-        results: what `ClassIncrementalLearner.run` returned.
+    `tests` are the test data of every task, or None; `results` is what `ClassIncrementalLearner.run` returned.
     """
     output = Path(run)
     if "classifiers" in results:
@@ -38,7 +35,7 @@ def write_views(run: str | Path, tests: Sequence[Any], results: dict[str, Any]) 
         with replacing(output / MATRIX_PLOT) as temporary:
             plot_matrix(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():
-        _write_pictures(output / PICTURES_FOLDER, choose_examples(read_predictions(output / PREDICTIONS_FILE)), tests)
+        _write_examples(output / PICTURES_FOLDER, choose_examples(read_predictions(output / PREDICTIONS_FILE)), tests)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
@@ -48,7 +45,7 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
     return {"mistakes": mistakes[:EXAMPLES], "hits": hits[:EXAMPLES]}
 
 
-def _write_pictures(folder: Path, examples: dict[str, list[ImageResult]], tests: Sequence[Any]) -> None:
+def _write_examples(folder: Path, examples: dict[str, list[ImageResult]], tests: Sequence[Any]) -> None:
     """Small JPEG files and an index of what they show; nothing where the images are gone, or are no PIL images."""
     index: dict[str, list[dict[str, Any]]] = {}
     pictures: dict[str, Image.Image] = {}

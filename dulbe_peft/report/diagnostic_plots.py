@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, LayerDemand, ReliabilityProfile
-from dulbe_peft.report.figures import INK, SERIES, new_figure
+from dulbe_peft.report.plots import INK, SERIES, new_figure
 
 
 def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
     """matplotlib's figure of each task's gradient: the parts along the shared mode, the residual modes, and neither.
 
-    Args:
-        records: one a task, with "shared_capture" and "residual_capture" in [0, 1], or None where not measured.
+    A record has "shared_capture" and "residual_capture" in [0, 1], or None where they were not measured.
     """
     shared = [100 * (record.get("shared_capture") or 0.0) for record in records]
     residual = [100 * (record.get("residual_capture") or 0.0) for record in records]
@@ -78,9 +77,6 @@ def layer_figure(tasks: Sequence[Mapping[str, LayerDemand]]) -> Any:
 
     The left half is the gradient's energy, as log10, a row for each task. The right half is the mean over the tasks of
     the parts along the shared mode, the residual modes and the occupied directions, with the chance level of these.
-
-    Args:
-        tasks: at least one, each of the same layers.
     """
     names = list(tasks[0])
     figure, axes = new_figure(3.4)
@@ -119,10 +115,8 @@ def layer_figure(tasks: Sequence[Mapping[str, LayerDemand]]) -> Any:
 def relevance_figure(image: Any, maps: torch.Tensor, titles: Sequence[str]) -> Any:
     """matplotlib's figure of an image, and of the patches that make it similar to each prototype, with one scale.
 
-    Args:
-        image: PIL image, or anything that `imshow` takes; brought to the maps' extent, as "squash" resizes.
-        maps: (P, grid_h, grid_w), of one image, as `relevance_maps` gives them.
-        titles: P names of the prototypes.
+    `maps` is (P, grid_h, grid_w), of one image, as `relevance_maps` gives them; `titles` name the P prototypes. The
+    image is drawn to the maps' extent, as "squash" resizes.
     """
     figure, axes = new_figure(2.0)
     axes.remove()

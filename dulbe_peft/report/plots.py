@@ -25,12 +25,8 @@ _MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
     """Draw accuracy over all seen classes after each task, for every classifier, the text alone and zero-shot.
 
-    Args:
-        results: what `ClassIncrementalLearner.run` returned, of a stream with test data.
-        path: the picture's file, its format by the ending.
-
-    Raises:
-        ValueError: the results hold no accuracies.
+    `results` is what `ClassIncrementalLearner.run` returned, of a stream with test data. The ending of `path` says the
+    picture's format.
     """
     accuracy_figure(results).savefig(path, dpi=150)
 
@@ -98,11 +94,7 @@ def matrix_figure(results: dict[str, Any]) -> Any:
 
 
 def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
-    """matplotlib's figure of the mean loss of every epoch, one line a task, from 0.
-
-    Args:
-        losses: per task the mean loss of each epoch; none where nothing was trained.
-    """
+    """matplotlib's figure of the mean loss of every epoch, one line a task, from 0."""
     figure, axes = new_figure(2.6)
     done = 0
     for task in losses:
@@ -118,9 +110,7 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
 def inline_svg(figure: Any, name: str) -> str:
     """A figure as an `<svg>` element for a page, with the page's text size and colours.
 
-    Args:
-        figure: matplotlib's.
-        name: a word that no other picture of the page has; it makes the ids unique.
+    `name` is a word that no other picture of the page has; it makes the ids unique.
     """
     import matplotlib
 

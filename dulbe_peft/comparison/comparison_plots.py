@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from dulbe_peft.comparison.comparison_file import Comparison, Entry
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.table import Entry, Table
-from dulbe_peft.report.figures import INK, SERIES, STYLES, new_figure
+from dulbe_peft.report.plots import INK, SERIES, STYLES, new_figure
 
 MOST = 24  # rows that a picture of differences still shows legibly
 _LONGEST = 60  # letters of a name in a picture
@@ -23,39 +23,39 @@ def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
     return numbers if alike and len(streams) > 1 else {}
 
 
-def important_rows(table: Table) -> list[Row]:
+def important_rows(comparison: Comparison) -> list[Row]:
     """The reference, and the best row of each method, or of each classifier where there is one method; at most eight.
 
     The best row is there on most streams, and has the highest mean of A_last over them.
     """
     found: dict[Row, list[float]] = {}
-    for entry in table.entries:
+    for entry in comparison.entries:
         found.setdefault(entry.row, []).append(entry.means["last"])
     ranked = sorted(found, key=lambda row: (len(found[row]), math.fsum(found[row])), reverse=True)
-    kind = grouping(table)
+    kind = best_of_each(comparison)
     best = list({getattr(row, kind): row for row in reversed(ranked)}.values())
-    first = [row for row in found if row == table.scope.reference]
+    first = [row for row in found if row == comparison.scope.reference]
     return first + sorted((row for row in best if row not in first), key=ranked.index)[: len(SERIES) - len(first)]
 
 
-def grouping(table: Table) -> str:
+def best_of_each(comparison: Comparison) -> str:
     """Of what a picture of few rows shows the best one: of each "method", or of each "classifier"."""
-    return "method" if len({row.method for row in table.scope.rows}) > 1 else "classifier"
+    return "method" if len({row.method for row in comparison.scope.rows}) > 1 else "classifier"
 
 
-def streams_figure(table: Table, rows: Sequence[Row]) -> Any:
+def streams_figure(comparison: Comparison, rows: Sequence[Row]) -> Any:
     """matplotlib's figure of A_last of some rows over the streams.
 
     Where the streams differ only in the number of images a class, this number is the axis, with equal steps for equal
     factors. Otherwise each stream has a line of its own with a mark for each row.
     """
-    counts = image_counts(table.scope.streams)
-    names = sorted(counts, key=counts.__getitem__) if counts else list(table.scope.streams)
+    counts = image_counts(comparison.scope.streams)
+    names = sorted(counts, key=counts.__getitem__) if counts else list(comparison.scope.streams)
     size = 3.0 if counts else 0.8 + 0.45 * len(names)
     figure, axes = new_figure(size + 0.2 * len(rows))
     handles = []
     for number, row in enumerate(rows):
-        own = {entry.stream: entry for entry in table.entries if entry.row == row}
+        own = {entry.stream: entry for entry in comparison.entries if entry.row == row}
         found = [own[name] for name in names if name in own]
         shares = [100 * entry.means["last"] for entry in found]
         spreads = [100 * (entry.spreads["last"] or 0.0) for entry in found]
@@ -89,7 +89,7 @@ def streams_figure(table: Table, rows: Sequence[Row]) -> Any:
     return figure
 
 
-def compared(entries: Sequence[Entry]) -> list[Entry]:
+def with_difference(entries: Sequence[Entry]) -> list[Entry]:
     """The rows that have a difference to the reference, the best first."""
     found = [entry for entry in entries if entry.differences["last"] is not None]
     return sorted(found, key=lambda entry: entry.differences["last"].mean, reverse=True)  # type: ignore[union-attr]
@@ -98,16 +98,14 @@ def compared(entries: Sequence[Entry]) -> list[Entry]:
 def forest_figure(entries: Sequence[Entry]) -> Any:
     """matplotlib's figure of differences to the reference with their intervals, one line a row, zero marked.
 
-    Args:
-        entries: those that `compared` returned; the first `MOST` are drawn.
+    The entries are those that `with_difference` returned; the first `MOST` are drawn.
     """
     rows = list(entries[:MOST])
     figure, axes = new_figure(0.8 + 0.36 * len(rows))
     axes.axvline(0, color=INK, linewidth=1)
     for place, entry in enumerate(rows):
         found = entry.differences["last"]
-        if found is None:
-            raise ValueError(f"{entry.row.title} has no difference to the reference")
+        assert found is not None
         colour = SERIES[3] if found.clear else SERIES[0]
         low, mean, high = (100 * value for value in (found.low, found.mean, found.high))
         axes.plot([low, high], [place, place], color=colour, linewidth=1.5)

@@ -1,0 +1,142 @@
+"""`comparison.json`: what a comparison has found so far, and what there is to find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from dulbe_peft.comparison.plan import Plan, Row
+from dulbe_peft.metrics.bootstrap import Difference
+from dulbe_peft.utils.records import Record, read_record, write_record
+
+COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Measure = Literal["last", "average"]  # A_last and A_bar
+# The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
+Streams = Annotated[
+    dict[str, dict[str, Any]], BeforeValidator(dict), PlainSerializer(lambda streams: list(streams.items()))
+]
+
+
+class ScalePoint(Record):
+    """Accuracies at a share of what was learned: on classes that were not learned, and on those that were."""
+
+    scale: Fraction
+    unlearned: Fraction
+    learned: Fraction
+
+
+class Retention(Record):
+    """Accuracy on classes in no stream before all tasks and after them, see `dulbe_peft.metrics.retention`."""
+
+    before: Fraction
+    after: Fraction
+    scales: list[ScalePoint] = []
+
+
+class Entry(Record):
+    """A row on one stream, as means over the seeds.
+
+    Attributes:
+        seeds: those that are finished.
+        means: fractions.
+        spreads: standard deviation over the seeds with n - 1; None of a single seed.
+        differences: to the reference row over the seeds that both have finished; None for the reference itself, or
+            where there is no such seed.
+        gain: difference in A_last to the row of the same classifier and the reference's method, in the same way; None
+            for that method's own rows.
+        seconds: of training and testing the stream, and of teaching the classifier.
+        trainable_parameters: that a task trains.
+        kept_bytes: that method and classifier keep between tasks, without the model and its adapter.
+        retention: None where not measured.
+    """
+
+    stream: str
+    row: Row
+    seeds: tuple[int, ...]
+    means: dict[Measure, Fraction]
+    spreads: dict[Measure, float | None]
+    differences: dict[Measure, Difference | None]
+    gain: Difference | None
+    calibration_error: float
+    seconds: float
+    trainable_parameters: int
+    kept_bytes: int
+    retention: Retention | None
+
+
+class Scope(Record):
+    """What a comparison holds when all of it is finished: every row with every seed on every stream.
+
+    `choices` has the values that were tried on held-back training images: method -> setting -> values.
+    """
+
+    streams: Streams
+    methods: dict[str, dict[str, Any]]
+    choices: dict[str, dict[str, list[Any]]]
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    reference: Row
+
+    @classmethod
+    def of(cls, plan: Plan) -> Scope:
+        """The scope of a plan."""
+        return cls(
+            streams=plan.streams,
+            methods=plan.methods,
+            choices=plan.choices,
+            rows=tuple(row for method in plan.methods for row in plan.rows(method)),
+            seeds=tuple(plan.seeds),
+            reference=plan.baseline,
+        )
+
+
+class Comparison(Record):
+    """What a comparison has found so far; `chosen` has the settings that were chosen for each "stream: method"."""
+
+    entries: list[Entry]
+    chosen: dict[str, dict[str, Any]]
+    scope: Scope
+
+    def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
+        """Stream, row and seeds of what is not finished."""
+        done = {(entry.stream, entry.row): entry.seeds for entry in self.entries}
+        found = []
+        for stream in self.scope.streams:
+            for row in self.scope.rows:
+                seeds = tuple(seed for seed in self.scope.seeds if seed not in done.get((stream, row), ()))
+                if seeds:
+                    found.append((stream, row, seeds))
+        return found
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """What `compare` wrote into a folder."""
+    path = folder / COMPARISON_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
+    return read_record(path, Comparison)
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> None:
+    """Write `comparison.json`."""
+    write_record(folder / COMPARISON_FILE, comparison)
+
+
+def check_replaceable(path: Path, kind: type[Record]) -> None:
+    """Raise a `FileExistsError` where a file is there that no earlier call of the same command wrote."""
+    try:
+        if path.exists() or path.is_symlink():
+            read_record(path, kind)
+    except (ValueError, OSError) as error:
+        raise FileExistsError(f"{error}: choose another folder or move the file, nothing is replaced") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a `FileExistsError` where the table of a comparison would replace a file that no comparison wrote."""
+    check_replaceable(folder / COMPARISON_FILE, Comparison)
+    path = folder / CSV_FILE
+    if (path.exists() or path.is_symlink()) and not (folder / COMPARISON_FILE).exists():
+        raise FileExistsError(f"{path} stands without {COMPARISON_FILE}: choose another folder or move the file")

@@ -1,0 +1,249 @@
+"""The table of a comparison: a row for each method and classifier on each stream, all against one reference."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from dulbe_peft.comparison.cells import CellRecord, answers_path, has_settings_of, read_answers, read_cell
+from dulbe_peft.comparison.comparison_file import Entry, Measure, Retention
+from dulbe_peft.comparison.plan import Cell, Plan, Row
+from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
+from dulbe_peft.metrics.bootstrap import Difference, image_shares, paired_difference
+from dulbe_peft.report.table import Column, format_markdown
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
+
+@dataclass(frozen=True)
+class _CellRow:
+    """One row of one cell, as its files tell; `shares` is what every test image adds to the measures."""
+
+    shares: dict[Measure, np.ndarray]
+    calibration_error: float
+    seconds: float
+    kept_bytes: int
+    cell: CellRecord
+
+
+def make_entries(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
+    """The rows of all streams, of what is finished."""
+    found: dict[tuple[str, Row], dict[int, _CellRow]] = {}
+    for cell in cells:
+        for row in plan.rows(cell.method):
+            read = _read(output / cell.folder, row, cell)
+            if read is not None:
+                found.setdefault((cell.stream, row), {})[cell.seed] = read
+    first, entries = plan.baseline, []
+    for (stream, row), seeds in found.items():
+        reference = {} if row == first else found.get((stream, first), {})
+        same = (found.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
+        untrained = {} if row.method == first.method else next(filter(None, same), {})
+        differences = {name: _difference(seeds, reference, name) for name in MEASURES}
+        entries.append(_entry(stream, row, seeds, differences, _difference(seeds, untrained, "last")))
+    return entries
+
+
+def _read(folder: Path, row: Row, cell: Cell) -> _CellRow | None:
+    done = read_cell(folder)
+    if done is None or not has_settings_of(done, cell) or not answers_path(folder, row).is_file():
+        return None
+    answers, facts = read_answers(folder, row, done)
+    last, average = image_shares(answers, facts.class_names)
+    error = calibration_error(answers[-1].probability, answers[-1].right)
+    seconds, kept = done.cost.seconds + facts.seconds, done.cost.kept_bytes + facts.nbytes
+    return _CellRow({"last": last, "average": average}, error, seconds, kept, done)
+
+
+def _difference(found: dict[int, _CellRow], other: dict[int, _CellRow], measure: Measure) -> Difference | None:
+    """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
+    shared = [seed for seed in found if seed in other]
+    sizes = {len(side[seed].shares[measure]) for side in (found, other) for seed in shared}
+    if len(sizes) != 1:  # other images in each seed cannot be paired
+        return None
+    own, reference = (np.stack([side[seed].shares[measure] for seed in shared]) for side in (found, other))
+    return paired_difference(own, reference)
+
+
+def _entry(
+    stream: str,
+    row: Row,
+    seeds: dict[int, _CellRow],
+    differences: dict[Measure, Difference | None],
+    gain: Difference | None,
+) -> Entry:
+    found = list(seeds.values())
+    values = {name: [float(one.shares[name].mean()) for one in found] for name in MEASURES}
+    return Entry(
+        stream=stream,
+        row=row,
+        seeds=tuple(seeds),
+        means={name: statistics.fmean(numbers) for name, numbers in values.items()},
+        spreads={name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
+        differences=differences,
+        gain=gain,
+        calibration_error=statistics.fmean(one.calibration_error for one in found),
+        seconds=statistics.fmean(one.seconds for one in found),
+        trainable_parameters=found[0].cell.cost.trainable_parameters,
+        kept_bytes=max(one.kept_bytes for one in found),
+        retention=_mean_retention([one.cell.retention for one in found if one.cell.retention]),
+    )
+
+
+def _mean_retention(found: Sequence[Retention]) -> Retention | None:
+    """The mean over the seeds, with the curve over the scales where all have the same scales."""
+    if not found:
+        return None
+    curves = [[vars(point) for point in one.scales] for one in found]
+    if len({tuple(point["scale"] for point in curve) for curve in curves}) > 1:
+        curves = []
+    points = [{name: statistics.fmean(p[name] for p in same) for name in same[0]} for same in zip(*curves)]
+    ends: Any = {name: statistics.fmean(getattr(one, name) for one in found) for name in ("before", "after")}
+    return Retention.model_validate({**ends, "scales": points})
+
+
+# ---------------------------------------------------------------------- the columns
+
+
+def _share(name: Measure) -> Callable[[Entry], str]:
+    """How a measure is shown: its mean and spread over the seeds, in percent."""
+
+    def show(entry: Entry) -> str:
+        spread = entry.spreads[name]
+        return percent(entry.means[name]) + ("" if spread is None else f" ± {percent(spread)}")
+
+    return show
+
+
+def _interval(found: Difference | None) -> str:
+    return "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+
+
+def _known(entry: Entry) -> str:
+    known = entry.retention
+    return "" if known is None else f"{percent(known.before)} → {percent(known.after)}"
+
+
+def _values(name: Measure) -> dict[str, Callable[[Entry], Any]]:
+    ends = {"_difference": "mean", "_low": "low", "_high": "high"}
+    differences = {
+        f"{name}{end}": lambda entry, part=part: getattr(entry.differences[name], part, None)
+        for end, part in ends.items()
+    }
+    return {name: lambda entry: entry.means[name], f"{name}_std": lambda entry: entry.spreads[name], **differences}
+
+
+COLUMNS: list[Column[Entry]] = [
+    Column("stream", lambda entry: entry.stream, False, values={"stream": lambda entry: entry.stream}),
+    Column(
+        "method",
+        lambda entry: entry.row.method,
+        False,
+        "What trained the model: settings under a name.",
+        values={"method": lambda entry: entry.row.method},
+    ),
+    Column(
+        "classifier",
+        lambda entry: entry.row.classifier,
+        False,
+        "What tells the classes apart. It learned from the features of the trained model.",
+        values={"classifier": lambda entry: entry.row.classifier},
+    ),
+    Column(
+        "drift",
+        lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
+        False,
+        "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
+        values={"drift": lambda entry: entry.row.drift},
+    ),
+    Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds), **_values("last"), **_values("average")}),
+    Column(
+        "A_bar",
+        _share("average"),
+        meaning="After each task, the percent of test images of all classes seen by then that are named right. This "
+        "is the mean over the tasks. ± is the standard deviation over the seeds.",
+    ),
+    Column(
+        "A_last",
+        _share("last"),
+        meaning="The percent of all test images that are named right after the last task. ± as for A_bar.",
+    ),
+    Column(
+        "to the reference (95 %)",
+        lambda entry: _interval(entry.differences["last"]),
+        meaning="A_last minus the reference's A_last, in percentage points, over the seeds that both have finished. "
+        "The brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
+    ),
+    Column(
+        "to the same classifier (95 %)",
+        lambda entry: _interval(entry.gain),
+        meaning="The same, but to the row of the reference's method with this classifier, and with this drift where "
+        "it has one. Where that method trains nothing, it is what training adds.",
+        values={
+            "gain": lambda entry: getattr(entry.gain, "mean", None),
+            "gain_low": lambda entry: getattr(entry.gain, "low", None),
+            "gain_high": lambda entry: getattr(entry.gain, "high", None),
+        },
+    ),
+    Column(
+        "calibration error",
+        lambda entry: percent(entry.calibration_error),
+        meaning="How far the probability of an answer is from how often such answers are right, in percentage points. "
+        "Zero is best.",
+        values={"calibration_error": lambda entry: entry.calibration_error},
+    ),
+    Column(
+        "seconds",
+        lambda entry: f"{entry.seconds:.0f}",
+        meaning="To train and test the stream and to teach the classifier, as a mean over the seeds.",
+        values={"seconds": lambda entry: entry.seconds},
+    ),
+    Column(
+        "trained",
+        lambda entry: f"{entry.trainable_parameters:,}",
+        meaning="How many parameters a task trains.",
+        values={"trainable_parameters": lambda entry: entry.trainable_parameters},
+    ),
+    Column(
+        "kept MiB",
+        lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
+        meaning="What method and classifier keep in memory between tasks, without the model and its adapter.",
+        values={"kept_bytes": lambda entry: entry.kept_bytes},
+    ),
+    Column(
+        "still known",
+        _known,
+        meaning="Images of classes that the model never learned here: the percent that it names right by the class "
+        "names, before all tasks → after them.",
+        values={
+            "retention_before": lambda entry: getattr(entry.retention, "before", None),
+            "retention": lambda entry: getattr(entry.retention, "after", None),
+        },
+    ),
+]
+
+
+def columns_of(entries: Sequence[Entry]) -> list[Column[Entry]]:
+    """The columns of a table of these rows: the last one only where it was measured."""
+    return COLUMNS if any(entry.retention for entry in entries) else COLUMNS[:-1]
+
+
+def format_summary(entries: Sequence[Entry]) -> str:
+    """The table in Markdown, one for each stream; all shares in percent."""
+    parts = []
+    for stream in dict.fromkeys(entry.stream for entry in entries):
+        own = [entry for entry in entries if entry.stream == stream]
+        parts.append(f"{stream}, {count_seeds(own)}\n\n{format_markdown(columns_of(own)[1:], own)}")
+    return "\n\n".join(parts)
+
+
+def count_seeds(entries: Sequence[Entry]) -> str:
+    """How many seeds the rows have."""
+    counts = sorted({len(entry.seeds) for entry in entries})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{number} seed" if counts == [1] else f"{number} seeds"

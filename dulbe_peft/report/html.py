@@ -1,0 +1,46 @@
+"""HTML pages without any other file, readable in light and dark, from the templates in `assets/report`."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.metrics import accuracy
+from dulbe_peft.report.table import shown
+from dulbe_peft.utils.files import replacing
+
+
+def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
+    """Write a page, whole or not at all, from a template, with the style sheet in it."""
+    import jinja2
+
+    assets = Path(str(resources.files("dulbe_peft") / "assets" / "report"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(assets),
+        autoescape=True,  # class names and paths are anybody's texts
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "percent": percent,
+        "points": points,
+        "mib": lambda size: "" if size is None else f"{size / 2**20:,.0f}",
+        "count": "{:,}".format,
+    }
+    environment.globals["shown"] = shown
+    style = (assets / "page.css").read_text(encoding="utf-8")
+    page = environment.get_template(template).render(content, style=style)
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+
+
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """A fraction as people read it, in percent; empty where there is none."""
+    return "" if fraction is None else accuracy.percent(fraction, digits)
+
+
+def points(fraction: float | None) -> str:
+    """A difference of two fractions in percentage points, with its sign; empty where there is none."""
+    return "" if fraction is None else accuracy.signed(fraction, 2)

@@ -1,0 +1,262 @@
+"""What a run's folder holds, finished or not, in the form that a report needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
+from dulbe_peft.runs.progress import read_progress
+from dulbe_peft.runs.results import stream_results
+from dulbe_peft.utils.folders import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
+from dulbe_peft.utils.records import Record, read_record
+
+PICTURES_FOLDER = "pictures"
+PICTURES_INDEX = "index.json"
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _PartRecord(Record):
+    """The part of a file that a report needs; what else is in it is kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _Method(_PartRecord):
+    """What a classifier, or a baseline, came to."""
+
+    overall: list[Fraction | None]
+    last_accuracy: Fraction | None
+    average_accuracy: Fraction
+    forgetting: float | None = None
+    backward_transfer: float | None = None
+
+
+class _Classifier(_Method):
+    matrix: list[list[Fraction | None]]
+
+
+class _ClassMeasures(_PartRecord):
+    accuracy: dict[str, Fraction]
+    forgetting: dict[str, float] = {}
+
+
+class _TaskFacts(_PartRecord):
+    """What learning a task showed."""
+
+    images: dict[str, int] = {}
+    loss: list[float] = []
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
+class _Results(_PartRecord):
+    """`results.json`."""
+
+    class_names: list[list[str]]
+    configuration: dict[str, Any]
+    strategy: dict[str, Any]
+    versions: dict[str, str]
+    tasks: list[_TaskFacts | None]
+    classifiers: dict[str, _Classifier] = {}
+    zero_shot: _Method | None = None
+    text: _Method | None = None
+    class_means: _Method | None = None
+    classes: dict[str, _ClassMeasures] = {}
+
+
+class _TaskTime(_PartRecord):
+    seconds: float
+    phases: dict[str, float] = {}
+    peak_memory: int | None = None
+
+
+class _Timings(_PartRecord):
+    """`timings.json`."""
+
+    tasks: list[_TaskTime | None]
+
+
+class _Update(_PartRecord):
+    after: int
+    forgotten: int | None
+    images: dict[str, int]
+
+
+class _BaseModel(_PartRecord):
+    name: str | None = None
+
+
+class _Learner(_PartRecord):
+    """`learner.json`."""
+
+    classifiers: list[str]
+    base_model: _BaseModel | None = None
+    updates: list[_Update] = []
+
+
+class _Adapter(_PartRecord):
+    """`adapter_config.json`, which PEFT writes."""
+
+    base_model_name_or_path: str | None = None
+
+
+class Example(Record):
+    """A picture of a test image, and what it shows."""
+
+    # A name without a folder: the index leads to no picture elsewhere.
+    file: Annotated[str, Field(pattern=r"^[\w-]+\.jpg$")]
+    image: str
+    true: str = Field(alias="class")
+    predicted: str
+    probability: Fraction
+
+
+class Examples(Record):
+    """`pictures/index.json`: the most confident mistakes, and the least confident hits."""
+
+    mistakes: list[Example] = []
+    hits: list[Example] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it.
+
+    Attributes:
+        folder: where it is.
+        name: what the report calls it; the folder's name.
+        results: what `results.json` holds, of the finished tasks alone.
+        learned: the classes of every finished task.
+        finished: whether the run has written its results.
+        settings: strategy, adapter, arguments and classifiers, nested.
+        fingerprints: what tells the base model and the data from others; None where the task folders are gone.
+        base_model: name or folder of the model that learned; None where it is not known.
+        predictions: what was predicted for every test image after the last finished task; empty where not recorded.
+        timings: seconds and memory of every finished task, None where not known.
+        examples: pictures of test images; those whose files are gone are left out.
+        updates: what the learner took in or lost without training, see `LearnerState`.
+    """
+
+    folder: Path
+    name: str
+    results: dict[str, Any]
+    learned: list[list[str]]
+    finished: bool
+    settings: dict[str, Any]
+    fingerprints: dict[str, Any] | None
+    base_model: str | None
+    predictions: list[ImageResult]
+    timings: list[dict[str, Any] | None]
+    examples: Examples
+    updates: list[dict[str, Any]]
+
+    @property
+    def tested(self) -> bool:
+        """Whether the stream had test data."""
+        return bool(self.results.get("classifiers"))
+
+    @property
+    def first(self) -> str:
+        """The classifier that `predict` uses."""
+        return next(iter(self.results["classifiers"]))
+
+    @property
+    def strategy(self) -> str:
+        """What was trained."""
+        return str(self.settings["strategy"]["name"])
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What learning each finished task showed; empty where that was not recorded."""
+        found = self.results["tasks"]
+        return [found[t] if t < len(found) and found[t] else {} for t in range(len(self.learned))]
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Read what `run` wrote into a folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the folder holds no finished task, or a file in it is not as a run writes it.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
+    results = _read(path / RESULTS_FILE, _Results)
+    task = newest_task(path, lambda _: None)
+    if task is not None:
+        return _run_with_tasks(path, *task, results)
+    if results is None:
+        raise ValueError(f"{path} holds neither {RESULTS_FILE} nor the folder of a finished task: nothing to report")
+    settings = {"strategy": results["strategy"], **results["configuration"]}
+    return _run(path, path, results, settings, {})
+
+
+def _run_with_tasks(path: Path, newest: Path, manifest: dict[str, Any], results: dict[str, Any] | None) -> Run:
+    """The run as its newest task folder tells it; `results` count where they are of the same tasks."""
+    learner = _read(newest / LEARNER_FILE, _Learner) or {"classifiers": []}
+    identity, learned = manifest["identity"], manifest["tasks"]
+    finished = results is not None and results["class_names"] == learned
+    if results is None or not finished:
+        try:
+            progress = read_progress(newest, len(learned))
+            results = stream_results(progress, identity, learned, learner["classifiers"], manifest["versions"])
+            results = _Results.model_validate(results).model_dump(exclude_unset=True)
+        except (ValueError, KeyError, CheckpointError) as error:
+            raise ValueError(f"{newest} is not as a run writes it: {error}") from error
+    settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
+    return _run(path, newest, results, settings, learner, manifest, finished)
+
+
+def _run(
+    path: Path,
+    kept: Path,
+    results: dict[str, Any],
+    settings: dict[str, Any],
+    learner: dict[str, Any],
+    manifest: dict[str, Any] | None = None,
+    finished: bool = True,
+) -> Run:
+    learned = results["class_names"]
+    blocks = results.get("classifiers", {})
+    if blocks:  # JSON sorts them; the learner's own order is the one that counts
+        order = [name for name in learner.get("classifiers", []) if name in blocks]
+        results = {**results, "classifiers": {name: blocks[name] for name in (*order, *blocks)}}
+    timings = (_read(path / TIMINGS_FILE, _Timings) or {"tasks": []})["tasks"]
+    name = (learner.get("base_model") or {}).get("name")
+    return Run(
+        folder=path,
+        name=path.resolve().name,
+        results=results,
+        learned=learned,
+        finished=finished,
+        settings=settings,
+        fingerprints=None if manifest is None else {key: manifest["identity"][key] for key in ("base_model", "data")},
+        base_model=name or (_read(kept / "adapter_config.json", _Adapter) or {}).get("base_model_name_or_path"),
+        predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
+        timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
+        examples=_examples(path / PICTURES_FOLDER),
+        updates=learner.get("updates", []),
+    )
+
+
+def _read(path: Path, kind: type[Record]) -> dict[str, Any] | None:
+    """A file's content, checked; None where there is no such file."""
+    return read_record(path, kind).model_dump(exclude_unset=True) if path.is_file() else None
+
+
+def _examples(folder: Path) -> Examples:
+    """The pictures of a finished run, but for those whose files are gone or links."""
+    path = folder / PICTURES_INDEX
+    found = read_record(path, Examples) if path.is_file() else Examples()
+
+    def there(example: Example) -> bool:  # a link could lead to any picture of whoever makes the page
+        return (folder / example.file).is_file() and not (folder / example.file).is_symlink()
+
+    return Examples(mistakes=list(filter(there, found.mistakes)), hits=list(filter(there, found.hits)))

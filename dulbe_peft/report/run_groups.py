@@ -1,0 +1,199 @@
+"""Runs side by side: those that differ only in their seed are one group, and a classifier of a group is one row."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dulbe_peft.metrics.accuracy import percent, result_rows
+from dulbe_peft.report.run_folder import Run
+from dulbe_peft.report.table import Column, format_text
+
+# What `results.json` calls a measure, what people call it, and what the paper calls it.
+MEASURES = {
+    "last_accuracy": ("after the last task", "A_last"),
+    "average_accuracy": ("mean over tasks", "A_bar"),
+    "forgetting": ("forgetting", ""),
+    "backward_transfer": ("backward transfer", ""),
+}
+_EXPLANATION = """\
+A_last: percent right after the last task. A_bar: the mean of it over all tasks.
+Forgetting: old tasks' loss since their best. Backward transfer: gain since new."""
+_SEED = "arguments.seed"
+_YES, _UNKNOWN = "yes", "–"
+_LONGEST = 200  # letters of a setting's value
+
+
+# ---------------------------------------------------------------------- one run
+
+
+def _measure_column(name: str) -> Column[tuple[str, dict[str, Any]]]:
+    words, short = MEASURES[name]
+    title = f"{words} ({short})" if short else words
+    return Column(title, lambda row: percent(row[1][name], 2) if name in row[1] else "", short=short)
+
+
+# A row is a method's name and its part of `results.json`.
+SUMMARY_COLUMNS = [
+    Column[tuple[str, dict[str, Any]]]("method", lambda row: row[0], number=False),
+    *(_measure_column(name) for name in ("average_accuracy", "last_accuracy", "forgetting", "backward_transfer")),
+]
+
+
+def format_summary(results: dict[str, Any]) -> str:
+    """A small table of the stream's figures in percent, and below it what A_bar, A_last and the others are."""
+    return f"{format_text(SUMMARY_COLUMNS, result_rows(results))}\n{_EXPLANATION}"
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+@dataclass(frozen=True)
+class MeanSpread:
+    """A measure over the runs of a group, fractions; the spread is the standard deviation with n - 1."""
+
+    mean: float
+    spread: float | None
+
+    def __str__(self) -> str:
+        spread = "" if self.spread is None else f" ± {percent(self.spread, 2)}"
+        return f"{percent(self.mean, 2)}{spread}"
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """One classifier, or a baseline, in one group of runs.
+
+    Attributes:
+        runs: names of the group's runs.
+        strategy: what was trained.
+        method: the row's name in `results.json`; for a classifier its own.
+        measures: name -> value; measures that are not defined for this row are left out.
+    """
+
+    runs: tuple[str, ...]
+    strategy: str
+    method: str
+    measures: dict[str, MeanSpread]
+
+
+def _group_column(name: str) -> Column[GroupResult]:
+    def value(row: GroupResult, part: str) -> float | None:
+        return getattr(row.measures.get(name), part, None)
+
+    values = {name: lambda row: value(row, "mean"), f"{name}_std": lambda row: value(row, "spread")}
+    return Column(f"{MEASURES[name][0]} (%)", lambda row: str(row.measures.get(name, "")), values=values)
+
+
+GROUP_COLUMNS = [
+    Column[GroupResult](
+        "runs", lambda row: ", ".join(row.runs), number=False, values={"runs": lambda row: "; ".join(row.runs)}
+    ),
+    Column[GroupResult]("n", lambda row: str(len(row.runs)), values={"n": lambda row: len(row.runs)}),
+    Column[GroupResult](
+        "strategy", lambda row: row.strategy, number=False, values={"strategy": lambda row: row.strategy}
+    ),
+    Column[GroupResult]("method", lambda row: row.method, number=False, values={"method": lambda row: row.method}),
+    *map(_group_column, MEASURES),
+]
+
+
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ only in their seed, or in the order of the classes, as one group; in the order given."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        group = next((group for group in groups if _alike(group[0], run)), None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def _alike(one: Run, other: Run) -> bool:
+    settings = [{**flat_settings(run.settings), _SEED: None} for run in (one, other)]
+    sizes = [[len(task) for task in run.learned] for run in (one, other)]
+    classes = [sorted(name for task in run.learned for name in task) for run in (one, other)]
+    if settings[0] != settings[1] or sizes[0] != sizes[1] or classes[0] != classes[1]:
+        return False
+    if one.fingerprints is None or other.fingerprints is None:
+        return one.fingerprints is other.fingerprints
+    # In another order of classes every task has other images, and other fingerprints.
+    same_data = one.learned != other.learned or one.fingerprints["data"] == other.fingerprints["data"]
+    return same_data and one.fingerprints["base_model"] == other.fingerprints["base_model"]
+
+
+def group_results(groups: Sequence[Sequence[Run]]) -> list[GroupResult]:
+    """The rows of the table of several runs; runs without test data give none."""
+    rows = []
+    for group in groups:
+        tested = [dict(result_rows(run.results)) for run in group if run.tested]
+        for name in tested[0] if tested else ():
+            blocks = [blocks[name] for blocks in tested if name in blocks]
+            measures = {}
+            for measure in MEASURES:
+                values = [block.get(measure) for block in blocks]
+                if None not in values:
+                    spread = statistics.stdev(values) if len(values) > 1 else None
+                    measures[measure] = MeanSpread(statistics.fmean(values), spread)
+            rows.append(GroupResult(tuple(run.name for run in group), group[0].strategy, name, measures))
+    return rows
+
+
+def best_results(rows: Sequence[GroupResult]) -> list[GroupResult]:
+    """The rows with the highest accuracy after the last task, as people read it; several where they are as good."""
+    lasts = [round(row.measures["last_accuracy"].mean, 4) if "last_accuracy" in row.measures else -1.0 for row in rows]
+    return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
+
+
+def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs: dotted name, and each run's value.
+
+    What a run lacks as a whole, such as an adapter, is one row. Its settings are compared among the runs that have it.
+    """
+    settings = [
+        flat_settings(run.settings)
+        | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model or ""}
+        for run in runs
+    ]
+    names = sorted({name for row in settings for name in row})
+    owners = {owner: [_has(run, owner, row) for run, row in zip(runs, settings)] for owner in map(_owner, names)}
+    rows = [(owner, has, has) for owner, has in owners.items() if owner]
+    for name in names:
+        values = [_UNKNOWN if row.get(name) is None else str(row[name]) for row in settings]
+        own = [value for value, has in zip(values, owners[_owner(name)]) if has == _YES]
+        rows.append((name, values, own))
+    differing = sorted((name, values) for name, values, own in rows if len(set(own)) > 1)
+    return [
+        (name, [text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …" for text in values])
+        for name, values in differing
+    ]
+
+
+def _owner(name: str) -> str:
+    """What a setting belongs to, such as the adapter or one of the classifiers."""
+    return name.rpartition(".")[0]
+
+
+def _has(run: Run, owner: str, settings: dict[str, Any]) -> str:
+    """Whether a run has what `owner` names; "–" where nobody noted it."""
+    if not owner or any(_owner(name) == owner for name in settings):
+        return _YES
+    return "none" if owner.partition(".")[0] in run.settings else _UNKNOWN
+
+
+def flat_settings(settings: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names.
+
+    >>> flat_settings({"adapter": {"shared_rank": 1}, "seed": 0})
+    {'adapter.shared_rank': 1, 'seed': 0}
+    """
+    if not isinstance(settings, dict):
+        return {path: settings}
+    return {
+        name: value
+        for key in settings
+        for name, value in flat_settings(settings[key], f"{path}.{key}" if path else str(key)).items()
+    }

@@ -1,0 +1,141 @@
+"""What training changed, from a run's folder: captures, the bridge's depths, and drift where features were kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
+from dulbe_peft.metrics.drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
+from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
+from dulbe_peft.report.diagnostic_plots import arrow_figure, capture_figure, depth_figure
+from dulbe_peft.report.plots import inline_svg
+from dulbe_peft.report.run_folder import Run, read_run
+from dulbe_peft.utils.files import replacing, write_json
+from dulbe_peft.utils.folders import check_outside_learners, newest_task
+
+_MOST_ARROWS = 400  # that a picture still shows one by one
+_NUMBERS_FILE = "diagnostics.json"
+
+
+@dataclass(frozen=True)
+class TrainingEffects:
+    """What training changed; what the run did not keep is None or empty.
+
+    Attributes:
+        profile: reliability of the bridge's depths after the last task.
+        accuracy: test accuracy of each depth after the last task.
+        drift: how far each task from the second on moved features.
+        features: what was kept of each task.
+    """
+
+    profile: ReliabilityProfile | None
+    accuracy: DepthAccuracy | None
+    drift: list[TaskDrift]
+    features: list[TaskFeatures]
+
+
+def read_effects(run: Run) -> TrainingEffects:
+    """What a run's saved bridge ensemble and kept features tell, without images.
+
+    >>> read_effects(read_run("out")).accuracy.weighted  # doctest: +SKIP
+    0.8125
+    """
+    newest = newest_task(run.folder, lambda _: None)
+    head = None
+    if newest is not None and (newest[0] / BridgeEnsembleHead.file_names()[1]).is_file():
+        head = BridgeEnsembleHead.from_pretrained(newest[0])
+    features: list[TaskFeatures] = []
+    if (run.folder / FEATURES_FOLDER).is_dir():
+        kept = read_features(run.folder)[: len(run.learned)]
+        if [list(task.closing.class_names) for task in kept] == run.learned:  # else not of every task of this run
+            features = kept
+    accuracy = None
+    if head is not None and features and features[-1].tests:
+        embeds, truth = (torch.cat(parts) for parts in zip(*features[-1].tests.values(), strict=True))
+        accuracy = depth_accuracy(head, embeds, truth)
+    profile = None if head is None else reliability_profile(head)
+    return TrainingEffects(profile, accuracy, drift_by_task(features), features)
+
+
+def effects_content(run: Run, key: str) -> dict[str, Any]:
+    """What the page shows of it; `key` is a word that no other run of the page has."""
+    effects = read_effects(run)
+    profile, accuracy = effects.profile, effects.accuracy
+    known = [row for row in effects.drift if set(vars(row).values()) - {None, row.task}]
+    content: dict[str, Any] = {"depth_accuracy": accuracy, "depths": "", "depth_rows": [], "drift": known}
+    if profile is not None:
+        content["depths"] = inline_svg(depth_figure(profile, accuracy), f"{key}-depths")
+        alone = [None] * len(profile.depths) if accuracy is None else accuracy.alone.tolist()
+        columns = (profile.depths.tolist(), profile.mean.tolist(), profile.spread.tolist(), alone)
+        content["depth_rows"] = list(zip(*columns, strict=True))
+    return content
+
+
+def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
+    """Write the diagnostic figures of a run as PNG, and their numbers as `diagnostics.json`; returns the files.
+
+    A figure whose facts the run did not keep is left out. None of them needs images.
+
+    >>> write_figures("out", "figures")  # doctest: +SKIP
+    [PosixPath('figures/diagnostics.json'), PosixPath('figures/captures.png'), PosixPath('figures/depths.png')]
+    """
+    read, target = read_run(run), Path(folder)
+    effects, captures = read_effects(read), ("shared_capture", "residual_capture")
+    figures: dict[str, Any] = {}
+    if any(record.get("shared_capture") is not None for record in read.records):
+        figures["captures"] = capture_figure(read.records)
+    if effects.profile is not None:
+        figures["depths"] = depth_figure(effects.profile, effects.accuracy)
+    figures |= _arrow_figures(effects.features)
+    check_outside_learners(target, "write figures")
+    files = [target / _NUMBERS_FILE, *(target / f"{name}.png" for name in figures)]
+    taken = [path for path in files if path.exists()]
+    if taken and not files[0].exists():
+        raise FileExistsError(f"{taken[0]} is not of an earlier report: choose another folder, nothing is replaced")
+    target.mkdir(parents=True, exist_ok=True)
+    numbers = {
+        "captures": [{name: record.get(name) for name in captures} for record in read.records],
+        "reliability": None if effects.profile is None else _plain(asdict(effects.profile)),
+        "depths": None if effects.accuracy is None else _plain(asdict(effects.accuracy)),
+        "drift": [asdict(row) for row in effects.drift],
+    }
+    write_json(files[0], numbers)
+    for path, figure in zip(files[1:], figures.values(), strict=True):
+        with replacing(path) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
+    return files
+
+
+def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
+    """A picture of the first task's test images for each later task, by the first task's class names."""
+    found = {}
+    for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
+        first = len(tasks[0].closing.class_names)
+        old = old_test_features(earlier, task)
+        if old is None or earlier.texts is None or first < 2:
+            continue
+        before, after, truth = old
+        places = coordinate_plane(before[truth < first], after[truth < first], earlier.texts[:first])
+        if len(places[0]):
+            chosen = slice(None, None, -(-len(places[0]) // _MOST_ARROWS))
+            found[f"drift-task-{number:03d}"] = arrow_figure(places[0][chosen], places[1][chosen])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and floats as JSON takes them; NaN is null there."""
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
