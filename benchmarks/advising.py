@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.comparison.advice import advise
-from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
+from dulbe_peft.comparison.cells import read_cell
+from dulbe_peft.comparison.compare import shares_of
 from dulbe_peft.comparison.plan import Plan, Row, read_plan
-from dulbe_peft.metrics.bootstrap import image_shares
 from dulbe_peft.utils.files import write_json
 
 
@@ -60,10 +60,9 @@ def measured(plan: Plan, comparison: Path, no_training: bool) -> dict[tuple[str,
     for cell in plan.cells():
         rows = [] if no_training and plan.strategy(cell.method).adapts else plan.rows(cell.method)
         for row in rows:
-            if answers_path(comparison / cell.folder, row).is_file():
-                answers, names, _ = read_answers(comparison / cell.folder, row)
-                accuracy = float(image_shares(answers, names)[0].mean())
-                found.setdefault((cell.stream, cell.seed), {})[row] = accuracy
+            shares = shares_of(comparison / cell.folder, row)
+            if shares is not None:
+                found.setdefault((cell.stream, cell.seed), {})[row] = float(shares.mean())
     return found
 
 
@@ -81,11 +80,11 @@ def advised(plan: Plan, stream: str, seed: int, comparison: Path, output: Path, 
         if (cell.stream, cell.seed) == (stream, seed) and plan.strategy(cell.method).adapts and not values.no_training:
             done = read_cell(comparison / cell.folder)
             if done is not None:  # with the settings that the comparison has chosen
-                chosen = {name: done["settings"][name] for name in plan.choices.get(cell.method, {})}
+                chosen = {name: done.settings[name] for name in plan.choices.get(cell.method, {})}
                 trials[cell.method] = plan.methods[cell.method] | chosen
     settings = seeds | plan.streams[stream]
     folder = output / f"{stream}, seed {seed}"
-    advice = advise(settings, folder, values.jobs, plan.classifiers, trials, seed, plan.drifts, say=lambda _: None)
+    advice = advise(settings, folder, values.jobs, plan.classifiers, trials, seed, plan.drifts, log=lambda _: None)
     if advice.training is not None and advice.training.clear:
         return advice.training.row
     frozen = next(method for method in plan.methods if not plan.strategy(method).adapts)

@@ -32,7 +32,7 @@ def settings(digit_folders):
 def advised(settings, tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("advice")
-    return folder, advise(settings, folder, 1, ("bridge", "lda"), TRIALS, say=lambda _: None)
+    return folder, advise(settings, folder, 1, ("bridge", "lda"), TRIALS, log=lambda _: None)
 
 
 def test_the_advice_is_what_was_best_on_held_back_training_images(advised):
@@ -40,7 +40,7 @@ def test_the_advice_is_what_was_best_on_held_back_training_images(advised):
     cell = folder / "runs" / "whole" / "frozen" / "seed-0"
     right = {}
     for name in ("bridge", "lda"):
-        answers, _, _ = read_answers(cell, Row("frozen", name))
+        answers, _ = read_answers(cell, Row("frozen", name), read_cell(cell))
         right[name] = float(answers[-1].right.float().mean())
     assert advice.classifiers == pytest.approx(right)
     best = max(right, key=right.__getitem__)
@@ -50,7 +50,7 @@ def test_the_advice_is_what_was_best_on_held_back_training_images(advised):
     if not advice.training.clear:
         used = advice.rival.row.classifier if advice.rival.clear else best
         assert advice.settings == {"strategy": "frozen", "classifiers": used}
-    assert advice.held_back == len(read_answers(cell, Row("frozen", "lda"))[0][-1].truth)
+    assert advice.held_back == len(answers[-1].truth)
     assert 6 <= advice.held_back <= 18  # about a fifth of 60
 
 
@@ -62,14 +62,14 @@ def test_test_images_are_not_looked_at(advised, settings, tmp_path):
     for path in (photos / "test").rglob("*.png"):
         whole = path.read_bytes()
         path.write_bytes(whole[:60] + bytes(255 - byte for byte in whole[60:-20]) + whole[-20:])
-    again = advise(settings | {"data": str(photos)}, tmp_path / "out", 1, ("bridge", "lda"), {}, say=lambda _: None)
+    again = advise(settings | {"data": str(photos)}, tmp_path / "out", 1, ("bridge", "lda"), {}, log=lambda _: None)
     assert again.classifiers == advice.classifiers and again.training is None
 
 
 def test_the_probe_learns_a_few_tasks_of_few_images(advised):
     folder, _ = advised
     probe = read_cell(folder / "runs" / "probe" / "LoRA" / "seed-0")
-    assert (probe["settings"]["max_tasks"], probe["settings"]["images_per_class"]) == (3, 16)
+    assert (probe.settings["max_tasks"], probe.settings["images_per_class"]) == (3, 16)
     whole, few = advice_plans({"model": "demo", "data": "x", "images_per_class": 4})
     assert few.streams["probe"]["images_per_class"] == 4 and whole.streams["whole"]["images_per_class"] == 4
     assert list(whole.methods) == ["frozen"] and whole.drifts == ["none"]
@@ -143,8 +143,15 @@ def test_with_a_single_held_back_image_nothing_is_compared(monkeypatch, tmp_path
 def made(training, rival):
     settings = {"strategy": "dulbe", "learning_rate": 3e-4, "classifiers": "bridge"}
     trained, other = Row("DuLBE", "bridge", "linear"), Row("frozen", "lda")
-    contests = Contest(other, Difference(0.02, -0.01, 0.05), rival), Contest(trained, *training)
-    return Advice(settings, {"lda": 0.9, "bayes": 0.88}, "bayes", *contests, 50, {"whole": 10.0, "probe": 30.0})
+    return Advice(
+        settings=settings,
+        classifiers={"lda": 0.9, "bayes": 0.88},
+        usual="bayes",
+        rival=Contest(row=other, gain=Difference(0.02, -0.01, 0.05), clear=rival),
+        training=Contest(row=trained, gain=training[0], clear=training[1]),
+        held_back=50,
+        seconds={"whole": 10.0, "probe": 30.0},
+    )
 
 
 def test_the_words():
@@ -188,7 +195,7 @@ def test_the_score_of_advice_is_what_it_lost_on_the_test_images(settings, tmp_pa
     }
     file = tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    entries = compare(read_plan(file), tmp_path / "comparison", 1, say=lambda _: None)
+    entries = compare(read_plan(file), tmp_path / "comparison", 1, log=lambda _: None)
     command = [str(file), "--comparison", str(tmp_path / "comparison"), "--output", str(tmp_path / "scored")]
     advising.main([*command, "--no-training"])
     found = json.loads((tmp_path / "scored" / "advising.json").read_text())

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-from test_comparison_page import made_table
+from test_comparison_page import made_comparison
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
-from dulbe_peft.comparison.page import write_comparison_page
-from dulbe_peft.comparison.table import write_table
+from dulbe_peft.comparison.comparison_file import write_comparison
+from dulbe_peft.comparison.comparison_page import write_comparison_page
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
 from dulbe_peft.report.pictures import write_pictures
@@ -55,7 +55,7 @@ def pages(digit_folders, tmp_path_factory):
         write_pictures(root / f"seed-{seed}", [task.test for task in tasks], results)
     one = write_report(root / "seed-0", root / "one.html")
     two = write_report([root / "seed-0", root / "seed-1"], root / "two.html")
-    write_table(made_table(), root)
+    write_comparison(made_comparison(), root)
     return [one, two, write_comparison_page(root, root / "comparison.html")]
 
 

@@ -17,9 +17,11 @@ from peft import get_peft_model
 from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
+from dulbe_peft.comparison.cells import answers_path, ask, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
-from dulbe_peft.comparison.plan import Row, _plan, read_plan
-from dulbe_peft.comparison.table import format_table, make_table, read_table
+from dulbe_peft.comparison.comparison_file import read_comparison
+from dulbe_peft.comparison.plan import Row, make_plan, read_plan
+from dulbe_peft.comparison.summary import format_summary, make_entries
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.metrics.accuracy import average_accuracy
 from dulbe_peft.metrics.bootstrap import image_shares, paired_difference
@@ -27,6 +29,10 @@ from dulbe_peft.metrics.features import Answers
 from dulbe_peft.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
+
+
+def quiet(_):
+    """Nobody is told anything."""
 
 
 def write(path, content):
@@ -57,7 +63,7 @@ def finished(content, tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("comparison")
     said: list[str] = []
-    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, say=said.append)
+    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, log=said.append)
     return folder, entries, said
 
 
@@ -84,12 +90,12 @@ def test_every_row_of_every_stream_is_there(finished):
     ]
     assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
     assert entries[1].differences == {"last": None, "average": None} and entries[0].differences["last"] is not None
-    assert read_table(folder / "out").missing() == []
+    assert read_comparison(folder / "out").missing() == []
     assert sum("best on held-back training images" in line for line in said) == 1
-    assert read_table(folder / "out").entries == entries
+    assert read_comparison(folder / "out").entries == entries
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
-    assert "| frozen | lda |" in format_table(entries) and "digits, 2 seeds" in format_table(entries)
+    assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
 
 
 def test_what_training_adds_is_the_difference_to_the_same_classifier(finished):
@@ -113,9 +119,7 @@ def test_what_a_scale_gives_and_costs_is_kept(finished):
         for one in found:  # here the classes of `retention` are those of the stream
             assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
             assert (one["before"], one["after"]) == tuple(one["scales"][end]["unlearned"] for end in (0, -1))
-        assert entry.retention["scales"][1]["learned"] == pytest.approx(
-            np.mean([o["scales"][1]["learned"] for o in found])
-        )
+        assert entry.retention.scales[1].learned == pytest.approx(np.mean([o["scales"][1]["learned"] for o in found]))
 
 
 def test_the_table_says_what_the_runs_measured(copied):
@@ -123,8 +127,8 @@ def test_the_table_says_what_the_runs_measured(copied):
     runs = [folder / "out" / "runs" / "digits" / "frozen" / f"seed-{seed}" for seed in (0, 1)]
     plan = read_plan(folder / "plan.yaml")
     own = replace(plan, classifiers=["prototype"], reference=None)
-    compare(own, folder / "out", jobs=1, say=lambda _: None)
-    entry = make_table(own, folder / "out", own.cells())[0]
+    compare(own, folder / "out", jobs=1, log=quiet)
+    entry = make_entries(own, folder / "out", own.cells())[0]
     measured = [json.loads((run / "results.json").read_text())["classifiers"]["prototype"] for run in runs]
     assert entry.means["last"] == pytest.approx(np.mean([block["last_accuracy"] for block in measured]))
     assert entry.means["average"] == pytest.approx(np.mean([block["average_accuracy"] for block in measured]))
@@ -143,9 +147,9 @@ def test_lora_trains_both_sides_of_its_pairs(finished, base):
 def test_what_is_finished_is_not_run_again(copied, content):
     folder, entries, _ = copied
     before = times(folder)
-    assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, say=lambda _: None) == entries
+    assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=quiet) == entries
     more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
-    added = compare(read_plan(more), folder / "out", jobs=1, say=lambda _: None)
+    added = compare(read_plan(more), folder / "out", jobs=1, log=quiet)
     assert [entry.row.classifier for entry in added][-1] == "ranpac:features=20"
     assert times(folder) == before  # a classifier that is added later trains nothing
 
@@ -156,10 +160,53 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
     path.write_bytes(path.read_bytes()[:500])
     plan = read_plan(folder / "plan.yaml")
     with pytest.raises(ValueError, match="bridge.safetensors is damaged .*; remove the file"):
-        compare(plan, folder / "out", jobs=1, say=lambda _: None)
+        compare(plan, folder / "out", jobs=1, log=quiet)
     path.unlink()
-    again = compare(plan, folder / "out", jobs=1, say=lambda _: None)
+    again = compare(plan, folder / "out", jobs=1, log=quiet)
     assert [entry.means for entry in again] == [entry.means for entry in entries]
+
+
+def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
+    run = copied[0] / "out" / "runs" / "digits" / "LoRA" / "seed-0"
+    lda, cell = Row("LoRA", "lda"), read_cell(run)
+    read_answers(run, lda, cell)
+    shutil.copy(run.parent / "seed-1" / "answers" / "bridge.safetensors", answers_path(run, Row("LoRA", "bridge")))
+    shutil.copy(answers_path(run, lda), answers_path(run, replace(lda, drift="linear")))
+    shutil.copy(answers_path(run, lda), answers_path(run, Row("LoRA", "ridge")))
+    for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
+        with pytest.raises(ValueError, match="of another run, classifier or version; remove the file"):
+            read_answers(run, row, cell)
+    monkeypatch.setattr(CLASSIFIERS["lda"], "settings", lambda self: {"shrinkage": "another default"})
+    with pytest.raises(ValueError, match="of another run, classifier or version"):
+        read_answers(run, lda, cell)
+
+
+def test_features_of_other_tasks_are_not_learned_from(copied):
+    run, row = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0", Row("frozen", "prototype")
+    (run / "features" / "task-002.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"features does not hold the tasks of this run: remove {run}"):
+        ask(run, row)
+    assert not answers_path(run, row).exists()
+
+
+@pytest.mark.parametrize("change", [{"settings": 5}, {"cost": {}}, {"text": None}, {"retention": {"before": 9}}])
+def test_a_damaged_cell_is_named_with_its_field(copied, change):
+    path = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=f"cell.json is damaged or foreign: {next(iter(change))}"):
+        read_cell(path.parent)
+
+
+@pytest.mark.parametrize("name", ["comparison.json", "comparison.csv", "advice.json"])
+@pytest.mark.parametrize("text", ["mine", '{"mine": 1}', ""])
+def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, name, text):
+    (tmp_path / name).write_text(text)
+    command = ["compare", str(write(tmp_path / "c.yaml", content))]
+    if name == "advice.json":
+        command = ["advise", "--model", "demo", "--data", "demo-digits"]
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
 
 
 def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
@@ -167,14 +214,14 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
     changed = write(folder / "changed.yaml", content | {"streams": streams})
     with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
-        compare(read_plan(changed), folder / "out", jobs=1, say=lambda _: None)
+        compare(read_plan(changed), folder / "out", jobs=1, log=quiet)
 
 
 def test_figures_of_other_settings_are_not_in_the_table(finished, content):
     folder, entries, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
     other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
-    assert entries and not make_table(other, folder / "out", other.cells())
+    assert entries and not make_entries(other, folder / "out", other.cells())
 
 
 def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_path):
@@ -190,7 +237,7 @@ def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_pa
     first.write_bytes(last.read_bytes())
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
     with pytest.raises(ValueError, match="run on other images than are in"):
-        compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
+        compare(plan, tmp_path / "out", jobs=1, log=quiet)
 
 
 def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
@@ -199,13 +246,13 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
     plan = read_plan(write(folder / "failing.yaml", content | changes))
     monkeypatch.setattr(CLASSIFIERS["ridge"], "learn", lambda *_: 1 / 0)
     with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
-        compare(plan, folder / "out", jobs=1, say=lambda _: None)
-    assert "prototype" in {entry.row.classifier for entry in read_table(folder / "out").entries}
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
 
 
 def test_a_folder_inside_the_images_is_refused_before_anything_is_written(content):
     inside = Path(content["streams"]["digits"]["data"]) / "out"
-    plan = replace(_plan(content), choices={})
+    plan = replace(make_plan(content), choices={})
     with pytest.raises(ValueError, match="lies in --data"):
         compare(plan, inside, jobs=1)
     assert not inside.exists()
@@ -213,7 +260,7 @@ def test_a_folder_inside_the_images_is_refused_before_anything_is_written(conten
 
 def test_the_better_setting_on_held_back_training_images_is_taken(finished):
     folder, _, _ = finished
-    chosen = read_table(folder / "out").chosen
+    chosen = read_comparison(folder / "out").chosen
     cells = [json.loads(path.read_text()) for path in sorted((folder / "out" / "choices").rglob("cell.json"))]
     assert len(cells) == 2 and all(cell["settings"]["validation_fraction"] == 0.2 for cell in cells)
     rate = chosen["digits: LoRA"]["learning_rate"]
@@ -230,8 +277,8 @@ def test_a_run_that_fails_costs_no_other(content, tmp_path):
     }
     path = write(tmp_path / "plan.yaml", plan)
     with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
-        compare(read_plan(path), tmp_path / "out", jobs=1, say=lambda _: None)
-    assert {entry.stream for entry in read_table(tmp_path / "out").entries} == {"digits"}
+        compare(read_plan(path), tmp_path / "out", jobs=1, log=quiet)
+    assert {entry.stream for entry in read_comparison(tmp_path / "out").entries} == {"digits"}
 
 
 def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
@@ -243,8 +290,8 @@ def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch
     monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cells", interrupted)
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))
     with pytest.raises(KeyboardInterrupt):
-        compare(plan, tmp_path / "out", jobs=1, say=lambda _: None)
-    table = read_table(tmp_path / "out")
+        compare(plan, tmp_path / "out", jobs=1, log=quiet)
+    table = read_comparison(tmp_path / "out")
     assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
     assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows("frozen")]
 
@@ -261,8 +308,10 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     assert "0 runs are missing, and 2 whose settings are chosen" in capsys.readouterr().out
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     assert "| LoRA | lda | linear |" in capsys.readouterr().out
-    again = read_table(tmp_path / "out").entries
-    assert [replace(entry, seconds=0.0) for entry in again] == [replace(entry, seconds=0.0) for entry in entries]
+    again = read_comparison(tmp_path / "out").entries
+    assert [entry.model_copy(update={"seconds": 0.0}) for entry in again] == [
+        entry.model_copy(update={"seconds": 0.0}) for entry in entries
+    ]
 
 
 # ---------------------------------------------------------------------- the file
@@ -271,27 +320,36 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"streems": {}}, "unknown entry 'streems'; did you mean 'streams'"),
-        ({"streams": {}}, "streams must name at least one"),
+        ({"streems": {}}, "streems: Extra inputs are not permitted"),
+        ({"streams": {}}, "streams: Dictionary should have at least 1 item"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
-        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "must be of letters"),
+        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
-        ({"streams": {"a": {"retention": "y", "retention_scales": [2]}}}, "retention_scales must be at most 1"),
+        (
+            {"streams": {"a": {"retention": "y", "retention_scales": [2]}}},
+            "retention_scales.0: Input should be less than or equal to 1",
+        ),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
         ({"methods": {"a": {"strategy": "dulb"}}}, "dulbe"),
         ({"methods": {"a": {"epochs": -1}}}, "epochs"),
-        ({"methods": {"a": {"choose": {"epochs": 3}}}}, "choose must name settings with a list"),
+        (
+            {"methods": {"a": {"choose": {"epochs": 3}}}},
+            "method 'a': choose.epochs: Input should be a valid list, got 3",
+        ),
         ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
         ({"methods": {"a": {"choose": {"learning_rate": ["fast"]}}}}, "learning_rate"),
+        ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
+        ({"methods": {"a": {"retention": "photos"}}}, "'retention'"),
+        ({"streams": {"a": {"choose": {"epochs": [1]}}}}, "'choose'"),
         ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
-        ({"seeds": 3}, "seeds must be a list"),
+        ({"seeds": 3}, "seeds: Input should be a valid list, got 3"),
         ({"classifiers": ["brigde"]}, "bridge"),
-        ({"classifiers": ["lda", "lda"]}, "different entries"),
-        ({"drift": ["quadratic"]}, "drift has the entry 'quadratic'"),
-        ({"seeds": [-1]}, "seeds must be integers of at least 0"),
+        ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
+        ({"drift": ["quadratic"]}, "drift.0: Input should be 'none' or 'linear', got 'quadratic'"),
+        ({"seeds": [-1]}, "seeds.0: Input should be greater than or equal to 0"),
         (
             {"streams": {"a": {"model": "demo", "data": "x", "images_per_class": 0}}},
             "images_per_class must be at least 1",
@@ -300,8 +358,8 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
             {"reference": {"method": "LoRA", "classifier": "text"}},
             "'LoRA with text', which is no row of this comparison",
         ),
-        ({"reference": {"method": "frozen"}}, "reference must name method, classifier, drift"),
-        ({"reference": {"methods": "LoRA"}}, "reference must name method, classifier, drift"),
+        ({"reference": {"method": "frozen"}}, "reference must name method and classifier"),
+        ({"reference": {"methods": "LoRA"}}, "Input should be 'method', 'classifier' or 'drift'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
@@ -320,17 +378,6 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
     plan = replace(plan, classifiers=["bayes:features=9", "bayes:features=0"], drifts=["none", "linear"])
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
-
-
-def test_the_files_that_come_with_the_library_are_right(monkeypatch):
-    monkeypatch.setenv("MODEL", "model")
-    monkeypatch.setenv("OTHER_MODEL", "another")
-    monkeypatch.setenv("DATA", "data")
-    files = sorted((ROOT / "examples" / "comparisons").glob("*.yaml"))
-    assert files
-    for path in files:
-        plan = read_plan(path)
-        assert len(plan.cells()) == len(plan.streams) * len(plan.methods) * len(plan.seeds)
 
 
 # ---------------------------------------------------------------------- figures

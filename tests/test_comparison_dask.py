@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -33,7 +32,7 @@ def plan(digit_folders, tmp_path_factory):
 
 
 def without_times(entries):
-    return [replace(entry, seconds=0.0) for entry in entries]
+    return [entry.model_copy(update={"seconds": 0.0}) for entry in entries]
 
 
 def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):
@@ -53,14 +52,14 @@ def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         processes = [nanny.pid for nanny in cluster.workers.values()]
         threading.Thread(target=kill_the_first_that_works, args=[processes], daemon=True).start()
-        found = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, say=lambda _: None)
+        found = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, log=lambda _: None)
     assert killed.is_set()
-    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, say=lambda _: None))
+    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
 
 
 def test_ray_finds_the_same(plan, tmp_path):
     ray = pytest.importorskip("ray")
     said = []
-    found = compare(plan, tmp_path / "ray", 2, "ray", say=said.append)
-    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, say=lambda _: None))
+    found = compare(plan, tmp_path / "ray", 2, "ray", log=said.append)
+    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
     assert said and not ray.is_initialized()

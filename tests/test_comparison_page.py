@@ -4,38 +4,65 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
-from dataclasses import replace
 
 import pytest
-from test_report import OLD, Page, self_contained
+from test_report import Page, self_contained
 
 from dulbe_peft.commands.main import main
-from dulbe_peft.comparison.figures import MOST, compared, forest_figure, image_counts, important_rows, streams_figure
-from dulbe_peft.comparison.page import lead, write_comparison_page
+from dulbe_peft.comparison.comparison_file import (
+    Comparison,
+    Entry,
+    Retention,
+    Scope,
+    read_comparison,
+    write_comparison,
+)
+from dulbe_peft.comparison.comparison_page import lead, write_comparison_page
+from dulbe_peft.comparison.comparison_plots import (
+    MOST,
+    forest_figure,
+    image_counts,
+    important_rows,
+    streams_figure,
+    with_difference,
+)
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.table import COLUMNS, Entry, Scope, Table, read_table, write_table
+from dulbe_peft.comparison.summary import COLUMNS
 from dulbe_peft.metrics.bootstrap import Difference
+from dulbe_peft.report.table import write_table_csv
 
 REFERENCE = Row("frozen", "bridge")
 CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.04), Difference(-0.1, -0.15, -0.05)
 
 
+TITLES = [column.title for column in COLUMNS if column.show][1:]
+
+
 def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None):
     spread = 0.01234 if len(seeds) > 1 else None
-    means, spreads = {"last": last, "average": last + 0.03}, {"last": spread, "average": spread}
-    found = {"last": difference, "average": difference}
-    gain = None if row.method == REFERENCE.method else difference
-    return Entry(stream, row, seeds, means, spreads, found, gain, 0.0789, 12.4, 28800, 3 * 2**20, retention)
+    return Entry(
+        stream=stream,
+        row=row,
+        seeds=seeds,
+        means={"last": last, "average": last + 0.03},
+        spreads={"last": spread, "average": spread},
+        differences={"last": difference, "average": difference},
+        gain=None if row.method == REFERENCE.method else difference,
+        calibration_error=0.0789,
+        seconds=12.4,
+        trainable_parameters=28800,
+        kept_bytes=3 * 2**20,
+        retention=retention,
+    )
 
 
-def made_table(names=("4 images", "16 images"), method="DuLBE", classifier="lda"):
+def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier="lda"):
     """Four rows on two streams, of which the second lacks a row and a seed of another."""
     other, moved, best = Row(method, classifier), Row(method, classifier, "linear"), Row("frozen", "ranpac:features=9")
-    known = {"before": 0.9, "after": 0.85}
+    known = Retention(before=0.9, after=0.85)
     entries = [
-        entry(REFERENCE, 0.8, None, names[0], retention={"before": 0.9, "after": 0.9}),
+        entry(REFERENCE, 0.8, None, names[0], retention=Retention(before=0.9, after=0.9)),
         entry(best, 0.81, UNCLEAR, names[0]),
         entry(other, 0.85, CLEAR, names[0], retention=known),
         entry(moved, 0.7, WORSE, names[0], retention=known),
@@ -47,16 +74,23 @@ def made_table(names=("4 images", "16 images"), method="DuLBE", classifier="lda"
     streams = {name: {**settings, "images_per_class": count} for name, count in zip(names, (4, 16), strict=True)}
     methods = {"frozen": {"strategy": "frozen"}, method: {"strategy": "dulbe"}}
     choices = {method: {"learning_rate": [1e-4, 1e-3]}}
-    scope = Scope(streams, methods, choices, (REFERENCE, best, other, moved), (0, 1, 2), REFERENCE)
-    return Table(entries, {f"{names[0]}: {method}": {"learning_rate": 1e-3}}, scope)
+    rows = (REFERENCE, best, other, moved)
+    scope = Scope(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
+    chosen = {f"{names[0]}: {method}": {"learning_rate": 1e-3}}
+    return Comparison(entries=entries, chosen=chosen, scope=scope)
 
 
 @pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "compared"
     path.mkdir()
-    write_table(made_table(), path)
+    write_comparison(made_comparison(), path)
+    write_table_csv(COLUMNS, made_comparison().entries, path / "comparison.csv")
     return path
+
+
+def changed(record, **fields):
+    return record.model_copy(update=fields)
 
 
 def words(page):
@@ -107,14 +141,14 @@ def test_the_page_has_all_figures(folder):
     tables = [table for table in page.tables if table[0][0] == "method"]
     cost = ["7.9", "12", "28,800", "3.0"]
     assert tables[0] == [
-        list(COLUMNS),
+        TITLES,
         ["frozen (reference)", "bridge", "", "83.0 ± 1.2", "80.0 ± 1.2", "", "", *cost, "90.0 → 90.0"],
         ["frozen", "ranpac:features=9", "", "84.0 ± 1.2", "81.0 ± 1.2", "+1.0 (-2.0 to +4.0)", "", *cost, ""],
         ["DuLBE", "lda", "", "88.0 ± 1.2", "85.0 ± 1.2", *2 * ["+5.0 (+2.0 to +8.0)"], *cost, "90.0 → 85.0"],
         ["DuLBE", "lda", "linear", "73.0 ± 1.2", "70.0 ± 1.2", *2 * ["-10.0 (-15.0 to -5.0)"], *cost, "90.0 → 85.0"],
     ]
-    assert len(tables) == 2 and tables[1][0] == list(COLUMNS)[:-1] and "2 to 3 seeds" in text
-    assert all(meaning in text for meaning in COLUMNS.values())
+    assert len(tables) == 2 and tables[1][0] == TITLES[:-1] and "2 to 3 seeds" in text
+    assert all(meaning in text for meaning in (column.meaning for column in COLUMNS))
     assert page.table("stream: method", "chosen") == [
         ["4 images: DuLBE", "learning_rate = 0.001", "learning_rate = 0.0001, 0.001"]
     ]
@@ -129,10 +163,10 @@ def test_the_page_has_all_figures(folder):
 
 
 def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
-    table = made_table()
-    scope = replace(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
-    entries = [replace(one, seeds=(0,)) for one in table.entries[:4]]
-    write_table(Table(entries, {}, scope), tmp_path)
+    table = made_comparison()
+    scope = changed(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
+    entries = [changed(one, seeds=(0,)) for one in table.entries[:4]]
+    write_comparison(Comparison(entries=entries, chosen={}, scope=scope), tmp_path)
     text = words(page := Page(write_comparison_page(tmp_path, tmp_path / "page.html")))
     self_contained(page)
     assert "With one seed, an interval speaks of the test images alone." in text
@@ -141,7 +175,7 @@ def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
 
 
 def test_nothing_finished_is_a_page_too(tmp_path):
-    write_table(replace(made_table(), entries=[]), tmp_path)
+    write_comparison(changed(made_comparison(), entries=[]), tmp_path)
     page = Page(write_comparison_page(tmp_path))
     self_contained(page)
     assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
@@ -150,7 +184,7 @@ def test_nothing_finished_is_a_page_too(tmp_path):
 
 def test_a_name_is_only_a_text(tmp_path):
     names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
-    write_table(made_table(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
+    write_comparison(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
     page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
     self_contained(page)
     assert not {"b", "i", "script"} & {tag for tag, _ in page.tags}
@@ -164,7 +198,7 @@ def test_a_name_is_only_a_text(tmp_path):
 
 
 def test_the_map_from_images_to_accuracy():
-    table = made_table()
+    table = made_comparison()
     assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
     rows = important_rows(table)
     assert rows == [REFERENCE, Row("DuLBE", "lda"), Row("frozen", "ranpac:features=9")]
@@ -179,11 +213,11 @@ def test_the_map_from_images_to_accuracy():
 
 
 def test_streams_that_differ_in_more_have_a_line_each():
-    table = made_table()
+    table = made_comparison()
     for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
         streams = {**table.scope.streams, "4 images": {**table.scope.streams["4 images"], **change}}
         assert image_counts(streams) == {}, change
-    figure = streams_figure(replace(table, scope=replace(table.scope, streams=streams)), [REFERENCE])
+    figure = streams_figure(changed(table, scope=changed(table.scope, streams=streams)), [REFERENCE])
     axes = figure.axes[0]
     assert axes.get_xlim() == (0, 100) and axes.get_xscale() == "linear"
     assert [text.get_text() for text in axes.get_yticklabels()] == ["4 images", "16 images"]
@@ -194,12 +228,14 @@ def test_streams_that_differ_in_more_have_a_line_each():
 def test_few_rows_of_one_method_are_the_best_of_each_classifier():
     rows = [Row("frozen", name) for name in "abcdefghij"]
     entries = [entry(row, 0.5 + place / 100) for place, row in enumerate(rows)]
-    scope = replace(made_table().scope, rows=tuple(rows), reference=rows[0])
-    assert important_rows(Table(entries, {}, scope)) == [rows[0], *rows[:2:-1]], "eight at most"
+    scope = changed(made_comparison().scope, rows=tuple(rows), reference=rows[0])
+    assert important_rows(Comparison(entries=entries, chosen={}, scope=scope)) == [rows[0], *rows[:2:-1]], (
+        "eight at most"
+    )
 
 
 def test_differences_are_drawn_with_their_intervals():
-    rows = compared(made_table().entries[:4])
+    rows = with_difference(made_comparison().entries[:4])
     assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]
     axes = forest_figure(rows).axes[0]
     zero, *lines = axes.lines
@@ -234,23 +270,33 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_a_page_is_about_runs_or_about_one_comparison(folder, tmp_path, capsys):
-    assert main(["report", str(OLD), str(folder), "--output", str(tmp_path / "p.html")]) == 2
-    assert f"{folder} is a comparison and {OLD} is none" in capsys.readouterr().err
+    run = tmp_path / "run"
+    run.mkdir()
+    assert main(["report", str(run), str(folder), "--output", str(tmp_path / "p.html")]) == 2
+    assert f"{folder} is a comparison and {run} is none" in capsys.readouterr().err
     shutil.copytree(folder, tmp_path / "copy")
     assert main(["report", str(folder), str(tmp_path / "copy")]) == 2
     assert "got 2 comparisons" in capsys.readouterr().err
     assert not (tmp_path / "p.html").exists() and not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("key", ["entries", "scope", "chosen"])
-def test_a_damaged_table_is_named(folder, key):
-    content = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-    (folder / "comparison.json").write_text(json.dumps(content | {key: 3}), encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(f"{folder / 'comparison.json'} is not as")):
-        write_comparison_page(folder)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("entries", 3), ("entries.0.means.last", 99), ("entries.0.row.classifier", ["lda"]), ("scope.methods", [])],
+)
+def test_a_damaged_comparison_is_named_with_its_field(folder, capsys, field, value):
+    path = folder / "comparison.json"
+    content = part = json.loads(path.read_text(encoding="utf-8"))
+    *outer, last = field.split(".")
+    for name in outer:
+        part = part[int(name) if isinstance(part, list) else name]
+    part[last] = value
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["report", str(folder)]) == 2
+    assert f"{path} is damaged or foreign: {field}: " in capsys.readouterr().err
     assert not (folder / "report.html").exists()
 
 
-def test_a_table_is_read_as_it_was_written(folder):
-    assert read_table(folder) == made_table()
-    assert list(read_table(folder).scope.streams) == ["4 images", "16 images"], "in the order of the file"
+def test_a_comparison_is_read_as_it_was_written(folder):
+    assert read_comparison(folder) == made_comparison()
+    assert list(read_comparison(folder).scope.streams) == ["4 images", "16 images"], "in the order of the file"

@@ -26,8 +26,8 @@ from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, cosines
 from dulbe_peft.metrics.features import TaskFeatures, read_features
 from dulbe_peft.report import read_effects, read_run, write_figures, write_report
 from dulbe_peft.report.diagnostic_plots import capture_figure, layer_figure, relevance_figure
-from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.report.html import percent
+from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
 from dulbe_peft.runs.progress import known_tasks
 
 

@@ -156,7 +156,8 @@ def _measured(
             few = "there are too few training images to hold some of each task back: use --strategy frozen "
             raise ValueError(few + f"--classifiers bayes, or give more images ({error})") from error
         raise
-    found, seconds = {}, {}
+    found: dict[Row, np.ndarray] = {}
+    seconds: dict[str, float] = {}
     for cell in plan.cells():
         folder = output / cell.folder
         done = read_cell(folder)

@@ -211,7 +211,7 @@ class _PlanFile(Record):
 class _Own(Record):
     """What a stream or a method says beside settings of a run."""
 
-    choose: dict[str, Annotated[list[Any], Field(min_length=1), Different]] = {}
+    choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     retention: str | None = None
     retention_scales: Annotated[tuple[Share, ...], BeforeValidator(tuple)] = ()
 
@@ -284,7 +284,10 @@ def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
     _check_free(owner, choose, True)
-    return {name: [setting_values({name: value}, owner)[name] for value in values] for name, values in choose.items()}
+    return {
+        name: _different([setting_values({name: value}, owner)[name] for value in values])
+        for name, values in choose.items()
+    }
 
 
 def _path(text: Any) -> str:
@@ -295,7 +298,7 @@ def _path(text: Any) -> str:
     return path
 
 
-def _reference(plan: Plan, entry: Mapping[str, str]) -> Row:
+def _reference(plan: Plan, entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
     row = Row(**entry)

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.report.plots import plot_matrix, plot_results
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import read_progress
 from dulbe_peft.runs.results import stream_results
@@ -82,30 +84,6 @@ class _Timings(_PartRecord):
     tasks: list[_TaskTime | None]
 
 
-class _Update(_PartRecord):
-    after: int
-    forgotten: int | None
-    images: dict[str, int]
-
-
-class _BaseModel(_PartRecord):
-    name: str | None = None
-
-
-class _Learner(_PartRecord):
-    """`learner.json`."""
-
-    classifiers: list[str]
-    base_model: _BaseModel | None = None
-    updates: list[_Update] = []
-
-
-class _Adapter(_PartRecord):
-    """`adapter_config.json`, which PEFT writes."""
-
-    base_model_name_or_path: str | None = None
-
-
 class Example(Record):
     """A picture of a test image, and what it shows."""
 
@@ -147,14 +125,14 @@ class Run:
     name: str
     results: dict[str, Any]
     learned: list[list[str]]
-    finished: bool
     settings: dict[str, Any]
-    fingerprints: dict[str, Any] | None
-    base_model: str | None
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
     examples: Examples
-    updates: list[dict[str, Any]]
+    finished: bool = True
+    fingerprints: dict[str, Any] | None = None
+    base_model: str | None = None
+    updates: list[Update] = field(default_factory=list)
 
     @property
     def tested(self) -> bool:
@@ -188,61 +166,49 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
-    results = _read(path / RESULTS_FILE, _Results)
-    task = newest_task(path, lambda _: None)
-    if task is not None:
-        return _run_with_tasks(path, *task, results)
-    if results is None:
+    results, task = _read(path / RESULTS_FILE, _Results), newest_task(path, lambda _: None)
+    if results is None and task is None:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor the folder of a finished task: nothing to report")
-    settings = {"strategy": results["strategy"], **results["configuration"]}
-    return _run(path, path, results, settings, {})
-
-
-def _run_with_tasks(path: Path, newest: Path, manifest: dict[str, Any], results: dict[str, Any] | None) -> Run:
-    """The run as its newest task folder tells it; `results` count where they are of the same tasks."""
-    learner = _read(newest / LEARNER_FILE, _Learner) or {"classifiers": []}
-    identity, learned = manifest["identity"], manifest["tasks"]
-    finished = results is not None and results["class_names"] == learned
-    if results is None or not finished:
+    if task is None and results is not None:  # somebody kept the small files alone
+        settings = {"strategy": results["strategy"], **results["configuration"]}
+        return _run(path, path, results, settings)
+    newest, manifest = task
+    learner, identity = read_record(newest / LEARNER_FILE, LearnerFile), manifest.notes["identity"]
+    finished = results is not None and results["class_names"] == manifest.notes["tasks"]
+    if not finished:
         try:
-            progress = read_progress(newest, len(learned))
-            results = stream_results(progress, identity, learned, learner["classifiers"], manifest["versions"])
-            results = _Results.model_validate(results).model_dump(exclude_unset=True)
+            found = stream_results(read_progress(newest), identity, learner.classifiers, manifest.versions)
+            results = _Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:
             raise ValueError(f"{newest} is not as a run writes it: {error}") from error
     settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
-    return _run(path, newest, results, settings, learner, manifest, finished)
+    run = _run(path, newest, results, settings, learner.classifiers)
+    return replace(
+        run,
+        finished=finished,
+        fingerprints={name: identity[name] for name in ("base_model", "data")},
+        base_model=learner.base_model.name,
+        updates=learner.updates,
+    )
 
 
-def _run(
-    path: Path,
-    kept: Path,
-    results: dict[str, Any],
-    settings: dict[str, Any],
-    learner: dict[str, Any],
-    manifest: dict[str, Any] | None = None,
-    finished: bool = True,
-) -> Run:
+def _run(path: Path, kept: Path, results: dict[str, Any], settings: dict[str, Any], order: Sequence[str] = ()) -> Run:
+    """The run as its files tell it; `kept` has the predictions, `order` is that of the learner's classifiers."""
     learned = results["class_names"]
     blocks = results.get("classifiers", {})
     if blocks:  # JSON sorts them; the learner's own order is the one that counts
-        order = [name for name in learner.get("classifiers", []) if name in blocks]
-        results = {**results, "classifiers": {name: blocks[name] for name in (*order, *blocks)}}
+        names = [name for name in order if name in blocks]
+        results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
     timings = (_read(path / TIMINGS_FILE, _Timings) or {"tasks": []})["tasks"]
-    name = (learner.get("base_model") or {}).get("name")
     return Run(
         folder=path,
         name=path.resolve().name,
         results=results,
         learned=learned,
-        finished=finished,
         settings=settings,
-        fingerprints=None if manifest is None else {key: manifest["identity"][key] for key in ("base_model", "data")},
-        base_model=name or (_read(kept / "adapter_config.json", _Adapter) or {}).get("base_model_name_or_path"),
         predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
         timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
         examples=_examples(path / PICTURES_FOLDER),
-        updates=learner.get("updates", []),
     )
 
 

@@ -134,7 +134,7 @@ def group_results(groups: Sequence[Sequence[Run]]) -> list[GroupResult]:
             blocks = [blocks[name] for blocks in tested if name in blocks]
             measures = {}
             for measure in MEASURES:
-                values = [block.get(measure) for block in blocks]
+                values: list[Any] = [block.get(measure) for block in blocks]
                 if None not in values:
                     spread = statistics.stdev(values) if len(values) > 1 else None
                     measures[measure] = MeanSpread(statistics.fmean(values), spread)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.checkpoints.learner_file import Update
 from dulbe_peft.metrics.accuracy import METHODS, result_rows
 from dulbe_peft.report.confusion_matrix import class_accuracies, confusion_matrix, data_name
 from dulbe_peft.report.html import write_page
@@ -89,7 +90,7 @@ def _content(run: Run, key: str) -> dict[str, Any]:
         "mistakes": [_picture(run, example) for example in run.examples.mistakes],
         "hits": [_picture(run, example) for example in run.examples.hits],
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
-        "updates": [_update(entry) for entry in run.updates if entry["images"] or entry["forgotten"]],
+        "updates": [_update(entry) for entry in run.updates if entry.images or entry.forgotten],
         **effects_content(run, key),
     }
     return content | _test_content(run, key) if run.tested else content
@@ -151,12 +152,12 @@ def _task_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _update(entry: dict[str, Any]) -> str:
+def _update(entry: Update) -> str:
     """What the learner took in or lost without training, in words."""
-    after = f"after task {entry['after']}"
-    if entry["forgotten"]:
-        return f"{after}, a class of task {entry['forgotten']} was forgotten"
-    images = entry["images"]
+    after = f"after task {entry.after}"
+    if entry.forgotten:
+        return f"{after}, a class of task {entry.forgotten} was forgotten"
+    images = entry.images
     listed = ", ".join(f"{name} ({count})" for name, count in list(images.items())[:WORST])
     more = f" and {len(images) - WORST} more classes" if len(images) > WORST else ""
     total = sum(images.values())

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report.pictures import EXAMPLES, SIDE, _write_pictures, choose_examples, thumbnail
+from dulbe_peft.report.pictures import EXAMPLES, SIDE, _write_examples, choose_examples, thumbnail
 from dulbe_peft.utils.folders import read_manifest
 
 
@@ -42,7 +42,7 @@ def test_pictures_show_the_right_images(tmp_path):
     """Image i is all of one grey, so a picture tells which image it shows."""
     tests = [None, [{"image": Image.new("L", (96, 96), 4 * i), "label": 0} for i in range(60)]]
     chosen = choose_examples([ImageResult(str(i), "cat", "dog", i / 60, 2, i, {}) for i in range(60)])
-    _write_pictures(tmp_path / "pictures", chosen, tests)
+    _write_examples(tmp_path / "pictures", chosen, tests)
     index = json.loads((tmp_path / "pictures" / "index.json").read_text())
     assert [entry["image"] for entry in index["mistakes"]] == [str(i) for i in range(59, 47, -1)]
     assert index["hits"] == []
@@ -53,13 +53,13 @@ def test_pictures_show_the_right_images(tmp_path):
 
 
 def test_there_are_no_pictures_of_what_is_no_image(tmp_path):
-    _write_pictures(tmp_path / "pictures", choose_examples(rows(4)), [[(np.zeros(3), 0)] * 4])
+    _write_examples(tmp_path / "pictures", choose_examples(rows(4)), [[(np.zeros(3), 0)] * 4])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_somebody_s_own_is_left_alone(tmp_path, capsys):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "mine.jpg").write_bytes(b"x")
-    _write_pictures(tmp_path / "pictures", choose_examples(rows(4)), [[(Image.new("L", (9, 9)), 0)] * 4])
+    _write_examples(tmp_path / "pictures", choose_examples(rows(4)), [[(Image.new("L", (9, 9)), 0)] * 4])
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["mine.jpg"]
     assert "no pictures of examples" in capsys.readouterr().out
