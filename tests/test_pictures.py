@@ -53,13 +53,15 @@ def test_pictures_show_the_right_images(tmp_path):
 
 
 def test_there_are_no_pictures_of_what_is_no_image(tmp_path):
-    _write_examples(tmp_path / "pictures", choose_examples(rows(4)), [[(np.zeros(3), 0)] * 4])
+    _write_examples(tmp_path / "pictures", choose_examples(rows(4)), [[{"image": np.zeros(3), "label": 0}] * 4])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_somebody_s_own_is_left_alone(tmp_path, capsys):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "mine.jpg").write_bytes(b"x")
-    _write_examples(tmp_path / "pictures", choose_examples(rows(4)), [[(Image.new("L", (9, 9)), 0)] * 4])
+    _write_examples(
+        tmp_path / "pictures", choose_examples(rows(4)), [[{"image": Image.new("L", (9, 9)), "label": 0}] * 4]
+    )
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["mine.jpg"]
     assert "no pictures of examples" in capsys.readouterr().out

@@ -45,13 +45,8 @@ def add(commands: Any) -> None:
 def learn(arguments: argparse.Namespace) -> int:
     """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.report import format_summary
-<<<<<<< HEAD
-    from dulbe_peft.report.views import write_views
-    from dulbe_peft.runs.progress import known_tasks
-=======
     from dulbe_peft.report.pictures import write_pictures
-    from dulbe_peft.runs.progress import known_past
->>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
+    from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(arguments.learner, arguments.output)

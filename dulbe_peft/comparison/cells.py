@@ -22,13 +22,8 @@ from urllib.parse import quote
 import torch
 from pydantic import Field
 
-<<<<<<< HEAD
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
-from dulbe_peft.classifiers import spec as spec_of
-=======
-from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
 from dulbe_peft.comparison.comparison_file import Retention
->>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.encoders.loading import has_text
@@ -282,15 +277,9 @@ def ask(folder: Path, row: Row) -> None:
 
 def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
     """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
-<<<<<<< HEAD
-    cls, settings = parse_classifier(row.classifier, cell["bridge"])
-    made = {"classifier": [cls.name, cell["logit_scale"], settings], "drift": row.drift}
-    return json_sha256({"run": cell["settings"], "text_embeds": cell["text_embeds"]} | made)
-=======
-    classifier = make_classifier(row.classifier, 8, cell.logit_scale, cell.bridge)
-    made = {"name": classifier.name, **classifier.settings()}
-    return _as_json({"run": cell.settings, "classifier": made, "drift": row.drift, "text_embeds": cell.text_embeds})
->>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
+    cls, settings = parse_classifier(row.classifier, cell.bridge)
+    made = {"classifier": [cls.name, cell.logit_scale, settings], "drift": row.drift}
+    return _as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
 
 def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers], AnswersFacts]:

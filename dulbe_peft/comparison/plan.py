@@ -22,13 +22,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-<<<<<<< HEAD
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_classifier
-=======
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier
->>>>>>> f07248d (One list of columns makes every table; files of a comparison and of a report are pydantic records; names of the field)
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy

@@ -167,15 +167,15 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
     results, task = _read(path / RESULTS_FILE, _Results), newest_task(path, lambda _: None)
-    if results is None and task is None:
-        raise ValueError(f"{path} holds neither {RESULTS_FILE} nor the folder of a finished task: nothing to report")
-    if task is None and results is not None:  # somebody kept the small files alone
+    if task is None:  # somebody kept the small files alone
+        if results is None:
+            raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
         settings = {"strategy": results["strategy"], **results["configuration"]}
         return _run(path, path, results, settings)
     newest, manifest = task
     learner, identity = read_record(newest / LEARNER_FILE, LearnerFile), manifest.notes["identity"]
     finished = results is not None and results["class_names"] == manifest.notes["tasks"]
-    if not finished:
+    if results is None or not finished:
         try:
             found = stream_results(read_progress(newest), identity, learner.classifiers, manifest.versions)
             results = _Results.model_validate(found).model_dump(exclude_unset=True)
