@@ -176,7 +176,7 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
     for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
         with pytest.raises(ValueError, match="of another run, classifier or version; remove the file"):
             read_answers(run, row, cell)
-    monkeypatch.setattr(CLASSIFIERS["lda"], "settings", lambda self: {"shrinkage": "another default"})
+    monkeypatch.setattr(CLASSIFIERS["lda"], "setting_defaults", lambda: {"shrinkage": "another default"})
     with pytest.raises(ValueError, match="of another run, classifier or version"):
         read_answers(run, lda, cell)
 
