@@ -180,6 +180,8 @@ def test_what_a_learner_took_in_since_is_not_thrown_away_in_silence(base, photos
     tasks, learner = tasks_of(photos), make_learner(base, "dulbe")
     learner.run(tasks[:2], tmp_path / "run")
     learner.update_classes(tasks[1].test)
+    with torch.no_grad():
+        next(learner.model.shared_parameters()).add_(1)
     counts, model = learner.head.counts.clone(), copy.deepcopy(learner.model.state_dict())
     with pytest.raises(ValueError, match="this learner is not the one in .*task-002.* by update_classes for instance"):
         learner.run(tasks, tmp_path / "run")
