@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import unicodedata
-from dataclasses import replace
 
 import pytest
-import torch
-from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
-from peft import PeftModel
+from lives import content, differences, everything, images_of, learned, stream, tiny_learner
 from PIL import Image
 
 from dulbe_peft import ImageFolder, LearnerArguments
-from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.commands.outputs import check_outputs
-from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.data.folders import FolderContent
-from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.deployment.classifier import checked_formula, class_facts
 from dulbe_peft.report import write_figures
-from dulbe_peft.report.run_folder import Examples, _examples
-from dulbe_peft.runs.settings import read_yaml
-from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
-from dulbe_peft.utils.files import read_json, read_lines
+from dulbe_peft.utils.files import read_lines
 
 STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
 METHOD = "methods: {frozen: {strategy: frozen}}\n"
@@ -105,40 +92,6 @@ def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(run, t
     assert write_figures(run, tmp_path / "figures") == files
 
 
-def test_a_picture_that_is_a_link_is_not_shown(tmp_path):
-    Image.new("RGB", (4, 4)).save(tmp_path / "private.jpg")
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    (folder / "a.jpg").symlink_to(tmp_path / "private.jpg")
-    entry = {"file": "a.jpg", "image": "a", "class": "a", "predicted": "a", "probability": 1.0}
-    (folder / "index.json").write_text(json.dumps({"hits": [entry], "mistakes": []}))
-    assert _examples(folder) == Examples()
-
-
-def test_a_comparison_stays_out_of_learners_and_of_what_it_measures_with(tmp_path):
-    (tmp_path / "learner.json").write_text("{}")
-    (tmp_path / "c.yaml").write_text(STREAM + METHOD)
-    with pytest.raises(FileExistsError, match="saved learner"):
-        compare(read_plan(tmp_path / "c.yaml"), tmp_path / "new")
-    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
-        compare(read_plan(tmp_path / "c.yaml"), tmp_path.parent / "elsewhere", jobs=0)
-    (tmp_path / "learner.json").unlink()
-    (tmp_path / "c.yaml").write_text(STREAM.replace("increment: 5", f"retention: {tmp_path}") + METHOD)
-    with pytest.raises(ValueError, match="lies in --data"):
-        compare(read_plan(tmp_path / "c.yaml"), tmp_path / "new")
-
-
-@pytest.mark.parametrize("kind", ["lists", "merges"])
-def test_aliases_cannot_stand_for_everything(tmp_path, kind):
-    first, line = ("[x]", "[{}]") if kind == "lists" else ("{y: 1}", "{{<<: [{}]}}")
-    rows = [f"x0: &x0 {first}", *(f"x{n}: &x{n} " + line.format(",".join([f"*x{n - 1}"] * 9)) for n in range(1, 20))]
-    (tmp_path / "c.yaml").write_text("\n".join(rows))
-    with pytest.raises(ValueError, match="more than 100000 entries"):
-        read_yaml(tmp_path / "c.yaml", "configuration")
-    (tmp_path / "c.yaml").write_text("x: &x {y: 1}\nz: {<<: *x}\nself: &s [*s]\n")
-    assert read_yaml(tmp_path / "c.yaml", "configuration")["z"] == {"y": 1}
-
-
 def test_links_to_themselves_and_deep_folders_are_stepped_over(tmp_path):
     (tmp_path / "cat").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "1.png")
@@ -178,22 +131,6 @@ def test_names_of_the_same_letters_are_equal():
         check_class_names([one, other])
     with pytest.raises(ValueError, match="was seen already"):
         check_class_names([other], seen=[one])
-
-
-def test_no_more_processes_than_batches(monkeypatch):
-    learner = learned(tiny_learner(), 1)
-    started = []
-    monkeypatch.setattr(
-        "dulbe_peft.encoders.encoder.DataLoader", lambda *_, num_workers, **__: started.append(num_workers) or []
-    )
-    learner.encoder.args = replace(learner.args, num_workers=1000)
-    list(learner.encoder.batches(learner.encoder.images(labelled_images(images_of(0, 1))), ""))
-    assert started == [1]
-
-
-def test_layers_pattern_of_another_type_is_named():
-    with pytest.raises(TypeError, match="layers_pattern"):
-        DualModeLoraConfig(layers_pattern=3, layers_to_transform=[0])
 
 
 def test_an_empty_path_is_not_the_current_folder():
@@ -295,15 +232,6 @@ def test_a_setting_that_float32_cannot_bear_is_named_before_training(name, value
         LearnerArguments(**{name: value})
 
 
-def test_settings_of_parts_that_float32_cannot_bear_are_named():
-    for strategy in ("o_lora:lambda_1=1e300", "loda:ridge=1e-300", "cl_lora:temperature=1e-300"):
-        with pytest.raises(ValueError, match="must be finite in float32"):
-            make_strategy(strategy)
-    for spec in ("ridge:ridge=1e300", "bayes:features=1000000000", f"ranpac:features={10**30}"):
-        with pytest.raises(ValueError, match="(ridge|features) must be"):
-            make_classifier(spec, 8)
-
-
 def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypatch):
     def after_step(self, task):
         next(p for p in task.adapter.parameters() if p.requires_grad).fill_(float("nan"))
@@ -313,20 +241,6 @@ def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypa
     with pytest.raises(ValueError, match="infinite after training: lower the learning_rate"):
         learner.learn_task(images_of(0, 1), ["a", "b"])
     assert not learner.tasks
-
-
-def test_long_names_and_prompts_are_refused_at_once():
-    learner = tiny_learner()
-    learner.encoder.check_prompts = None  # no tokenizer is asked
-    for call in (
-        lambda: learner.learn_task(images_of(0, 1), ["a", "b" * 1_000_000]),
-        lambda: check_class_names(["b" * 1001]),
-        lambda: LearnerArguments(prompt_template="{}" + "b" * 1_000_000),
-    ):
-        with pytest.raises(ValueError, match="at most 1000 are allowed") as error:
-            call()
-        assert len(str(error.value)) < 200
-    assert check_class_names(["b" * 1000])
 
 
 def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
@@ -357,43 +271,3 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)
     assert learner.class_names == ("tea",)
-
-
-@pytest.mark.parametrize("change", [{"text_rank": 0}, {"text_target_modules": ["x"]}])
-def test_a_forged_configuration_does_not_drop_the_text_lora(tmp_path, change):
-    learned(tiny_learner(), 1).model.save_pretrained(tmp_path)
-    config = read_json(tmp_path / "adapter_config.json")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=r"does not fit: keys missing \[\], unknown \['.*text"):
-        PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path)
-
-
-def test_an_export_says_what_the_learner_says_after_forgetting_and_with_another_lambda():
-    learner = tiny_learner(classifiers=("bayes:features=20", "bridge"))
-    for task in stream(2):
-        more = [item for seed in range(3) for item in images_of(*range(4), seed=seed) if item[1] < 2]
-        learner.learn_task(more, task.class_names)
-    learner.forget_class("b0")
-    bayes = learner.classifiers["bayes"]
-    before, wins = bayes.strength(), torch.zeros_like(bayes.wins)
-    wins[len(wins) // 2 + 6] = 400
-    bayes.install({"wins": wins})
-    assert bayes.strength() > 10 * before
-    features = learner.image_embeds([image for image, _ in images_of(0, 1, 2)])
-    for classifier in learner.classifiers.values():
-        function, tensors = checked_formula(classifier)
-        assert torch.allclose(function(features, **tensors), classifier(features), atol=1e-4)
-        facts = class_facts(learner.state, classifier)
-        assert tuple(facts["class_names"]) == learner.class_names
-        assert facts["reject_below"]["0.1"] == classifier.rejection_threshold(0.1)
-
-
-def test_labels_that_the_disk_does_not_give_name_the_image():
-    class Failing(list):
-        def __getitem__(self, index):
-            if index == 1:
-                raise OSError("the disk is gone")
-            return super().__getitem__(index)
-
-    with pytest.raises(ValueError, match=r"image 1 \(item 1\) cannot be preprocessed: the disk is gone"):
-        labelled_images(Failing(images_of(0, 1)))
