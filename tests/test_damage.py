@@ -27,9 +27,9 @@ from damages import damaged
 from lives import images_of, learned, stream, tiny_base, tiny_learner
 from PIL import Image, features
 
-from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics
+from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, ImageFolder, OccupationStatistics
 from dulbe_peft.commands.main import main
-from dulbe_peft.data.decoding import decode_image, image_problem
+from dulbe_peft.data.decoding import image_problem
 from dulbe_peft.report import write_report
 from dulbe_peft.utils.folders import MANIFEST, json_sha256, read_manifest
 
@@ -90,11 +90,11 @@ def statistics(_: Path, file: Path) -> None:
     assert all(torch.isfinite(matrix).all() for matrix in OccupationStatistics.load(file).values())
 
 
-def image(_: Path, file: Path) -> None:
+def image(folder: Path, file: Path) -> None:
     image_problem(str(file))
-    with file.open("rb") as opened:
-        image_problem(opened)
-    assert decode_image(str(file)).mode == "RGB"
+    photos = ImageFolder(folder)
+    place = [path.name for path in sorted((folder / "a").iterdir())].index(file.name)
+    assert photos[place]["image"].mode == "RGB"
 
 
 def command(folder: Path, _: Path) -> None:
@@ -114,12 +114,12 @@ def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
     for name in ("run", "told"):
         tiny_learner("frozen", ("bridge",)).run(stream(1), root / name, source={"data": "x"})
     saved = [path.relative_to(root / "learner").as_posix() for path in (root / "learner").rglob("*") if path.is_file()]
-    (root / "images").mkdir()
+    (root / "images" / "a").mkdir(parents=True)
     chance = np.random.default_rng(0)
     pixels = Image.fromarray(chance.integers(0, 255, (24, 20, 3), dtype=np.uint8))
     kinds = ["JPEG", "PNG", "BMP", "GIF", "TIFF"] + [k for k in ("WEBP", "AVIF") if features.check(k.lower())]
     for kind in kinds:
-        pixels.save(root / "images" / f"x.{kind.lower()}", kind)
+        pixels.save(root / "images" / "a" / f"x.{kind.lower()}", kind)
     (root / "settings").mkdir()
     (root / "settings" / "order.txt").write_text("one\nzero\n")
     (root / "settings" / "run.yaml").write_text(
@@ -146,7 +146,7 @@ def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
             report,
             seals=True,
         ),
-        "image": Kind(root / "images", [path.name for path in (root / "images").iterdir()], image),
+        "image": Kind(root / "images", [f"a/{path.name}" for path in (root / "images" / "a").iterdir()], image),
         "settings": Kind(root / "settings", ["run.yaml", "order.txt"], command),
     }
 
