@@ -1,11 +1,9 @@
-"""Checks of numbers, and of what JSON holds. A message names the argument, its value, and what would be right."""
+"""Checks of numbers. A message names the argument, its value, and what would be right."""
 
 from __future__ import annotations
 
-import types
-from dataclasses import is_dataclass
 from numbers import Integral
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 _LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of float32, in which nearly all is computed
 
@@ -21,12 +19,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """`value` as a Python int.
-
-    Raises:
-        TypeError: `value` is no int.
-        ValueError: `value` is below `least` or above `most`.
-    """
+    """`value` as a Python int, after a check that it is one from `least` to `most`."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < least:
@@ -59,35 +52,3 @@ def check_number(
         raise ValueError(f"{name} must be at most {most:g}, got {value}")
     if abs(value) > _LARGEST or (positive and not tiny and value < _SMALLEST):
         raise ValueError(f"{name} must be finite in float32, {_SMALLEST:.1e} to {_LARGEST:.1e}, got {value!r:.40}")
-
-
-def read_typed(name: str, hint: Any, value: Any) -> Any:
-    """What JSON gave, as the type that a hint asks for: dataclasses, lists, tuples, dicts, texts and numbers.
-
-    Raises:
-        TypeError: a part has another type, or a dataclass lacks a field; the message names it.
-        ValueError: a float is not finite, or an int is negative or needs more than 64 bits.
-        KeyError: a dataclass has no such field.
-
-    >>> read_typed("seeds", tuple[int, ...], [0, 1])
-    (0, 1)
-    """
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any or (value is None and types.NoneType in parts):
-        return value
-    if origin is types.UnionType:
-        return read_typed(name, parts[0], value)
-    if hint is float:
-        check_number(name, value)
-        return value
-    if hint is int:
-        return check_int(name, value, 0, 2**63 - 1)
-    kind: Any = dict if is_dataclass(hint) else list if origin in (list, tuple) else origin or hint
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {hint}, got {value!r:.100}")
-    if is_dataclass(hint):
-        hints, make = get_type_hints(hint), cast(Any, hint)
-        return make(**{field: read_typed(field, hints[field], part) for field, part in value.items()})
-    if kind is dict:
-        return {key: read_typed(f"{name}.{key}", parts[1], part) for key, part in value.items()}
-    return origin(read_typed(name, parts[0], part) for part in value) if kind is list else value

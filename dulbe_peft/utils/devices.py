@@ -56,10 +56,7 @@ def usual_torch() -> Iterator[None]:
 
 @contextmanager
 def own_randomness(*entropy: int) -> Iterator[None]:
-    """Seed Python, numpy and torch while the block runs, and put their generators back afterwards.
-
-    Images that are augmented at random are then the same ones when a run that was stopped learns a task again.
-    """
+    """Seed Python, numpy and torch while the block runs, so that a resumed task augments its images alike."""
     python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]

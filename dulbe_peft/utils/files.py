@@ -57,10 +57,7 @@ def damage(path: str | Path, error: Exception) -> str:
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table, whole or not at all, in UTF-8.
-
-    A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are.
-    """
+    """Write a table, whole or not at all; a text that a spreadsheet would take for a formula gets an apostrophe."""
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         write_rows(file, header, rows)
 
@@ -76,18 +73,15 @@ def read_csv(path: Path) -> list[list[str]]:
     """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
-            return [[cell[1:] if _is_guarded(cell) else cell for cell in row] for row in csv.reader(file)]
+            rows = list(csv.reader(file))
         except csv.Error as error:
             raise ValueError(f"{path} is no CSV file: {error}") from error
+    return [[cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell for cell in row] for row in rows]
 
 
 def _guarded(cell: Any) -> Any:
     # A text that has apostrophes of its own before the sign gets one more, so that reading takes exactly one away.
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
-
-
-def _is_guarded(cell: str) -> bool:
-    return cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA)
 
 
 @contextmanager
@@ -108,8 +102,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
             sync(path.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if folder.exists():  # a disk that failed once may work again
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -118,18 +110,14 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:  # of a file's name that is not UTF-8
-        near = error.object[max(0, error.start - 100) : error.end + 20]
-        raise ValueError(f"{path} cannot be written: {near!r} is not UTF-8; rename what is called so") from error
-    except OSError as error:
-        if isinstance(error, FileExistsError) and error.errno is None:
-            raise  # our own, which names the file
-        if error.errno is None:
-            raise OSError(f"{path} cannot be written: {error}") from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise ValueError(f"{path} cannot be written: {error.object[-200:]!r} is not UTF-8; rename it") from error
     except Exception as error:
-        if type(error) not in (Exception, SafetensorError):
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        # Tokenizers raise a bare Exception over a full disk. Our own FileExistsError names its file.
+        if type(error) not in (Exception, SafetensorError, OSError):
             raise
-        raise OSError(f"{path} cannot be written: {error}") from error  # what tokenizers raise over a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def sync(path: Path) -> None:

@@ -72,9 +72,8 @@ def commit_folder(
 ) -> None:
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`; a link is followed.
 
-    Files that somebody else put into the folder stay, and so does a model card that somebody edited. On any error the
-    folder is as it was. With `lock`, a second writer is refused and what killed writers left is removed; without it,
-    the caller sees to both. With `overwrite`, a damaged folder of this library is replaced, too.
+    Files of others in the folder stay, and so does an edited model card. On any error the folder is as it was. Without
+    `lock` the caller keeps other writers out. With `overwrite`, a damaged folder of this library is replaced, too.
     """
     folder = folder.resolve()
     check_outside_learners(folder.parent, f"write the {kind}")
@@ -83,7 +82,8 @@ def commit_folder(
         folder.parent.mkdir(parents=True, exist_ok=True)
         if lock:
             clear_leftovers(folder.parent, re.escape(folder.name))
-        others = [] if overwrite and _is_ours(folder) else _files_of_others(folder, kind)
+        ours = overwrite and any((folder / name).exists() for name in (MANIFEST, LEARNER_FILE))
+        others = [] if ours else _files_of_others(folder, kind)
         temporary = temporary_folder(folder)
         try:
             write(temporary)
@@ -101,10 +101,6 @@ def check_outside_learners(folder: Path, what: str) -> None:
     for place in (folder.resolve(), *folder.resolve().parents):
         if (place / LEARNER_FILE).is_file():
             raise FileExistsError(f"{place} holds a saved learner: {what} to a folder outside of it")
-
-
-def _is_ours(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() or (folder / LEARNER_FILE).exists()
 
 
 def _files_of_others(folder: Path, kind: str) -> list[Path]:
@@ -182,9 +178,9 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def clear_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed processes left in `parent` while they wrote; put back a folder that had stepped aside.
+    """Remove what killed processes left in `parent` while they wrote what the regular expression `names` matches.
 
-    `names` is a regular expression of what they were to write. The caller keeps living processes out.
+    A folder that had stepped aside is put back. The caller keeps living processes out.
     """
     leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
     for path in sorted(parent.iterdir()):
@@ -199,8 +195,7 @@ def clear_leftovers(parent: Path, names: str) -> None:
 def exclusive(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` of `what` while the block runs; any other thread or process is refused at once.
 
-    The kernel frees the lock of a process that died. The lock file is empty, and the block's end removes it. A link,
-    or a file with content, is not ours: it is neither opened nor removed.
+    The kernel frees the lock of a process that died. A link, or a file with content, is somebody else's, and stays.
     """
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +221,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, after it and every file it lists have been checked; else a `CheckpointError`."""
     manifest = parse_manifest(folder)
     for name, entry in manifest.files.items():
-        if not _stays_inside(name) or not (file := folder / name).is_file():
+        outside = "\0" in name or ".." in Path(name).parts or Path(name).is_absolute()
+        if outside or not (file := folder / name).is_file():
             raise CheckpointError(f"{folder} misses {name!r}, which its manifest lists")
         if file.stat().st_size != entry.size or file_sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
@@ -247,10 +243,6 @@ def parse_manifest(folder: Path) -> Manifest:
     if manifest.sha256 != _own_sha256(manifest):
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one it holds")
     return manifest
-
-
-def _stays_inside(name: str) -> bool:
-    return "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute()
 
 
 @contextmanager

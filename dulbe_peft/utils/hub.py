@@ -1,7 +1,4 @@
-"""Repositories on the Hub: named files of one commit, and folders uploaded as one commit.
-
-Only files that were asked for by name are downloaded, and none that is a pickle.
-"""
+"""Repositories on the Hub: files of one commit, asked for by name, and folders uploaded as one commit."""
 
 from __future__ import annotations
 
@@ -54,10 +51,9 @@ def push(
     create_pr: bool = False,
     replaces: Iterable[str] = (),
 ) -> Any:
-    """Upload what `write(folder, owner/name)` writes as one commit, and return huggingface_hub's CommitInfo.
+    """Upload what `write(folder, owner/name)` writes as one commit; a repository or branch that is missing is made.
 
-    The repository and the branch are made where they do not exist. Files that the commit `replaces` are removed from
-    the repository where the folder does not hold them.
+    Files that the commit `replaces` are removed from the repository where the folder does not hold them.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

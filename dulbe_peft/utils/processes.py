@@ -1,18 +1,8 @@
 """Several processes, as `accelerate launch` starts them: who holds which rows, and what is summed or copied.
 
 Every process holds the whole model. Of each training batch it encodes its own rows, gathers the features of all, and
-computes every loss on the whole batch; gradients flow back through its own rows alone. Its gradients are then its part
-of the whole batch's, of the cross-entropy and of the structure loss, whose instance term couples all rows, alike: they
-are **summed** over processes, never averaged. That happens here, in the open: gradients that are routed to chosen
-parameters bypass the hooks of a data-parallel wrapper, so the model is never wrapped in one.
-
-| what | how it is combined |
-| --- | --- |
-| gradients of a step, probe gradients | `sum_over_processes` |
-| statistics of a task, features of a pass | `sum_over_processes`; each image in one process |
-| bases, decisions, anything on disk | `on_main_process`: made once, copied to all |
-| what goes wrong in one process | `raise_in_all`: raised in all, before any of them waits for the one that stopped |
-
+computes every loss on the whole batch; gradients flow back through its own rows alone. So they are **summed** over
+processes, never averaged. The model is never wrapped: routed gradients bypass the hooks of a data-parallel wrapper.
 With one process every function here returns what it was given.
 """
 
@@ -108,14 +98,7 @@ def on_main_process(make: Callable[[], T]) -> T:
 
 @contextmanager
 def raise_in_all() -> Iterator[None]:
-    """Raise in all processes where the block raised in one; every process runs it, with the same collectives inside.
-
-    Without it a process that stopped would leave the others waiting, and, where its error is caught, take part in
-    their next sum with other numbers. The processes agree through the CPU, so no device is waited for.
-
-    Raises:
-        RuntimeError: the block raised in another process; the message says in which, and what.
-    """
+    """Raise in all processes where the block raised in one, so that none waits for a process that stopped."""
     size = world()[1]
     if size == 1:
         yield
@@ -130,9 +113,9 @@ def raise_in_all() -> Iterator[None]:
     distributed.all_gather_object(messages, mine, group=_cpu_group())
     if error is not None:
         raise error
-    for other, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"process {other} stopped: {message}")
+    stopped = [f"process {other} stopped: {message}" for other, message in enumerate(messages) if message]
+    if stopped:
+        raise RuntimeError(stopped[0])
 
 
 def check_same_in_all(value: object, what: str) -> None:
@@ -174,9 +157,7 @@ def refuse_sharded(model: nn.Module) -> None:
         )
     kinds = {type(module).__name__ for module in model.modules()}
     found = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
-            found.append(name)
+    found += [name for name, p in model.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
     if found:
         raise ValueError(
             f"{found[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3): dual-mode adapters "

@@ -14,19 +14,11 @@ T = TypeVar("T")
 
 
 class Profile:
-    """Seconds by phase since the last `clear`, and of them those spent waiting for images.
-
-    A device that computes while the program goes on is waited for where results are needed, at the end of each epoch
-    and pass at the latest, so a phase's seconds hold its computation.
-
-    Attributes:
-        seconds: phase -> seconds; a phase inside another counts for itself alone.
-        waiting: phase -> seconds of these in which the next batch was not there yet.
-    """
+    """Seconds by phase since the last `clear`; a phase inside another counts for itself alone."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.waiting: dict[str, float] = {}
+        self.waiting: dict[str, float] = {}  # of these seconds, those in which the next batch was not there yet
         self._phases: list[str] = []
         self._since = 0.0
 
@@ -38,16 +30,13 @@ class Profile:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's seconds for `name`."""
-        depth = len(self._phases)
+        self._switch()
+        self._phases.append(name)
         try:
-            self._switch()
-            self._phases.append(name)
             yield
         finally:
-            try:
-                self._switch()
-            finally:
-                del self._phases[depth:]
+            self._switch()
+            self._phases.pop()
 
     def _switch(self) -> None:
         now = time.perf_counter()
@@ -57,17 +46,13 @@ class Profile:
 
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; the time until each is there counts as waiting."""
-        iterator = iter(batches)
-        while True:
-            started = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        started = time.perf_counter()
+        for batch in batches:
             if self._phases:
                 phase = self._phases[-1]
                 self.waiting[phase] = self.waiting.get(phase, 0.0) + time.perf_counter() - started
             yield batch
+            started = time.perf_counter()
 
     def table(self) -> str:
         """The figures as lines of text, the phases in the order they came."""

@@ -19,12 +19,7 @@ class Record(BaseModel):
 
 
 def read_record(path: str | Path, kind: type[R]) -> R:
-    """The record in a JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON, or holds something else; the message names the file and the field.
-    """
+    """The record in a JSON file; a `ValueError` names the file and the field that are wrong."""
     content = Path(path).read_bytes()
     try:
         return kind.model_validate_json(content)

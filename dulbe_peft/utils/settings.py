@@ -21,9 +21,7 @@ def field_types(kind: type) -> dict[str, Any]:
 def check_settings(settings: Any, kind: type | None = None) -> None:
     """Give the fields of a dataclass their declared types; `kind` names a base class whose fields alone are meant.
 
-    Raises:
-        TypeError: a value has another type; a bool is no number, and a number no bool.
-        ValueError: a value is out of its limits.
+    A value of another type is a `TypeError`, and one out of its limits a `ValueError`.
     """
     for name, hint in field_types(kind or type(settings)).items():
         object.__setattr__(settings, name, check_value(name, hint, getattr(settings, name)))

@@ -12,6 +12,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -34,10 +35,6 @@ def split_specs(text: str) -> list[str]:
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value,key=value` into the name and the settings, which stay texts.
-
-    Raises:
-        TypeError: `text` is not a string.
-        ValueError: the name is missing, a setting has no `=`, or a key is missing or occurs twice.
 
     >>> parse_spec("ranpac:features=4000,seed=1")
     ('ranpac', {'features': '4000', 'seed': '1'})
@@ -73,34 +70,21 @@ def convert(
 ) -> dict[str, Any]:
     """Settings as texts, turned into what the type hints of a class's constructor or of a function ask for.
 
-    Args:
-        target: the class or function that will take the settings.
-        values: the settings.
-        hidden: parameters of `target` that a text must not set.
-        owner: what error messages call the thing; the target's name where it is empty.
-
-    Raises:
-        ValueError: a key is unknown, or a value does not have the type that its parameter asks for.
+    A text must not set the `hidden` parameters. Messages call the thing `owner`, or else by the target's name.
     """
     owner = owner or target.__name__
-    known = [name for name in setting_names(target) if name not in hidden]
-    parameters = inspect.signature(target, eval_str=True).parameters
-    hints = {name: parameters[name].annotation for name in known}
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(target, eval_str=True).parameters.items()
+    hints = {name: p.annotation for name, p in parameters if p.kind in by_keyword and name not in hidden}
     converted = {}
     for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"{owner} has no setting {key!r}{closest(key, known)}")
+        if key not in hints:
+            raise ValueError(f"{owner} has no setting {key!r}{closest(key, hints)}")
         try:
             converted[key] = _read(value, hints[key])
         except ValueError as error:
             raise ValueError(f"{owner} setting {key}={value!r} must be {_described(hints[key])}") from error
     return converted
-
-
-def setting_names(target: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that can be given by keyword to a class's constructor or to a function."""
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in inspect.signature(target).parameters.items() if parameter.kind in by_keyword]
 
 
 def closest(wrong: str, known: Iterable[str]) -> str:
@@ -122,46 +106,32 @@ def _read(text: str, hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for alternative in arguments:
-            try:
+            with suppress(ValueError):
                 return _read(text, alternative)
-            except ValueError:
-                continue
-        raise ValueError(text)
-    if origin is typing.Literal:
-        for choice in arguments:
-            if _written(choice) == text:
-                return choice
-        raise ValueError(text)
-    if hint is bool:
-        if text.lower() not in _TRUTH:
-            raise ValueError(text)
+    elif origin is typing.Literal:
+        words = {_written(choice): choice for choice in arguments}
+        if text in words:
+            return words[text]
+    elif hint is bool and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
-    if hint in (None, types.NoneType):
-        if text.lower() != "none":
-            raise ValueError(text)
+    elif hint in (None, types.NoneType) and text.lower() == "none":
         return None
-    if isinstance(origin, type) and issubclass(origin, Collection):
+    elif isinstance(origin, type) and issubclass(origin, Collection):
         entries = [_read(entry, arguments[0]) for entry in text.split("/")]
         return tuple(entries) if origin is tuple else entries
-    if hint in (int, float, str):
+    elif hint in (int, float, str):
         return hint(text)
-    raise ValueError(f"a text cannot give a {hint!r}")
+    raise ValueError(f"{text!r} gives no {hint}")
 
 
 def _described(hint: Any) -> str:
+    """What a text must be to give a value of the type `hint`; types that no text can give are left out."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        readable = [argument for argument in arguments if not _is_opaque(argument)]
-        return " or ".join(_described(argument) for argument in readable)
+        return " or ".join(filter(None, map(_described, arguments)))
     if origin is typing.Literal:
-        return " or ".join(_written(choice) for choice in arguments)
+        return " or ".join(map(_written, arguments))
     if origin is not None:
         return f"{_described(arguments[0])}, or several with / between them"
-    if hint in (None, types.NoneType):
-        return "none"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, getattr(hint, "__name__", "?"))
-
-
-def _is_opaque(hint: Any) -> bool:
-    """Whether no text can give a value of this type."""
-    return isinstance(hint, type) and hint not in (int, float, str, bool, types.NoneType)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "none"}
+    return names.get(hint, "")
