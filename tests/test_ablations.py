@@ -20,7 +20,7 @@ from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.demo import demo_model_folder, digit_tasks
 from dulbe_peft.encoders.loading import empty_encoder
 from dulbe_peft.metrics.cost import shared_inputs
-from dulbe_peft.runs.settings import fields_of, pick
+from dulbe_peft.runs.settings import pick
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import NewTask, Step
 
@@ -42,7 +42,7 @@ def widths(text):
 
 
 def widths_of(settings):
-    own = {f.name for f in fields_of(DualModeLoraConfig)}
+    own = {f.name for f in DualModeLoraConfig.own_fields()}
     places = ("target_modules", "layers_to_transform")  # the other settings choose no layer
     pick(DualModeLoraConfig, settings)
     return widths(yaml.safe_dump({name: settings[name] for name in places if name in own & set(settings)}))

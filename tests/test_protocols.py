@@ -16,8 +16,8 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.commands.flags import settings_of
-from dulbe_peft.commands.main import main, make_parser
+from dulbe_peft.commands.main import main, parse
+from dulbe_peft.commands.options import given_settings
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import pixel_values
@@ -70,7 +70,8 @@ def test_mtil_says_what_the_benchmark_has():
 
 def settings_from(name, *flags):
     command = ["run", "--config", str(FOLDER / f"{name}.yaml"), *map(str, flags)]
-    return settings_of(make_parser().parse_args(command))
+    found = parse(command)
+    return given_settings(found.pop("config"), found)
 
 
 @pytest.fixture(scope="module")

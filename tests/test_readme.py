@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.commands.main import main, make_parser
+from dulbe_peft.commands.main import main, parse
 from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
@@ -105,7 +105,7 @@ def test_commands_of_a_page_run(page, elsewhere, capsys):
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_commands_parse(page):
     for command in commands(page):
-        make_parser().parse_args(command)
+        parse(command)
 
 
 def test_ci_runs_what_contributors_are_told_to_run():

@@ -261,7 +261,15 @@ def test_a_folder_in_use_is_refused(base, photos, tmp_path):
 # ---------------------------------------------------------------------- what breaks
 
 
-def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path):
+@pytest.fixture
+def sigint():
+    """SIGINT as Python starts with it, also where a shell started the tests in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path, sigint):
     tasks = tasks_of(photos)
     learner = make_learner(base)
     with pytest.raises(KeyboardInterrupt):
@@ -295,7 +303,7 @@ def test_a_process_that_reads_images_and_dies_is_an_error_and_the_last_commit_is
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_to_all_processes_ends_the_run_and_not_those_that_read_images(
-    base, photos, finished, tmp_path, number, error
+    base, photos, finished, tmp_path, number, error, sigint
 ):
     """A terminal's Ctrl-C or a scheduler's SIGTERM does this. The program decides what SIGTERM means."""
 

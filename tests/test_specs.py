@@ -73,12 +73,12 @@ def test_values_take_the_types_of_the_parameters():
     [
         ({"ranks": "4"}, r"Settings has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
         ({"name": "4"}, "no setting 'name'"),
-        ({"rank": "4.5"}, "rank='4.5' must be a whole number"),
-        ({"energy": "high"}, "energy='high' must be a number"),
-        ({"keep": "maybe"}, "keep='maybe' must be true or false"),
-        ({"steps": "x"}, "steps='x' must be a whole number or none"),
-        ({"mode": "x"}, "mode='x' must be a number or auto"),
-        ({"depths": "0/x"}, "depths='0/x' must be a number, or several with / between them"),
+        ({"rank": "4.5"}, "rank must be a valid integer.*, got '4.5'"),
+        ({"energy": "high"}, "energy must be a valid number.*, got 'high'"),
+        ({"keep": "maybe"}, "keep must be a valid boolean.*, got 'maybe'"),
+        ({"steps": "x"}, "steps must be a valid integer.*, got 'x'"),
+        ({"mode": "x"}, "mode must be a valid number.* or 'auto', got 'x'"),
+        ({"depths": "0/x"}, r"depths must be a valid number.*, got \['0', 'x'\]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(values, message):

@@ -11,8 +11,8 @@ from peft import get_peft_model
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
-from dulbe_peft.commands.flags import settings_of
-from dulbe_peft.commands.main import make_parser
+from dulbe_peft.commands.main import parse
+from dulbe_peft.commands.options import given_settings
 from dulbe_peft.demo import DIGITS, DigitImages
 from dulbe_peft.deployment.classifier import class_facts
 from dulbe_peft.encoders.loading import tokenize
@@ -106,8 +106,8 @@ def test_templates_are_saved_and_exported(learned, tmp_path):
 
 
 def arguments_of(*flags):
-    arguments = make_parser().parse_args(["run", *flags])
-    return pick(LearnerArguments, settings_of(arguments))
+    found = parse(["run", *flags])
+    return pick(LearnerArguments, given_settings(found.pop("config"), found))
 
 
 def test_templates_from_flags_files_and_yaml(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
+
+import click
+
+from dulbe_peft.commands.options import argument, command, option
 
 EXAMPLE = """example:
   dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
@@ -14,46 +17,29 @@ number of heads: those of the towers are their widths / 64 unless you give other
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser(
-        "convert-openclip", help="bring an OpenCLIP checkpoint into the layout of transformers", epilog=EXAMPLE
-    )
-    parser.add_argument("checkpoint", help="open_clip's .safetensors file, or .bin or .pt with tensors alone")
-    parser.add_argument("output", help="folder for the model and its processor")
-    parser.add_argument(
-        "--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16"
-    )
-    parser.add_argument(
-        "--resize",
-        choices=("crop", "squash"),
-        default="crop",
-        help="short side to size and centre crop, or the whole image to a square (%(default)s)",
-    )
-    parser.add_argument(
-        "--activation",
-        choices=("gelu", "quick_gelu"),
-        default="gelu",
-        help="quick_gelu is for OpenAI's weights (%(default)s)",
-    )
-    parser.add_argument("--vision-heads", type=int, help="attention heads of the vision tower")
-    parser.add_argument("--text-heads", type=int, help="attention heads of the text tower")
-    parser.set_defaults(call=convert)
-
-
-def convert(arguments: argparse.Namespace) -> int:
+@command("Bring an OpenCLIP checkpoint into the layout of transformers.", EXAMPLE)
+@argument("checkpoint", "open_clip's .safetensors file, or .bin or .pt with tensors alone")
+@argument("output", "folder for the model and its processor")
+@option("--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16")
+@option(
+    "--resize",
+    type=click.Choice(("crop", "squash")),
+    default="crop",
+    help="short side to size and centre crop, or the whole image to a square (crop)",
+)
+@option(
+    "--activation",
+    type=click.Choice(("gelu", "quick_gelu")),
+    default="gelu",
+    help="quick_gelu is for OpenAI's weights (gelu)",
+)
+@option("--vision-heads", type=int, help="attention heads of the vision tower")
+@option("--text-heads", type=int, help="attention heads of the text tower")
+def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, **facts: Any) -> int:
     """Write the folder."""
     from dulbe_peft.encoders.openclip import save_open_clip
 
-    model: Any = save_open_clip(
-        arguments.checkpoint,
-        arguments.output,
-        arguments.tokenizer,
-        arguments.resize,
-        activation=arguments.activation,
-        vision_heads=arguments.vision_heads,
-        text_heads=arguments.text_heads,
-    )
+    model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)
     vision, text = model.config.vision_config, model.config.text_config
     print(
         f"images: {vision.image_size} x {vision.image_size}, patches of {vision.patch_size}, "
@@ -64,5 +50,5 @@ def convert(arguments: argparse.Namespace) -> int:
         f"{text.hidden_size}, {text.num_attention_heads} heads"
     )
     print(f"features: {model.config.projection_dim}; activation: {vision.hidden_act}")
-    print(f"written: {arguments.output}")
+    print(f"written: {output}")
     return 0

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from dulbe_peft.commands.options import command, option
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser("demo", help="learn ten handwritten digits in five tasks, offline, in half a minute")
-    parser.add_argument("--output", default="dulbe-demo", help="folder for results, plot and report (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the learner (%(default)s)")
-    parser.set_defaults(call=demo, resumes=True)
-
-
-def demo(arguments: argparse.Namespace) -> int:
+@command("Learn ten handwritten digits in five tasks, offline, in half a minute.", resumes=True)
+@option("--output", default="dulbe-demo", help="folder for results, plot and report (dulbe-demo)")
+@option("--seed", type=int, default=0, help="seed of the learner (0)")
+def demo(output: str, seed: int) -> int:
     """Run the demo."""
     from dulbe_peft.demo import run_demo
 
-    run_demo(arguments.output, arguments.seed)
+    run_demo(output, seed)
     return 0

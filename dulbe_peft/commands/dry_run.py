@@ -11,6 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.runs.setup import Setup
+
+
+def describe(setup: Setup) -> None:
+    """Print what a run would do, and what it would take."""
+    if setup.tasks:
+        print(describe_tasks(setup.tasks))
+    print(describe_model(setup.model, setup.strategy))
+    if setup.tasks:
+        print(describe_stream(setup.make_learner, setup.args, setup.tasks))
+
 
 def describe_tasks(tasks: Sequence[Any]) -> str:
     """One line for each task: its classes and how many images it has."""
@@ -54,13 +65,7 @@ def describe_model(model: Any, strategy: Any) -> str:
 
 
 def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequence[Any]) -> str:
-    """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images.
-
-    Args:
-        make_learner: a new learner, from its settings.
-        args: the settings of the run.
-        tasks: the stream.
-    """
+    """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.encoders.loading import image_size
     from dulbe_peft.metrics.cost import memory_bytes

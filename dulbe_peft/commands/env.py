@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
-from typing import Any
 
-from dulbe_peft.utils.folders import library_versions
-
-
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser("env", help="print versions and the accelerator, for a bug report")
-    parser.set_defaults(call=env)
+from dulbe_peft.commands.options import command
 
 
-def env(_: argparse.Namespace) -> int:
+@command("Print versions and the accelerator, for a bug report.")
+def env() -> int:
     """Print versions and the accelerator."""
     import torch
+
+    from dulbe_peft.utils.folders import library_versions
 
     for name, version in library_versions().items():
         print(f"{name}: {version}")

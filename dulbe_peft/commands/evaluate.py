@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.data import add_labelled, load_labelled
-from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.options import (
+    command,
+    labelled_options,
+    learner_options,
+    load_labelled,
+    load_learner,
+    option,
+)
+
+if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
 
 EXAMPLE = """example:
   dulbe-peft evaluate out --data photos
@@ -23,44 +32,52 @@ go there as JSON: dulbe-peft evaluate out --data photos > figures.json
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser("evaluate", help="test a saved learner on images", epilog=EXAMPLE)
-    add_learner(parser)
-    add_labelled(parser)
-    parser.add_argument(
-        "--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms'
-    )
-    parser.add_argument("--zero-shot", action="store_true", help="measure what is still known of unlearned classes")
-    parser.add_argument(
-        "--scale", type=float, nargs="+", metavar="S", help="for --zero-shot: shares of what was learned, in [0, 1]"
-    )
-    parser.set_defaults(call=evaluate)
-
-
-def evaluate(arguments: argparse.Namespace) -> int:
+@command("Test a saved learner on images.", EXAMPLE)
+@learner_options()
+@labelled_options
+@option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
+@option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
+@option(
+    "--scale",
+    type=float,
+    multiple=True,
+    metavar="S...",
+    help="for --zero-shot: shares of what was learned, in [0, 1]",
+)
+def evaluate(
+    learner: str,
+    model: str | None,
+    data: str,
+    split: str,
+    class_names: str | None,
+    reject: float | None,
+    zero_shot: bool,
+    scale: tuple[float, ...],
+    **machine: Any,
+) -> int:
     """Print the figures."""
+    if scale and not zero_shot:
+        raise ValueError("--scale is for --zero-shot: give both")
+    if zero_shot and reject is not None:
+        raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.evaluation import BASELINES
 
-    if arguments.scale and not arguments.zero_shot:
-        raise ValueError("--scale is for --zero-shot: give both")
-    if arguments.zero_shot and arguments.reject is not None:
-        raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    learner = load_learner(arguments)
-    data = load_labelled(arguments)
-    known = [name for name in data.class_names if name in set(learner.class_names)]
-    unknown = [name for name in data.class_names if name not in set(known)]
-    if arguments.zero_shot:
-        _print_in_full(_zero_shot(arguments, learner, data, known, unknown))
+    loaded, images = load_learner(learner, model, machine), load_labelled(data, split, class_names)
+    known = [name for name in images.class_names if name in set(loaded.class_names)]
+    unknown = [name for name in images.class_names if name not in set(known)]
+    if zero_shot:
+        if not unknown:
+            raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
+        _print_in_full(_zero_shot(loaded, images, known, unknown, list(scale) or [1.0]))
         return 0
     if not known:
-        raise ValueError(f"none of the classes in {arguments.data!r} has been learned by {arguments.learner!r}")
-    chosen = data.select(known)
-    found = learner.evaluate_images(chosen)
+        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}")
+    chosen = images.select(known)
+    found = loaded.evaluate_images(chosen)
     figures = found.figures() | {
         "num_classes": len(known),
-        "not_learned": {"classes": unknown, "num_images": len(data) - len(chosen)},
+        "not_learned": {"classes": unknown, "num_images": len(images) - len(chosen)},
     }
     print(f"{counted(len(chosen), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
     baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
@@ -68,13 +85,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
     if unknown:
         left_out = figures["not_learned"]["num_images"]
-        print(
-            f"left out, because they were not learned: {', '.join(unknown)} ({counted(left_out, 'image')})",
-            file=sys.stderr,
-        )
-    if arguments.reject is not None:
-        others: Any = data.select(unknown) if unknown else []
-        figures["rejection"] = _rejection(learner, arguments.reject, found, others)
+        listed = f"{', '.join(unknown)} ({counted(left_out, 'image')})"
+        print(f"left out, because they were not learned: {listed}", file=sys.stderr)
+    if reject is not None:
+        others: Any = images.select(unknown) if unknown else []
+        figures["rejection"] = _rejection(loaded, reject, found, others)
     _print_in_full(figures)
     return 0
 
@@ -86,17 +101,15 @@ def _print_in_full(figures: dict[str, Any]) -> None:
 
 
 def _zero_shot(
-    arguments: argparse.Namespace, learner: Any, data: Any, known: list[str], unknown: list[str]
+    learner: ClassIncrementalLearner, images: LabelledImages, known: list[str], unknown: list[str], scales: list[float]
 ) -> dict[str, Any]:
     """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.retention import zero_shot_retention
 
-    if not unknown:
-        raise ValueError(f"all classes in {arguments.data!r} have been learned: name images of other classes")
-    others = data.select(unknown)
-    learned = [(data.select(known), known)] if known else []
-    found = zero_shot_retention(learner, others, scales=arguments.scale or [1.0], learned=learned)
+    others = images.select(unknown)
+    learned = [(images.select(known), known)] if known else []
+    found = zero_shot_retention(learner, others, scales=scales, learned=learned)
     print(f"{counted(len(others), 'image')} of {counted(len(unknown), 'class')} not learned:", file=sys.stderr)
     for row in found["scales"]:
         beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % of the learned classes"
@@ -104,7 +117,7 @@ def _zero_shot(
     return found | {"not_learned": unknown, "learned": known}
 
 
-def _rejection(learner: Any, share: float, known: Any, unknown: Any) -> dict[str, Any]:
+def _rejection(learner: ClassIncrementalLearner, share: float, known: Any, unknown: Any) -> dict[str, Any]:
     """How many images are answered "none of these", of classes that were learned and of those that were not."""
     threshold = learner.classifier.rejection_threshold(share)
     refused = (known.probability < threshold).double().mean().item()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from dulbe_peft.commands.loading import add_learner, load_learner
+import click
+
+from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
 
 EXAMPLE = """example:
   dulbe-peft export out exported --format onnx
@@ -16,42 +17,39 @@ onnx:          one graph from pixels to probabilities; first: pip install 'dulbe
 
 Each format holds the learner's classifier, and a README.md with the lines of code that use it.
 """
+FORMATS = ("lora", "transformers", "onnx")
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser(
-        "export", help="write a learner in a form that works without this package", epilog=EXAMPLE
-    )
-    add_learner(parser)
-    parser.add_argument("output", help="folder for the export; only an earlier export is replaced")
-    parser.add_argument(
-        "--format", choices=("lora", "transformers", "onnx"), default="lora", help="what to write (%(default)s)"
-    )
-    parser.add_argument("--classifier", metavar="NAME", help="which of the learner's classifiers; none: the first")
-    parser.add_argument(
-        "--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error"
-    )
-    parser.set_defaults(call=export)
-
-
-def export(arguments: argparse.Namespace) -> int:
+@command("Write a learner in a form that works without this package.", EXAMPLE)
+@learner_options()
+@argument("output", "folder for the export; only an earlier export is replaced")
+@option("--format", "kind", type=click.Choice(FORMATS), default="lora", help="what to write (lora)")
+@option("--classifier", metavar="NAME", help="which of the learner's classifiers; none: the first")
+@option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
+def export(
+    learner: str,
+    model: str | None,
+    output: str,
+    kind: str,
+    classifier: str | None,
+    compress_to: int | None,
+    **machine: Any,
+) -> int:
     """Write the export."""
-    if arguments.compress_to is not None and arguments.format != "lora":
-        raise ValueError(f"--compress-to is for --format lora, got --format {arguments.format}")
+    if compress_to is not None and kind != "lora":
+        raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
-    learner = load_learner(arguments)
-    folder = export_learner(learner, arguments.output, arguments.format, arguments.classifier, arguments.compress_to)
-    if arguments.compress_to is not None:
+    folder = export_learner(load_learner(learner, model, machine), output, kind, classifier, compress_to)
+    if compress_to is not None:
         report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}
         worst = max(errors, key=errors.__getitem__)
         print(f"relative error {report['relative_error']:.2e} over all layers, most in {worst}: {errors[worst]:.2e}")
-    if arguments.format == "onnx":
+    if kind == "onnx":
         facts = read_json(folder / GRAPH_FACTS_FILE)
         print(
             f"largest difference of a probability from PyTorch's, on random pixels: {facts['largest_difference']:.1e}"

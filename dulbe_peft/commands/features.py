@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.data import add_labelled, load_labelled
-from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.options import (
+    command,
+    labelled_options,
+    learner_options,
+    load_labelled,
+    load_learner,
+    option,
+)
 from dulbe_peft.commands.outputs import check_outputs
-from dulbe_peft.commands.parser import Parser
+
+if TYPE_CHECKING:
+    from dulbe_peft.learner import ClassIncrementalLearner
 
 EXAMPLE = """examples:
   dulbe-peft features out --data photos --split train --output train.npz
@@ -22,50 +29,47 @@ embeddings have length 1. Read it with numpy.load.
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser: Parser = commands.add_parser("features", help="write the features of images to a file", epilog=EXAMPLE)
-    add_learner(parser, optional=True)
-    add_labelled(parser)
-    parser.add_argument("--output", required=True, metavar="FILE", help="the .npz file to write")
-    parser.add_argument("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (%(default)s)")
-    parser.set_defaults(call=features)
-
-
-def features(arguments: argparse.Namespace) -> int:
+@command("Write the features of images to a file.", EXAMPLE)
+@learner_options(optional=True)
+@labelled_options
+@option("--output", required=True, metavar="FILE", help="the .npz file to write")
+@option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
+@option("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (1.0)")
+def features(
+    learner: str | None,
+    model: str | None,
+    data: str,
+    split: str,
+    class_names: str | None,
+    output: str,
+    prompt_template: str | None,
+    scale: float,
+    **machine: Any,
+) -> int:
     """Write the file."""
-    if arguments.output == "-":
+    if output == "-":
         raise ValueError("--output is '-', expected the path of an .npz file")
-    check_outputs(("--output", arguments.output, ".npz"), inputs=[arguments.data])
-    if arguments.learner is not None and arguments.prompt_template is not None:
+    check_outputs(("--output", output, ".npz"), inputs=[data])
+    if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.utils.files import replacing
 
-    data = load_labelled(arguments)
-    template = {} if arguments.prompt_template is None else {"prompt_template": arguments.prompt_template}
-    arrays = feature_arrays(load_learner(arguments, **template), data, arguments.scale)
-    with replacing(Path(arguments.output).resolve()) as temporary, temporary.open("wb") as file:
+    images = load_labelled(data, split, class_names)
+    template = {} if prompt_template is None else {"prompt_template": prompt_template}
+    arrays = feature_arrays(load_learner(learner, model, machine, **template), images, scale)
+    with replacing(Path(output).resolve()) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
-    images, width = arrays["features"].shape
-    classes = counted(len(arrays["class_names"]), "class")
-    print(
-        f"written: {arguments.output}, {counted(images, 'image')} of {classes}, {width} numbers each", file=sys.stderr
-    )
+    count, width = arrays["features"].shape
+    what = f"{counted(count, 'image')} of {counted(len(arrays['class_names']), 'class')}, {width} numbers each"
+    print(f"written: {output}, {what}", file=sys.stderr)
     return 0
 
 
-def feature_arrays(learner: Any, data: Any, scale: float = 1.0) -> dict[str, Any]:
-    """What the file holds, as arrays of numpy.
-
-    Args:
-        learner: a `ClassIncrementalLearner`.
-        data: labelled images that carry class names.
-        scale: share of what was learned, in [0, 1].
-    """
+def feature_arrays(learner: ClassIncrementalLearner, data: Any, scale: float = 1.0) -> dict[str, Any]:
+    """What the file holds, as arrays of numpy; `scale` is the share of what was learned, in [0, 1]."""
     import numpy as np
 
     from dulbe_peft.data.images import named_images

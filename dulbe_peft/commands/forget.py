@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from dulbe_peft.commands.learn import check_other_folder
-from dulbe_peft.commands.loading import add_learner, load_learner
-from dulbe_peft.commands.parser import Parser
+from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
+from dulbe_peft.commands.outputs import check_other_folder
 
 EXAMPLE = """example:
   dulbe-peft forget june "great auk" dodo --output june-without
@@ -16,22 +14,17 @@ No image is called by a forgotten class any more. The model stays as it is. june
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser: Parser = commands.add_parser("forget", help="take classes out of a learner", epilog=EXAMPLE)
-    add_learner(parser)
-    parser.add_argument("classes", nargs="+", metavar="CLASS", help="name of a class that the learner knows")
-    parser.add_argument("--output", required=True, help="folder for the learner without them")
-    parser.set_defaults(call=forget)
-
-
-def forget(arguments: argparse.Namespace) -> int:
+@command("Take classes out of a learner.", EXAMPLE)
+@learner_options()
+@argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
+@option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
+def forget(learner: str, model: str | None, classes: tuple[str, ...], output: str, **machine: Any) -> int:
     """Write the learner without the classes."""
-    check_other_folder(arguments.learner, arguments.output)
-    learner = load_learner(arguments)
-    for name in dict.fromkeys(arguments.classes):
-        learner.forget_class(name)
-    learner.save_pretrained(arguments.output)
-    print(f"{len(learner.class_names)} classes are left")
-    print(f"written: {arguments.output}")
+    check_other_folder(learner, output)
+    loaded = load_learner(learner, model, machine)
+    for name in dict.fromkeys(classes):
+        loaded.forget_class(name)
+    loaded.save_pretrained(output)
+    print(f"{len(loaded.class_names)} classes are left")
+    print(f"written: {output}")
     return 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.flags import add_flags
-from dulbe_peft.commands.loading import add_learner, load_learner
-from dulbe_peft.commands.parser import Parser
+from dulbe_peft.commands.options import command, field_options, learner_options, load_learner, option
+from dulbe_peft.commands.outputs import check_other_folder
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.runs.setup import check_run_folder
-from dulbe_peft.runs.sources import open_source, reopen_tests, say, source_of
+from dulbe_peft.runs.sources import DATA_FIELDS, open_source, reopen_tests, say, source_of
 
 if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.runs.progress import Row
+    from dulbe_peft.streams.tasks import Task
 
 EXAMPLE = """example:
   dulbe-peft learn june --data july-photos --output july
@@ -24,80 +24,70 @@ the results of june's tasks too. Classes of july-photos that june does not know 
 Images of classes that it knows are taken in without training. The same command goes on where it
 was stopped.
 """
+_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser: Parser = commands.add_parser(
-        "learn", help="give a finished learner new classes, and more images of known ones", epilog=EXAMPLE
-    )
-    add_learner(parser)
-    parser.add_argument("--data", required=True, help="images, as for run")
-    parser.add_argument("--output", required=True, help="folder of the new run; never that of LEARNER")
-    parser.add_argument("--increment", type=int, help="new classes per task; without it all are one task")
-    parser.add_argument("--no-update", action="store_true", help="leave out images of classes that are known")
-    names = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
-    add_flags(parser, StreamArguments, names)
-    parser.set_defaults(**{name: getattr(StreamArguments, name) for name in names})
-    parser.set_defaults(call=learn, resumes=True)
-
-
-def learn(arguments: argparse.Namespace) -> int:
+@command("Give a finished learner new classes, and more images of known ones.", EXAMPLE, resumes=True)
+@learner_options()
+@option("--data", required=True, help="images, as for run")
+@option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
+@option("--increment", type=int, help="new classes per task; without it all are one task")
+@option("--no-update", is_flag=True, help="leave out images of classes that are known")
+@field_options(StreamArguments, _DATA)
+def learn(
+    learner: str,
+    model: str | None,
+    data: str,
+    output: str,
+    increment: int | None,
+    no_update: bool,
+    **flags: Any,
+) -> int:
     """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.report import format_summary
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
+    from dulbe_peft.runs.setup import check_run_folder
     from dulbe_peft.utils.processes import leave, world
 
-    check_other_folder(arguments.learner, arguments.output)
-    check_run_folder(arguments.data, arguments.output)
-    learner = load_learner(arguments)
-    source = source_of(arguments)
+    check_other_folder(learner, output)
+    check_run_folder(data, output)
+    loaded = load_learner(learner, model, flags)
+    given = {name: flags[name] for name in _DATA if flags[name] is not None}
+    source = {
+        name: value for name, value in source_of(StreamArguments(data=data, **given)).items() if name in DATA_FIELDS
+    }
     train, test = open_source(source)
-    known = [name for name in train.class_names if name in set(learner.class_names)]
+    known = [name for name in train.class_names if name in set(loaded.class_names)]
     new = [name for name in train.class_names if name not in set(known)]
-    if not new and (not known or arguments.no_update):
-        raise ValueError(
-            f"{arguments.data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known"
-        )
-    past = known_tasks(learner)
+    if not new and (not known or no_update):
+        listed = list(train.class_names)[:5]
+        raise ValueError(f"{data!r} has nothing to learn: its classes, {listed} ..., are known")
+    past = known_tasks(loaded)
     before = past[-1].row if past else None
-    if known and not arguments.no_update:
-        _check_known(learner, known)
+    if known and not no_update:
+        _check_known(loaded, known)
         if any(task.source and task.source["data"] == source["data"] for task in past):
             raise ValueError(
-                f"{arguments.learner!r} has learned from {arguments.data!r} before, and its images would count twice: "
+                f"{learner!r} has learned from {data!r} before, and its images would count twice: "
                 "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
             )
-        _update(learner, train, known)
+        _update(loaded, train, known)
     elif known:
         say(f"left out: images of known classes ({', '.join(known)})")
-    tests = reopen_tests(past, look=learner.args.teacher == "cached")
-    tasks = _tasks(train, test, new, arguments.increment) if new else []
-    results = learner.run(tasks, arguments.output, known_tests=tests, source=source)
+    tests = reopen_tests(past, look=loaded.args.teacher == "cached")
+    tasks = _tasks(train, test, new, increment) if new else []
+    results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
-        write_pictures(arguments.output, [*tests, *(task.test for task in tasks)], results)
+        write_pictures(output, [*tests, *(task.test for task in tasks)], results)
         if results.get("classifiers"):
             print(format_summary(results))
-            gain = "" if new or not before else _gain(before, known_tasks(learner)[-1].row)
+            gain = "" if new or not before else _gain(before, known_tasks(loaded)[-1].row)
             if gain:
                 print(gain)
-        print(f"written: {Path(arguments.output) / 'results.json'}")
+        print(f"written: {Path(output) / 'results.json'}")
     leave()
     return 0
-
-
-def check_other_folder(learner: str, output: str) -> None:
-    """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
-    if not Path(learner).is_dir():
-        return
-    own, other = Path(learner).resolve(), Path(output).resolve()
-    run = own.parent if own.name.startswith("task-") else own
-    if run == other or own in (other, *other.parents):
-        raise ValueError(
-            f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
-            "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"
-        )
 
 
 def _gain(before: Row, after: Row) -> str:
@@ -117,7 +107,7 @@ def _gain(before: Row, after: Row) -> str:
     return f"with the further images: {'; '.join(rows)}"
 
 
-def _check_known(learner: Any, known: list[str]) -> None:
+def _check_known(learner: ClassIncrementalLearner, known: list[str]) -> None:
     """Raise a ValueError where the learner cannot take in more images of known classes."""
     from dulbe_peft.training.updating import check_update
 
@@ -127,7 +117,7 @@ def _check_known(learner: Any, known: list[str]) -> None:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
 
 
-def _update(learner: Any, train: Any, known: list[str]) -> None:
+def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list[str]) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
@@ -140,7 +130,7 @@ def _update(learner: Any, train: Any, known: list[str]) -> None:
     learner.update_classes(images)
 
 
-def _tasks(train: Any, test: Any, new: list[str], increment: int | None) -> Any:
+def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], increment: int | None) -> list[Task]:
     """The tasks of the new classes."""
     from dulbe_peft.streams.tasks import class_incremental_tasks
 

@@ -1,8 +1,7 @@
-"""The command line, `dulbe-peft` or `python -m dulbe_peft`. Every command has a file in `commands`."""
+"""The command line, `dulbe-peft` or `python -m dulbe_peft`. A command's file is imported when it is called."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import shlex
@@ -12,35 +11,91 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
-from transformers.utils import logging as transformers_logging
+import click
 
-from dulbe_peft.commands import (
-    advise,
-    compare,
-    convert_openclip,
-    cost,
-    demo,
-    env,
-    evaluate,
-    export,
-    features,
-    forget,
-    learn,
-    predict,
-    report,
-    run,
+from dulbe_peft.utils.imports import when_imported
+
+# Each command's line in the help; its file has the same name with underscores.
+COMMANDS = {
+    "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
+    "run": "learn a class-incremental stream and write results.json",
+    "learn": "give a finished learner new classes, and more images of known ones",
+    "forget": "take classes out of a learner",
+    "predict": "name the classes of images",
+    "evaluate": "test a saved learner on images",
+    "features": "write the features of images to a file",
+    "report": "write a page about runs or a comparison",
+    "advise": "say what to use for one's own images",
+    "compare": "run methods and classifiers side by side",
+    "export": "write a learner in a form that works without this package",
+    "cost": "count parameters, multiply-adds and memory",
+    "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
+    "env": "print versions and the accelerator, for a bug report",
+}
+
+
+class Commands(click.Group):
+    """All commands; one's file is imported when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        name = cmd_name.replace("-", "_")
+        made: click.Command = getattr(import_module(f"dulbe_peft.commands.{name}"), name)
+        made.name = cmd_name
+        return made
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Call the command; an error of the user's is one line and status 2, a signal is 128 and its number."""
+        terminated: list[int] = []
+        try:
+            with _terminable(terminated):
+                status = super().invoke(ctx)
+                sys.stdout.flush()  # here, where a reader that has gone away can be noticed
+                return int(status)
+        except (click.ClickException, click.exceptions.Exit):  # a usage error, or the end of --help
+            raise
+        except (KeyboardInterrupt, SystemExit) as stop:
+            return _stopped(ctx, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
+        except BrokenPipeError:  # the reader has seen enough, as `head` does
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+            return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+        except Exception as error:
+            if not isinstance(error, (ValueError, TypeError, OSError, ImportError)):
+                from dulbe_peft.utils.folders import CheckpointError
+
+                if not isinstance(error, CheckpointError):
+                    raise
+            if terminated:  # the signal ended a process that reads images, too, and its end is this error
+                return _stopped(ctx, signal.SIGTERM)
+            print(f"dulbe-peft: {error}", file=sys.stderr)
+            return 2
+
+
+@click.group(
+    cls=Commands,
+    help="Image classifiers on CLIP that keep learning new classes.",
+    epilog="`dulbe-peft COMMAND --help` shows a command's flags and an example.",
+    subcommand_metavar="COMMAND [ARGS]...",
+    no_args_is_help=False,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-from dulbe_peft.commands.flags import settings_of
-from dulbe_peft.commands.parser import Parser
-from dulbe_peft.utils.folders import CheckpointError, library_versions
+@click.version_option(import_module("dulbe_peft").__version__, message="dulbe_peft %(version)s")
+def commands() -> None:
+    """The group itself does nothing."""
 
-COMMANDS = (
-    *(demo, run, learn, forget, predict, evaluate, features, report, advise, compare, export),
-    *(cost, convert_openclip, env),
-)
-EXAMPLE = """`dulbe-peft COMMAND --help` shows a command's flags and an example.
-"""
+
+commands.commands = dict(COMMANDS)  # type: ignore[arg-type] # what click compares a mistyped name with
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,38 +103,24 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
-    transformers_logging.disable_progress_bar()  # a bar for each model that is loaded says nothing to a person
+    # A bar for each model that is loaded says nothing to a person.
+    when_imported("transformers", lambda: import_module("transformers.utils.logging").disable_progress_bar())
     # PEFT reads an attribute that transformers renamed. Nothing that the user does can change that.
     warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
-    arguments = make_parser().parse_args(argv)
-    terminated: list[int] = []
     try:
-        with _terminable(terminated):
-            status = arguments.call(arguments)
-            sys.stdout.flush()  # here, where a reader that has gone away can be noticed
-            return status
-    except (KeyboardInterrupt, SystemExit) as stop:
-        return _stopped(arguments, argv, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
-        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
-    except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
-        if terminated:  # the signal ended a process that reads images, too, and its end is this error
-            return _stopped(arguments, argv, signal.SIGTERM)
-        print(f"dulbe-peft: {error}", file=sys.stderr)
+        return int(commands.main(argv, prog_name="dulbe-peft", standalone_mode=False, obj=argv))
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "dulbe-peft"
+        print(f"{path}: {error.format_message()}  {path} --help lists what there is.", file=sys.stderr)
         return 2
 
 
-def make_parser() -> Parser:
-    """The parser of all commands."""
-    description = "Image classifiers on CLIP that keep learning new classes."
-    parser = Parser(prog="dulbe-peft", description=description, epilog=EXAMPLE)
-    version = f"dulbe_peft {library_versions()['dulbe_peft']}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
-    return parser
+def parse(argv: list[str]) -> dict[str, Any]:
+    """What a command would be called with; raises a `click.UsageError` where it would refuse its arguments."""
+    with commands.make_context("dulbe-peft", list(argv)) as root:
+        name, command, rest = commands.resolve_command(root, list(argv))
+        assert command is not None
+        return command.make_context(name, rest, parent=root).params
 
 
 @contextmanager
@@ -100,11 +141,11 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _stopped(arguments: argparse.Namespace, argv: list[str], number: signal.Signals) -> int:
+def _stopped(ctx: click.Context, number: signal.Signals) -> int:
     """Say how to go on with a stream that was stopped; returns the exit status."""
     print(f"dulbe-peft: stopped by {number.name}", file=sys.stderr)
-    if getattr(arguments, "resumes", False):
-        off = hasattr(arguments, "config") and not settings_of(arguments).get("resume", True)
-        command = [sys.executable, "-m", "dulbe_peft", *argv, *(["--resume"] if off else [])]
+    name = ctx.invoked_subcommand
+    if name is not None and getattr(commands.get_command(ctx, name), "resumes", False):
+        command = [sys.executable, "-m", "dulbe_peft", *ctx.obj, *ctx.meta.get("to go on", [])]
         print(f"finished tasks are kept; to go on:\n{shlex.join(command)}", file=sys.stderr)
     return 128 + number

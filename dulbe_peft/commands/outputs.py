@@ -8,37 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from dulbe_peft.utils.folders import (
-    LEARNER_FILE,
-    MANIFEST,
-    PROGRESS_FILE,
-    RESULTS_FILE,
-    TIMINGS_FILE,
-    check_outside_learners,
-)
-
-# What runs, learners, comparisons and models keep under these names, wherever that is.
-_KEPT = (
-    *(LEARNER_FILE, MANIFEST, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE),
-    *("sources.json", "cell.json", "comparison.json", "config.json"),
-)
-_PREDICTIONS = "predictions.csv"  # a run's own where there are its results, else anybody's
-
 
 def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | None] = ()) -> None:
     """Refuse files that were most likely named by mistake, before any work is done.
 
-    A new file may have any suffix, and "-" is standard output.
-
-    Args:
-        files: flag, path and suffix of each file that is to be written; a path of None is not written.
-        inputs: paths that the command reads.
-
-    Raises:
-        FileNotFoundError: the folder of a file is not there.
-        FileExistsError: a file lies in a saved learner.
-        ValueError: there is a folder of that name, a file with another suffix, or a file that belongs to a run, a
-            model or an export; or the file is named twice, or is one that the command reads.
+    Each file is its flag, path and suffix; a path of None is not written, and "-" is standard output. A new file may
+    have any suffix. `inputs` are paths that the command reads.
     """
     read = {Path(path).resolve() for path in inputs if path}
     flags: dict[Path, str] = {}
@@ -56,18 +31,37 @@ def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | No
 def _checked(flag: str, path: str, suffix: str) -> Path:
     if not path:
         raise ValueError(f"{flag} is '', expected the path of a {suffix} file")
+    from dulbe_peft.utils import folders
+
+    # What runs, learners, comparisons and models keep under these names, wherever that is.
+    kept = {folders.LEARNER_FILE, folders.MANIFEST, folders.PROGRESS_FILE, folders.RESULTS_FILE, folders.TIMINGS_FILE}
+    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
     file = Path(path).resolve()
     if file.is_dir():
         raise ValueError(f"{flag} {path} is a folder, expected a {suffix} file")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{flag} {path}: the folder {file.parent} does not exist")
-    check_outside_learners(file.parent, f"{flag}: write")
-    exported = file.is_file() and (file.parent / MANIFEST).is_file()
-    if file.name in _KEPT or exported or (file.name == _PREDICTIONS and (file.parent / RESULTS_FILE).is_file()):
+    folders.check_outside_learners(file.parent, f"{flag}: write")
+    exported = file.is_file() and (file.parent / folders.MANIFEST).is_file()
+    of_a_run = file.name == "predictions.csv" and (file.parent / folders.RESULTS_FILE).is_file()
+    if file.name in kept or exported or of_a_run:
         raise ValueError(f"{flag} {path}: a run, a model or an export keeps its own file here, choose another name")
     if file.is_file() and file.suffix.lower() != suffix:
         raise ValueError(f"{flag} {path} exists and is no {suffix} file: it is not overwritten, choose another name")
     return file
+
+
+def check_other_folder(learner: str, output: str) -> None:
+    """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
+    if not Path(learner).is_dir():
+        return
+    own, other = Path(learner).resolve(), Path(output).resolve()
+    run = own.parent if own.name.startswith("task-") else own
+    if run == other or own in (other, *other.parents):
+        raise ValueError(
+            f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
+            "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"
+        )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -10,9 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
-from dulbe_peft.commands.loading import add_learner, load_learner
+from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
 from dulbe_peft.commands.outputs import check_outputs, output_file
-from dulbe_peft.commands.parser import Parser
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.metrics.prediction import Prediction
@@ -30,55 +28,60 @@ measures how many images of known classes that refuses.
 NONE = "none of these"
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser: Parser = commands.add_parser("predict", help="name the classes of images", epilog=EXAMPLE)
-    add_learner(parser)
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="image file or folder; - reads an image, or paths, from standard input",
-    )
-    parser.add_argument("--top-k", type=int, default=1, help="how many classes for each image (%(default)s)")
-    parser.add_argument("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
-    parser.add_argument("--json", metavar="FILE", help="write the same as JSON; - is standard output")
-    parser.add_argument("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
-    parser.set_defaults(call=predict)
-
-
-def predict(arguments: argparse.Namespace) -> int:
+@command("Name the classes of images.", EXAMPLE)
+@learner_options()
+@argument(
+    "paths",
+    "image files or folders; - reads an image, or paths, from standard input",
+    nargs=-1,
+    required=True,
+    metavar="PATH...",
+)
+@option("--top-k", type=int, default=1, help="how many classes for each image (1)")
+@option("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
+@option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
+@option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
+def predict(
+    learner: str,
+    model: str | None,
+    paths: tuple[str, ...],
+    top_k: int,
+    csv: str | None,
+    json_file: str | None,
+    reject: float | None,
+    **machine: Any,
+) -> int:
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.data.inventory import counted
 
-    check_outputs(("--csv", arguments.csv, ".csv"), ("--json", arguments.json, ".json"))
-    images = list(_images(arguments.paths))
+    check_outputs(("--csv", csv, ".csv"), ("--json", json_file, ".json"))
+    images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty: neither an image nor a path is there")
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
-    many = len(images) > 64 or any(os.path.isdir(path) for path in arguments.paths)
-    learner = load_learner(arguments, num_workers=workers if many else 0)
-    rows = learner.predictions(images, arguments.top_k, arguments.reject)
+    many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
+    loaded = load_learner(learner, model, machine, num_workers=workers if many else 0)
+    rows = loaded.predictions(images, top_k, reject)
     for row in rows:
         if row.error is not None:
             print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
     read = [row for row in rows if row.error is None]
-    if arguments.csv:
-        with output_file(arguments.csv) as file:
+    if csv:
+        with output_file(csv) as file:
             _write_csv(file, read)
-    if arguments.json:
-        with output_file(arguments.json) as file:
+    if json_file:
+        with output_file(json_file) as file:
             json.dump([_as_json(row) for row in rows], file, indent=1, ensure_ascii=False)
             file.write("\n")
-    if not arguments.csv and not arguments.json:
+    if not csv and not json_file:
         for row in read:
             print(_line(row))
     unread, refused = len(rows) - len(read), sum(not row.known for row in read)
-    if arguments.csv or arguments.json or unread or arguments.reject is not None:
+    if csv or json_file or unread or reject is not None:
         parts = [counted(len(read), "image")]
-        parts += [f"{refused} of them {NONE}"] * (arguments.reject is not None)
+        parts += [f"{refused} of them {NONE}"] * (reject is not None)
         parts += [f"{unread} could not be read"] * bool(unread)
-        files = [file for file in (arguments.csv, arguments.json) if file not in (None, "-")]
+        files = [file for file in (csv, json_file) if file not in (None, "-")]
         print(", ".join(parts) + (f"; written: {' and '.join(files)}" if files else ""), file=sys.stderr)
     return 0 if read else 2
 

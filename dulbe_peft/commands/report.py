@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
 
+from dulbe_peft.commands.options import argument, command, option
 from dulbe_peft.commands.outputs import check_outputs
 
 EXAMPLE = """example:
@@ -18,45 +17,34 @@ The page is one file that any browser opens, also without a network.
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser("report", help="write a page about runs or a comparison", epilog=EXAMPLE)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that run or compare has written")
-    parser.add_argument(
-        "--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)"
-    )
-    parser.add_argument("--csv", metavar="FILE", help="write the table of results, too, with full figures")
-    parser.add_argument("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
-    parser.add_argument(
-        "--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run"
-    )
-    parser.set_defaults(call=report)
-
-
-def report(arguments: argparse.Namespace) -> int:
+@command("Write a page about runs or a comparison.", EXAMPLE)
+@argument("runs", "folders that run or compare has written", nargs=-1, required=True, metavar="RUN...")
+@option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
+@option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
+@option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
+@option("--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run")
+def report(runs: tuple[str, ...], output: str | None, csv: str | None, latex: str | None, figures: str | None) -> int:
     """Write the page, and tables where they are asked for."""
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 
-    named = (arguments.output, arguments.csv, arguments.latex)
+    named = (output, csv, latex)
     check_outputs(*zip(("--output", "--csv", "--latex"), named, (".html", ".csv", ".tex"), strict=True))
     # Where a link is named, what it leads to is written.
     files = tuple(None if path is None else Path(path).resolve() for path in named)
-    folders = list({Path(folder).resolve(): folder for folder in arguments.runs}.values())
+    folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
     if comparisons and len(folders) > 1:
-        runs = [folder for folder in folders if folder not in comparisons]
-        found = (
-            f"{comparisons[0]} is a comparison and {runs[0]} is none" if runs else f"got {len(folders)} comparisons"
-        )
+        others = [folder for folder in folders if folder not in comparisons]
+        mixed = f"{comparisons[0]} is a comparison and {others[0]} is none" if others else ""
+        found = mixed or f"got {len(folders)} comparisons"
         raise ValueError(f"a page is about runs or about one comparison, {found}: report on each alone")
-    if arguments.figures is not None and (comparisons or len(folders) > 1):
-        raise ValueError(
-            f"--figures is about one run, got {'a comparison' if comparisons else f'{len(folders)} runs'}"
-        )
+    if figures is not None and (comparisons or len(folders) > 1):
+        got = "a comparison" if comparisons else f"{len(folders)} runs"
+        raise ValueError(f"--figures is about one run, got {got}")
     page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
-    figures = [] if arguments.figures is None else write_figures(folders[0], arguments.figures)
-    for path in (arguments.output or page, arguments.csv, arguments.latex, *figures):
+    pictures = [] if figures is None else write_figures(folders[0], figures)
+    for path in (output or page, csv, latex, *pictures):
         if path is not None:
             print(f"written: {path}")
     return 0

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.runs.settings import StreamArguments, validated
 from dulbe_peft.runs.sources import open_source, say, source_of
-from dulbe_peft.utils.checks import check_int
+
+if TYPE_CHECKING:  # torch is imported when a run is set up
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from dulbe_peft.adapter.config import DualModeLoraConfig
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.strategies import Strategy
+    from dulbe_peft.streams.tasks import Task
 
 
 def check_run_folder(data: str, output: str) -> None:
@@ -22,11 +29,9 @@ def check_run_folder(data: str, output: str) -> None:
 
 
 def fit_increment(increment: int | None, num_classes: int) -> int:
-    """How many classes a task has: what was asked for, as far as there are so many; says what it chose.
+    """How many classes a task has: what was asked for, as far as there are so many; prints what it chose.
 
-    Args:
-        increment: classes per task. None: 10, or about half of the classes where there are fewer than 20.
-        num_classes: how many classes there are.
+    Where nothing was asked for: 10, or about half of the classes where there are fewer than 20.
     """
     if increment is None:
         if num_classes >= 20:
@@ -40,14 +45,12 @@ def fit_increment(increment: int | None, num_classes: int) -> int:
     return increment
 
 
-def adapted(model: Any, config: DualModeLoraConfig, strategy: Any, revision: str | None = None) -> Any:
-    """The model with the adapter that a strategy trains; the model itself where it trains nothing.
+def adapted(
+    model: PreTrainedModel, config: DualModeLoraConfig, strategy: Strategy, revision: str | None = None
+) -> PreTrainedModel | PeftModel:
+    """The model with the adapter that a strategy trains, on the strategy's target modules where `config` names none.
 
-    Args:
-        model: the pristine model.
-        config: of the adapter; it gets the strategy's target modules where it names none.
-        strategy: what trains the model.
-        revision: of the model on the Hub, to be noted in the configuration.
+    A model that is not trained stays as it is. `revision`, of the model on the Hub, is noted in the configuration.
     """
     if not strategy.adapts:
         return model
@@ -60,23 +63,14 @@ def adapted(model: Any, config: DualModeLoraConfig, strategy: Any, revision: str
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before it begins: its data, and the model with its adapter.
-
-    Attributes:
-        stream: where the stream comes from.
-        args: the learner's settings.
-        strategy: what is trained.
-        model: the adapted model, or the pristine one where nothing is trained.
-        tasks: the stream; None where no data is named.
-        make_learner: makes the learner with some settings.
-    """
+    """A run before it begins: its data, and the model, with its adapter where something is trained."""
 
     stream: StreamArguments
     args: LearnerArguments
-    strategy: Any
-    model: Any
-    tasks: Any
-    make_learner: Callable[[LearnerArguments], Any]
+    strategy: Strategy
+    model: PreTrainedModel | PeftModel
+    tasks: list[Task]  # none where no data is named
+    make_learner: Callable[[LearnerArguments], ClassIncrementalLearner]
 
     def check_zero_shot(self, found: float | None) -> None:
         """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
@@ -88,11 +82,12 @@ class Setup:
 
 def set_up(settings: dict[str, Any]) -> Setup:
     """Open the data and load the model that the settings name."""
-    stream, config, args = validated(settings)
+    stream, adapter, args = validated(settings)
     if stream.data and stream.output:
         check_run_folder(stream.data, stream.output)
     import torch
 
+    from dulbe_peft.adapter.config import DualModeLoraConfig
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.strategies import make_strategy
@@ -100,10 +95,10 @@ def set_up(settings: dict[str, Any]) -> Setup:
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
-    tasks: Any = stream_tasks(stream) if stream.data else None
+    tasks = stream_tasks(stream) if stream.data else []
     base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
-    model = adapted(base, config, strategy, stream.revision)
+    model = adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision)
 
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
@@ -111,7 +106,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
     return Setup(stream, args, strategy, model, tasks, make_learner)
 
 
-def stream_tasks(stream: StreamArguments) -> Any:
+def stream_tasks(stream: StreamArguments) -> list[Task]:
     """The tasks of the stream that the settings describe."""
     from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.tasks import class_incremental_tasks
@@ -130,7 +125,7 @@ def stream_tasks(stream: StreamArguments) -> Any:
     finished = _finished_tasks(stream)
     asked = _finished_increment(stream, finished) if stream.increment is None else stream.increment
     increment = fit_increment(asked, len(names))
-    tasks = class_incremental_tasks(
+    tasks: list[Task] = class_incremental_tasks(
         train,
         test,
         increment=increment,
@@ -139,9 +134,7 @@ def stream_tasks(stream: StreamArguments) -> Any:
         seed=stream.order_seed,
         first_tasks=finished if _go_on(stream, increment, finished, names) else [],
     )
-    if stream.max_tasks is not None:
-        tasks = tasks[: check_int("max_tasks", stream.max_tasks, 1)]
-    return tasks
+    return tasks[: stream.max_tasks]
 
 
 def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 
 def when_imported(name: str, action: Callable[[], Any]) -> None:
@@ -18,7 +19,7 @@ def when_imported(name: str, action: Callable[[], Any]) -> None:
         sys.meta_path.insert(0, _Watcher(name, action))
 
 
-class _Watcher(MetaPathFinder):
+class _Watcher:
     """Finds a module as the other finders do, and acts once after its code has run."""
 
     def __init__(self, name: str, action: Callable[[], Any]) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import types
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+from dulbe_peft.utils.settings import check_value
 
 
 def split_specs(text: str) -> list[str]:
@@ -76,15 +74,22 @@ def convert(
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(target, eval_str=True).parameters.items()
     hints = {name: p.annotation for name, p in parameters if p.kind in by_keyword and name not in hidden}
-    converted = {}
-    for key, value in values.items():
+    for key in values:
         if key not in hints:
             raise ValueError(f"{owner} has no setting {key!r}{closest(key, hints)}")
-        try:
-            converted[key] = _read(value, hints[key])
-        except ValueError as error:
-            raise ValueError(f"{owner} setting {key}={value!r} must be {_described(hints[key])}") from error
-    return converted
+    return {key: _read(f"{owner} setting {key}", hints[key], text) for key, text in values.items()}
+
+
+def _read(name: str, hint: Any, text: str) -> Any:
+    """A text as a value of the type `hint`: none as None, and a list with slashes between its entries."""
+    readings: list[Any] = [None] if text.lower() == "none" else []
+    for value in [*readings, text, text.split("/")]:
+        with suppress(TypeError, ValueError):
+            return check_value(name, hint, value, strict=False)
+    try:
+        return check_value(name, hint, text.split("/") if "/" in text else text, strict=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def closest(wrong: str, known: Iterable[str]) -> str:
@@ -99,39 +104,3 @@ def _written(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "/".join(_written(entry) for entry in value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _read(text: str, hint: Any) -> Any:
-    """`text` as a value of the type `hint`; the alternatives of a union are tried in the order they are written."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for alternative in arguments:
-            with suppress(ValueError):
-                return _read(text, alternative)
-    elif origin is typing.Literal:
-        words = {_written(choice): choice for choice in arguments}
-        if text in words:
-            return words[text]
-    elif hint is bool and text.lower() in _TRUTH:
-        return _TRUTH[text.lower()]
-    elif hint in (None, types.NoneType) and text.lower() == "none":
-        return None
-    elif isinstance(origin, type) and issubclass(origin, Collection):
-        entries = [_read(entry, arguments[0]) for entry in text.split("/")]
-        return tuple(entries) if origin is tuple else entries
-    elif hint in (int, float, str):
-        return hint(text)
-    raise ValueError(f"{text!r} gives no {hint}")
-
-
-def _described(hint: Any) -> str:
-    """What a text must be to give a value of the type `hint`; types that no text can give are left out."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(filter(None, map(_described, arguments)))
-    if origin is typing.Literal:
-        return " or ".join(map(_written, arguments))
-    if origin is not None:
-        return f"{_described(arguments[0])}, or several with / between them"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "none"}
-    return names.get(hint, "")

@@ -1,0 +1,198 @@
+"""What commands have in common: flags made of dataclass fields, the two lengths of help, a learner and images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.runs.settings import GROUPS, read_settings
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
+
+_MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
+Decorator = Callable[[Any], Any]
+
+
+class Option(click.Option):
+    """An option with the title that it stands under in the help; a rare one appears in `--help-all` alone."""
+
+    def __init__(self, *names: Any, group: str = "options", **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command whose help shows its options in groups, and its examples as they were typed."""
+
+    resumes = False  # whether the same command goes on where it was stopped
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read `--scale 0.25 0.5` as `--scale 0.25 --scale 0.5`, which is all that click knows."""
+        repeated = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
+        expanded: list[str] = []
+        flag = ""
+        for arg in args:
+            if flag and not arg.startswith("-") and expanded[-1] != flag:
+                expanded.append(flag)
+            elif arg.startswith("-"):
+                flag = arg if arg in repeated else ""
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "options"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=28)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\n{self.epilog or ''}")
+
+
+def command(help: str, example: str = "", usage: str | None = None, resumes: bool = False) -> Decorator:
+    """Make a function a command; its parameters are those that the decorators below it declare."""
+
+    def make(function: Callable[..., int]) -> Command:
+        made: Command = click.command(cls=Command, help=help, epilog=example)(function)
+        made.resumes, made.options_metavar = resumes, usage or "[OPTIONS]"
+        return made
+
+    return make
+
+
+def argument(name: str, help: str, **settings: Any) -> Decorator:
+    """A positional argument."""
+    return click.argument(name, help=help, **settings)
+
+
+def option(*names: str, **settings: Any) -> Decorator:
+    """An option."""
+    return click.option(*names, cls=Option, **settings)
+
+
+def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Decorator:
+    """The settings of a run and `--config`. `--help` shows those in `shown`; the command lacks those in `hidden`."""
+
+    def add(function: Any) -> Any:
+        function = option(
+            "--help-all",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show all settings and exit.",
+        )(function)
+        for title, kind in reversed(GROUPS.items()):
+            names = [field.name for field in fields(kind) if field.name not in hidden]
+            function = field_options(kind, names, title, rare=set(names) - set(shown))(function)
+        return option("--config", metavar="FILE", help="YAML file with settings of run, by their names")(function)
+
+    return add
+
+
+def field_options(kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()) -> Decorator:
+    """The named fields of a dataclass as options. One that is not given is None."""
+    hints = get_type_hints(kind)
+
+    def add(function: Any) -> Any:
+        for field in reversed([field for field in fields(kind) if field.name in names]):
+            facts = _option_facts(field, hints[field.name])
+            flag = facts.pop("flag", "--" + field.name.replace("_", "-"))
+            function = option(flag, field.name, group=group, hidden=field.name in rare, **facts)(function)
+        return function
+
+    return add
+
+
+def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
+    default = "" if field.default in (None, "", False) else f" (default: {field.default})"
+    facts: dict[str, Any] = {"help": field.metadata["help"] + default, "default": None}
+    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+    flag = field.name.replace("_", "-")
+    if hint is bool:
+        return facts | {"flag": f"--{flag}/--no-{flag}"}
+    if get_origin(hint) is Literal:
+        return facts | {"type": click.Choice(kinds)}
+    if field.metadata.get("repeated"):
+        return facts | {"multiple": True, "metavar": "TEXT"}
+    if list[int] in kinds:
+        return facts | {"type": lambda text: [int(part) for part in text.split(",")], "metavar": "A,B,..."}
+    if list[str] in kinds:  # a text with other characters is a regular expression where the field takes one
+        names = (lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text) if str in kinds else None
+        return facts | {"type": names or (lambda text: text.split(",")), "metavar": "A,B,..."}
+    return facts | {"type": kinds[0]}
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        rare = [parameter for parameter in ctx.command.params if isinstance(parameter, Option) and parameter.hidden]
+        for parameter in rare:
+            parameter.hidden = False
+        click.echo(ctx.get_help())
+        for parameter in rare:
+            parameter.hidden = True
+        ctx.exit()
+
+
+def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings that somebody gave: those of the YAML file, with the flags on top."""
+    return read_settings(config, {name: value for name, value in flags.items() if value not in (None, ())})
+
+
+def learner_options(optional: bool = False) -> Decorator:
+    """The argument that names a learner, and the options of its machine; `--model` alone is a pristine model."""
+    alone = "; without LEARNER: a model that has learned nothing" if optional else ""
+
+    def add(function: Any) -> Any:
+        function = field_options(LearnerArguments, _MACHINE, "machine")(function)
+        what = f"the base model, where it is not where it was{alone}"
+        function = option("--model", metavar="MODEL", help=what)(function)
+        what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
+        return argument("learner", what, required=not optional)(function)
+
+    return add
+
+
+def load_learner(
+    learner: str | None, model: str | None, flags: dict[str, Any], **defaults: Any
+) -> ClassIncrementalLearner:
+    """The learner that the options name; `defaults` are settings that count where no flag gives them."""
+    from dulbe_peft.encoders.loading import load_dual_encoder
+    from dulbe_peft.learner import ClassIncrementalLearner
+
+    given = defaults | {name: flags[name] for name in _MACHINE if flags[name] is not None}
+    if learner is not None:
+        base = None if model is None else load_dual_encoder(model)[0]
+        return ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
+    if model is None:
+        raise ValueError("name a saved learner, or a pristine model with --model")
+    clip, processor = load_dual_encoder(model)
+    return ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
+
+
+def labelled_options(function: Any) -> Any:
+    """The options that name labelled images to look at, and not to learn from."""
+    names = option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+    split = option("--split", default="test", help="split of the data (test); '' for a folder of classes")
+    data = "images: a folder of classes or of parquet files, or hf:NAME"
+    return option("--data", required=True, help=data)(split(names(function)))
+
+
+def load_labelled(data: str, split: str, class_names: str | None) -> LabelledImages:
+    """The images that `labelled_options` name."""
+    from dulbe_peft.data.readers import load_data
+    from dulbe_peft.streams.protocols import rename_classes
+
+    images = load_data(data, split=split or None)
+    return rename_classes(images, class_names) if class_names else images
