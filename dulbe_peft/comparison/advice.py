@@ -39,12 +39,9 @@ FEW_HELD_BACK = 100  # images, below which the figures are rough
 
 
 class Contest(Record):
-    """Whether the best of some rows is better than what one would use otherwise.
+    """Whether `row`, the best of some rows, is better than what one would use otherwise.
 
-    Attributes:
-        row: the best of them on the held-back images.
-        gain: over what one would use otherwise; fractions. The interval allows for the choice among the rows.
-        clear: whether it is right more often, by a sign test at 5 % that allows for the choice among the rows.
+    Both the interval of the gain and `clear`, a sign test at 5 %, allow for the choice among the rows.
     """
 
     row: Row
@@ -55,17 +52,10 @@ class Contest(Record):
 class Advice(Record):
     """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images.
 
-    Attributes:
-        settings: of `dulbe-peft run`: strategy, classifiers, and what training needs.
-        classifiers: spec -> accuracy without training after the last task, the best first.
-        usual: spec of the classifier that is the advice unless another one is clearly better: `bayes`, or the first of
-            `classifiers` where that is not among them.
-        rival: the other classifiers against `usual`, on the whole stream without training; None where there is no
-            other, or a single image.
-        training: the ways to train, with every classifier, against the classifier that is the advice without training,
-            on the probe's tasks; None where nothing was tried, or on a single image.
-        held_back: how many images were held back.
-        seconds: of the whole stream without training, and of the trained probe; measured on this machine.
+    `settings` are of `dulbe-peft run`. `classifiers` are accuracies without training, the best first. `usual` is the
+    advice unless another one is clearly better: `bayes`, or else the first of `classifiers`. `rival` is the other
+    classifiers against it on the whole stream, `training` the ways to train against the advice without training on
+    the probe's tasks; None where there is nothing to compare.
     """
 
     settings: dict[str, Any]

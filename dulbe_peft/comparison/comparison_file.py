@@ -37,20 +37,10 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the seeds.
+    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is.
 
-    Attributes:
-        seeds: those that are finished.
-        means: fractions.
-        spreads: standard deviation over the seeds with n - 1; None of a single seed.
-        differences: to the reference row over the seeds that both have finished; None for the reference itself, or
-            where there is no such seed.
-        gain: difference in A_last to the row of the same classifier and the reference's method, in the same way; None
-            for that method's own rows.
-        seconds: of training and testing the stream, and of teaching the classifier.
-        trainable_parameters: that a task trains.
-        kept_bytes: that method and classifier keep between tasks, without the model and its adapter.
-        retention: None where not measured.
+    `spreads` are standard deviations with n - 1, None of a single seed. `differences` are to the reference row, `gain`
+    to the row of the same classifier and the reference's method; None for these rows themselves.
     """
 
     stream: str

@@ -82,16 +82,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One stream that one method trains with one seed: one run.
+    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder.
 
-    Attributes:
-        stream: name of the stream.
-        method: name of the method.
-        seed: of the learner, and of the class order and the drawn images where the stream does not set them.
-        settings: of `dulbe-peft run`.
-        folder: where it is kept, relative to the comparison's folder.
-        retention: images of classes that are in no stream, to measure what the model still knows; or None.
-        retention_scales: shares of what was learned, in [0, 1], to measure that with; none: only before and after.
+    `retention` names images of classes that are in no stream, to measure what the model still knows, and
+    `retention_scales` the shares of what was learned, in [0, 1], to measure that with beside before and after.
     """
 
     stream: str
@@ -105,18 +99,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison.
+    """A comparison: streams and methods with their settings, specs of classifiers, drifts of `DRIFTS`, and seeds.
 
-    Attributes:
-        streams: name -> settings.
-        methods: name -> settings.
-        classifiers: specs.
-        drifts: of `DRIFTS`.
-        seeds: at least one.
-        reference: the row that all others are compared with; None: the first one, see `baseline`.
-        choices: method -> setting -> values to choose from on held-back training images.
-        retentions: stream -> images of classes that are in no stream.
-        retention_scales: stream -> the scales to measure them with, see `Cell`.
+    `choices` has the values to choose from on held-back training images, method -> setting -> values; `retentions` and
+    `retention_scales` are those of the streams, see `Cell`.
     """
 
     streams: dict[str, dict[str, Any]]

@@ -110,6 +110,18 @@ def _mean_retention(found: Sequence[Retention]) -> Retention | None:
 # ---------------------------------------------------------------------- the columns
 
 
+def _value(path: str) -> Callable[[Entry], Any]:
+    """What an entry has at a dotted path; None where a part of the way is None."""
+
+    def value(entry: Entry) -> Any:
+        found: Any = entry
+        for name in path.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name, None)
+        return found
+
+    return value
+
+
 def _share(name: Measure) -> Callable[[Entry], str]:
     """How a measure is shown: its mean and spread over the seeds, in percent."""
 
@@ -124,106 +136,105 @@ def _interval(found: Difference | None) -> str:
     return "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
 
 
-def _known(entry: Entry) -> str:
-    known = entry.retention
+def _known(known: Retention | None) -> str:
     return "" if known is None else f"{percent(known.before)} → {percent(known.after)}"
 
 
-def _values(name: Measure) -> dict[str, Callable[[Entry], Any]]:
-    ends = {"_difference": "mean", "_low": "low", "_high": "high"}
-    differences = {
-        f"{name}{end}": lambda entry, part=part: getattr(entry.differences[name], part, None)
-        for end, part in ends.items()
-    }
-    return {name: lambda entry: entry.means[name], f"{name}_std": lambda entry: entry.spreads[name], **differences}
+def _column(title: str, show: Callable[[Entry], str] | None, meaning: str, **paths: str) -> Column[Entry]:
+    """A column of figures; `paths` say where an entry has the values of the CSV file."""
+    return Column(title, show, meaning=meaning, values={name: _value(path) for name, path in paths.items()})
 
 
+def _name_column(title: str, path: str, meaning: str) -> Column[Entry]:
+    return Column(title, _value(path), False, meaning, values={title: _value(path)})
+
+
+_MEASURE_PATHS = {
+    f"{name}{end}": path.format(name)
+    for name in MEASURES
+    for end, path in {
+        "": "means.{}",
+        "_std": "spreads.{}",
+        "_difference": "differences.{}.mean",
+        "_low": "differences.{}.low",
+        "_high": "differences.{}.high",
+    }.items()
+}
 COLUMNS: list[Column[Entry]] = [
-    Column("stream", lambda entry: entry.stream, False, values={"stream": lambda entry: entry.stream}),
-    Column(
-        "method",
-        lambda entry: entry.row.method,
-        False,
-        "What trained the model: settings under a name.",
-        values={"method": lambda entry: entry.row.method},
-    ),
-    Column(
+    _name_column("stream", "stream", ""),
+    _name_column("method", "row.method", "What trained the model: settings under a name."),
+    _name_column(
         "classifier",
-        lambda entry: entry.row.classifier,
-        False,
+        "row.classifier",
         "What tells the classes apart. It learned from the features of the trained model.",
-        values={"classifier": lambda entry: entry.row.classifier},
     ),
     Column(
         "drift",
         lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
         False,
         "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
-        values={"drift": lambda entry: entry.row.drift},
+        values={"drift": _value("row.drift")},
     ),
-    Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds), **_values("last"), **_values("average")}),
-    Column(
+    Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds)}),
+    _column(
         "A_bar",
         _share("average"),
-        meaning="After each task, the percent of test images of all classes seen by then that are named right. This "
-        "is the mean over the tasks. ± is the standard deviation over the seeds.",
+        "After each task, the percent of test images of all classes seen by then that are named right. This is the "
+        "mean over the tasks. ± is the standard deviation over the seeds.",
     ),
-    Column(
+    _column(
         "A_last",
         _share("last"),
-        meaning="The percent of all test images that are named right after the last task. ± as for A_bar.",
+        "The percent of all test images that are named right after the last task. ± as for A_bar.",
+        **_MEASURE_PATHS,
     ),
-    Column(
+    _column(
         "to the reference (95 %)",
         lambda entry: _interval(entry.differences["last"]),
-        meaning="A_last minus the reference's A_last, in percentage points, over the seeds that both have finished. "
-        "The brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
+        "A_last minus the reference's A_last, in percentage points, over the seeds that both have finished. The "
+        "brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
     ),
-    Column(
+    _column(
         "to the same classifier (95 %)",
         lambda entry: _interval(entry.gain),
-        meaning="The same, but to the row of the reference's method with this classifier, and with this drift where "
-        "it has one. Where that method trains nothing, it is what training adds.",
-        values={
-            "gain": lambda entry: getattr(entry.gain, "mean", None),
-            "gain_low": lambda entry: getattr(entry.gain, "low", None),
-            "gain_high": lambda entry: getattr(entry.gain, "high", None),
-        },
+        "The same, but to the row of the reference's method with this classifier, and with this drift where it has "
+        "one. Where that method trains nothing, it is what training adds.",
+        gain="gain.mean",
+        gain_low="gain.low",
+        gain_high="gain.high",
     ),
-    Column(
+    _column(
         "calibration error",
         lambda entry: percent(entry.calibration_error),
-        meaning="How far the probability of an answer is from how often such answers are right, in percentage points. "
-        "Zero is best.",
-        values={"calibration_error": lambda entry: entry.calibration_error},
+        "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
+        "is best.",
+        calibration_error="calibration_error",
     ),
-    Column(
+    _column(
         "seconds",
         lambda entry: f"{entry.seconds:.0f}",
-        meaning="To train and test the stream and to teach the classifier, as a mean over the seeds.",
-        values={"seconds": lambda entry: entry.seconds},
+        "To train and test the stream and to teach the classifier, as a mean over the seeds.",
+        seconds="seconds",
     ),
-    Column(
+    _column(
         "trained",
         lambda entry: f"{entry.trainable_parameters:,}",
-        meaning="How many parameters a task trains.",
-        values={"trainable_parameters": lambda entry: entry.trainable_parameters},
+        "How many parameters a task trains.",
+        trainable_parameters="trainable_parameters",
     ),
-    Column(
+    _column(
         "kept MiB",
         lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
-        meaning="What method and classifier keep in memory between tasks, without the model and its adapter.",
-        values={"kept_bytes": lambda entry: entry.kept_bytes},
+        "What method and classifier keep in memory between tasks, without the model and its adapter.",
+        kept_bytes="kept_bytes",
     ),
-    Column(
+    _column(
         "still known",
-        _known,
-        meaning="Images of classes that the model never learned here: the percent that it names right by the class "
-        "names, before all tasks → after them.",
-        values={
-            "retention_before": lambda entry: getattr(entry.retention, "before", None),
-            "retention": lambda entry: getattr(entry.retention, "after", None),
-        },
+        lambda entry: _known(entry.retention),
+        "Images of classes that the model never learned here: the percent that it names right by the class names, "
+        "before all tasks → after them.",
+        retention_before="retention.before",
+        retention="retention.after",
     ),
 ]
 

@@ -83,12 +83,13 @@ def _content(run: Run, key: str) -> dict[str, Any]:
         "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
         "data": data_name(run.predictions),
         "classes": sum(len(task) for task in run.learned),
-        "task_rows": _task_rows(run),
+        "task_rows": list(zip(run.learned, run.records, [time or {} for time in run.timings], strict=True)),
         "captured": any(record.get("shared_capture") is not None for record in run.records),
         "phases": [*(name for name in _PHASES if name in phases), *sorted(phases.difference(_PHASES))],
         "settings": sorted(flat_settings(run.settings).items()),
         "mistakes": [_picture(run, example) for example in run.examples.mistakes],
         "hits": [_picture(run, example) for example in run.examples.hits],
+        "depth_known": any(record.get("expected_depth") is not None for record in run.records),
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "updates": [_update(entry) for entry in run.updates if entry.images or entry.forgotten],
         **effects_content(run, key),
@@ -125,31 +126,6 @@ def _test_content(run: Run, key: str) -> dict[str, Any]:
         "class_accuracies": accuracies if len(accuracies) > 1 else {},
         "classes_by_first": sorted(first, key=first.__getitem__),
     }
-
-
-def _task_rows(run: Run) -> list[dict[str, Any]]:
-    """One row a task: what was learned from, and what learning showed."""
-    rows = []
-    for number, (names, record, time) in enumerate(zip(run.learned, run.records, run.timings, strict=True), 1):
-        counts, loss = sorted(record.get("images", {}).values()), record.get("loss", [])
-        rows.append(
-            {
-                "number": number,
-                "names": names,
-                "images": sum(counts) if counts else None,
-                "least": counts[0] if counts else None,
-                "most": counts[-1] if counts else None,
-                "first_loss": loss[0] if loss else None,
-                "last_loss": loss[-1] if loss else None,
-                "shared": record.get("shared_capture"),
-                "residual": record.get("residual_capture"),
-                "depth": record.get("expected_depth"),
-                "seconds": (time or {}).get("seconds"),
-                "phases": (time or {}).get("phases", {}),
-                "memory": (time or {}).get("peak_memory"),
-            }
-        )
-    return rows
 
 
 def _update(entry: Update) -> str:
