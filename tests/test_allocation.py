@@ -2,7 +2,6 @@ import pytest
 import reference
 import torch
 
-import dulbe_peft.subspaces.allocation
 from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
@@ -52,62 +51,35 @@ def test_modes_equal_the_reference(probe, stats, ranks):
         assert found.residual_capture == pytest.approx(energy(gradient.double(), residual), rel=1e-4)
 
 
-@pytest.mark.parametrize("empty", [None, {}, OccupationStatistics()])
-def test_the_first_task_has_no_statistics(probe, empty):
-    modes = allocate_modes(probe, empty, shared_rank=2, residual_rank=3)
-    for name, gradient in probe.items():
-        shared, residual = reference.first_task_bases(gradient, 2, 3)
+@pytest.mark.parametrize("partial", [None, {}, {"fc2": torch.eye(20), "elsewhere": torch.eye(3)}])
+def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, partial):
+    modes = allocate_modes(probe, partial, shared_rank=2, residual_rank=3)
+    for name in ("k", "v"):
+        shared, residual = reference.first_task_bases(probe[name], 2, 3)
         assert_same_span(modes[name].shared, shared)
         assert_same_span(modes[name].residual, residual)
         assert modes[name].support_rank == 0
+    assert modes["fc2"].support_rank == (17 if partial else 0)
 
 
-def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, stats):
-    partial = {"fc2": stats["fc2"], "elsewhere": torch.eye(3)}
-    modes, first, later = (allocate_modes(probe, s, 1, 3, 5) for s in (partial, None, stats))
-    assert torch.equal(modes["k"].shared, first["k"].shared) and torch.equal(modes["k"].residual, first["k"].residual)
-    assert torch.equal(modes["fc2"].residual, later["fc2"].residual)
-
-
-def test_a_shared_statistic_is_decomposed_once(probe, stats, monkeypatch):
-    calls, support = [], dulbe_peft.subspaces.allocation.historical_support
-    monkeypatch.setattr(
-        dulbe_peft.subspaces.allocation, "historical_support", lambda *args: calls.append(1) or support(*args)
-    )
-    allocate_modes(probe, stats)
-    assert len(calls) == 2
-
-
-def test_zero_gradients_capture_nothing_and_still_get_bases(probe, stats):
-    probe["k"] = torch.zeros(10, 12)
-    for statistics in (None, stats):
-        found = allocate_modes(probe, statistics, 1, 3, 5)["k"]
-        assert found.shared_capture == found.residual_capture == 0.0
-        stacked = torch.cat([found.shared, found.residual], dim=1)
-        torch.testing.assert_close(stacked.T @ stacked, torch.eye(4), rtol=0, atol=1e-6)
-
-
-def test_few_tokens_clamp_the_support():
+def test_degenerate_gradients_and_statistics_still_get_bases():
     few = OccupationStatistics()
-    few.update("a", tokens(12, count=3))
-    found = allocate_modes({"a": randn(10, 12)}, few, shared_rank=1, residual_rank=4)["a"]
-    assert found.support_rank == 3
-    assert (tokens(12, count=3) @ found.residual).abs().max() < 1e-5
-    fewer = OccupationStatistics()
-    fewer.update("a", tokens(12, count=1))
-    found = allocate_modes({"a": randn(10, 12)}, fewer, shared_rank=2, residual_rank=4)["a"]
-    stacked = torch.cat([found.shared, found.residual], dim=1)
-    assert found.support_rank == 1
-    torch.testing.assert_close(stacked.T @ stacked, torch.eye(6), rtol=0, atol=1e-6)
+    few.update("a", tokens(12, count=1))
+    for gradient, statistics in ((torch.zeros(10, 12), None), (torch.zeros(10, 12), few), (randn(10, 12), few)):
+        found = allocate_modes({"a": gradient}, statistics, shared_rank=2, residual_rank=4)["a"]
+        assert found.support_rank == (statistics is few)
+        assert (found.shared_capture + found.residual_capture > 0) == gradient.any().item()
+        stacked = torch.cat([found.shared, found.residual], dim=1)
+        torch.testing.assert_close(stacked.T @ stacked, torch.eye(6), rtol=0, atol=1e-6)
+        if statistics is few:
+            assert (tokens(12, count=1) @ found.residual).abs().max() < 1e-5
 
 
 def test_allocation_is_pure(probe, stats):
     probe["k"].requires_grad_()
     before = {name: gradient.detach().clone() for name, gradient in probe.items()}
     matrices = {name: matrix.clone() for name, matrix in stats.items()}
-    state = torch.get_rng_state()
     first, second = allocate_modes(probe, stats), allocate_modes(probe, stats)
-    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(probe[name], before[name]) and torch.equal(stats[name], matrices[name]) for name in probe)
     assert all(torch.equal(first[name].residual, second[name].residual) for name in probe)
     assert not first["k"].shared.requires_grad and probe["k"].grad is None
@@ -118,18 +90,12 @@ def test_allocation_is_pure(probe, stats):
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
         ({"residual_rank": 1.0}, TypeError, "residual_rank must be an int, got 1.0"),
-        ({"support_rank": True}, TypeError, "support_rank must be an int, got True"),
         ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
         ({"residual_rank": 12}, ValueError, "= 13 exceeds the 12 input features of layer 'k'"),
-        ({"probe": {}}, ValueError, "probe is empty"),
         ({"probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
         ({"probe": {"v": randn(3, 12) * float("inf")}}, ValueError, "gradient of layer 'v' holds NaN or infinity"),
-        ({"probe": {"v": torch.ones(3, 12).long()}}, TypeError, "gradient of layer 'v' must be a floating-point"),
         ({"stats": {"v": torch.eye(11)}}, ValueError, "statistic of layer 'v' must be (12, 12)"),
         ({"stats": {"v": torch.eye(12) * float("nan")}}, ValueError, "statistic of layer 'v' holds NaN or infinity"),
-        ({"probe": {"v": None}}, TypeError, "gradient of layer 'v' must be a floating-point tensor, got None"),
-        ({"stats": {"v": None}}, TypeError, "statistic of layer 'v' must be a floating-point tensor, got None"),
-        ({"stats": {"v": -torch.eye(12)}}, ValueError, "statistic of layer 'v' has eigenvalue"),
     ],
 )
 def test_errors_name_the_layer(probe, stats, kwargs, error, message):

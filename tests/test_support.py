@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import linalg
 
 import dulbe_peft.subspaces.decompositions
-from dulbe_peft.subspaces.decompositions import asymmetry, eigh, orthonormal_complement, top_eigenvectors
+from dulbe_peft.subspaces.decompositions import orthonormal_complement
 from dulbe_peft.subspaces.support import allocate_layer, historical_support
 
 WIDTH, COUNT = 120, 16
@@ -100,51 +100,7 @@ def test_support_rank_is_clamped(tokens, support_rank, residual_rank, expected):
     assert_orthonormal(found)
 
 
-def test_support_ignores_eigenvalues_below_float32_rounding():
-    tolerance = 16 * torch.finfo(torch.float32).eps
-    values = [1.0, 0.5, tolerance * 1.5, tolerance * 0.5] + [0.0] * 12
-    assert historical_support(matrix_of(values), 10, 2).shape[1] == 3
-
-
-@pytest.mark.parametrize(("lowest", "refused"), [(-0.2, True), (-0.0101, True), (-0.0099, False), (-1e-7, False)])
-def test_a_statistic_with_a_negative_eigenvalue_is_refused(lowest, refused):
-    """The tolerance is 1 % of the largest entry, here 1; the eigenvalue hides in a direction that no axis shows."""
-    matrix = torch.eye(WIDTH, dtype=torch.float64)
-    hidden = torch.nn.functional.normalize(torch.ones(WIDTH - 1), dim=0).double()
-    matrix[1:, 1:] -= (1 - lowest) * torch.outer(hidden, hidden)
-    if refused:
-        with pytest.raises(ValueError, match=f"fc1 has eigenvalue {lowest:.3g}: expected a positive semi-definite"):
-            historical_support(matrix, COUNT, 8, "fc1")
-    else:
-        assert historical_support(matrix, COUNT, 8, "fc1").shape == (WIDTH, COUNT)
-
-
-def test_asymmetry_is_the_largest_difference_wherever_it_is():
-    matrix = torch.ones(70, 70)
-    for i, j in ((0, 69), (69, 0), (33, 34), (40, 2)):
-        skewed = matrix.clone()
-        skewed[i, j] = 3.0
-        assert asymmetry(skewed, rows=16) == 2.0
-        with pytest.raises(ValueError, match="fc1 is not symmetric"):
-            historical_support(skewed, 2, 1, "fc1")
-    assert asymmetry(matrix) == 0.0
-
-
 # ---------------------------------------------------------------------- bases
-
-
-@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (20, 20), (5, 24)])
-@pytest.mark.parametrize(("shared_rank", "residual_rank"), [(1, 8), (2, 3), (0, 4), (3, 0)])
-def test_bases_equal_the_reference(shape, shared_rank, residual_rank):
-    width = shape[1]
-    gradient, matrix = randn(*shape) * torch.logspace(0, -1, width), statistic(width)
-    rank = min(6, width - residual_rank)
-    found = allocate_layer(gradient, historical_support(matrix, rank, residual_rank), shared_rank, residual_rank)
-    expected = reference.bases(gradient, matrix, shared_rank, residual_rank, rank)
-    assert_orthonormal(*found)
-    assert distance(found[0], expected[0]) < 1e-5
-    if residual_rank <= shape[0]:
-        assert distance(found[1], expected[1]) < 1e-5
 
 
 @pytest.mark.parametrize("spectrum", ["random", "decaying", "decaying slowly", "flat"])
@@ -200,43 +156,26 @@ def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support
         assert worst <= values[kept] + 1e-5 * values[0]
 
 
-@pytest.mark.parametrize("rows", [15, 40])
 @pytest.mark.parametrize("faint", [0.0, 1.0])
-def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(rows, faint):
+def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
     occupied = historical_support(statistic(20), 7, 6)
     exact = torch.linalg.qr(occupied.double()).Q
     beyond = torch.linalg.qr((torch.eye(20) - exact @ exact.T) @ randn(20, 20, dtype=torch.float64)).Q
-    outside = randn(rows, 6, dtype=torch.float64) * torch.logspace(-1, -7, 6) @ beyond[:, :6].T
-    gradient = randn(rows, 7, dtype=torch.float64) @ exact.T + faint * outside
+    outside = randn(40, 6, dtype=torch.float64) * torch.logspace(-1, -7, 6) @ beyond[:, :6].T
+    gradient = randn(40, 7, dtype=torch.float64) @ exact.T + faint * outside
     shared, residual = allocate_layer(gradient, occupied, 1, 6)
     assert_orthonormal(shared, residual)
     assert_orthonormal(occupied, residual)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_first_task_completes_a_rank_deficient_gradient(rank):
-    gradient = randn(15, rank) @ randn(rank, 20, seed=1)
-    bases = allocate_layer(gradient, None, 1, 8)
-    assert_orthonormal(*bases)
-    total = energy(gradient, torch.eye(20))
-    assert energy(gradient, torch.cat(bases, dim=1)) == pytest.approx(total, rel=1e-5, abs=1e-12)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30, -1.0])
-def test_bases_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale):
-    gradient, occupied = randn(9, 12), historical_support(statistic(12), 4, 3)
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.float32), (-1.0, torch.float64), (1.0, torch.bfloat16)])
+def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale, dtype):
+    gradient, occupied = randn(9, 12).to(dtype), historical_support(statistic(12), 4, 3)
     expected, found = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
     for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
         assert (a.gather(0, a.abs().argmax(0, keepdim=True)) > 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_bases_are_float32_whatever_the_gradients_dtype(dtype):
-    occupied = historical_support(statistic(12).to(dtype), 4, 3)
-    bases = allocate_layer(randn(9, 12).to(dtype), occupied, 1, 3)
-    assert {occupied.dtype, *(basis.dtype for basis in bases)} == {torch.float32}
-    assert_orthonormal(*bases)
 
 
 # ---------------------------------------------------------------------- decompositions
@@ -254,35 +193,6 @@ def test_a_complement_is_orthonormal_and_repeatable(seed, width, taken, count):
     assert torch.equal(found, orthonormal_complement(basis, count))
     with pytest.raises(ValueError, match="do not fit"):
         orthonormal_complement(basis, width - taken + 1)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 15, 16, 17])
-def test_only_eigenvalues_above_the_floor_are_taken(rank):
-    noise = matrix_of(1e-9 * torch.rand(WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 2)
-    matrix = matrix_of(steps((1.0, rank))) + noise
-    for floor in ({"absolute": 1e-6}, {"relative": 1e-6}) if rank else ({"absolute": 1e-6},):
-        values, vectors = top_eigenvectors(matrix, COUNT, "S", **floor)
-        assert vectors.shape == (WIDTH, min(rank, COUNT)) and len(values) == vectors.shape[1]
-    assert top_eigenvectors(matrix, 0, "S")[1].shape == (WIDTH, 0)
-
-
-def test_all_eigenpairs_come_by_default_and_in_descending_order():
-    matrix = matrix_of(torch.linspace(-1.0, 2.0, WIDTH))
-    values, vectors = eigh(matrix, "S")
-    torch.testing.assert_close(values, torch.linspace(2.0, -1.0, WIDTH).double())
-    torch.testing.assert_close(vectors * values @ vectors.T, matrix)
-
-
-def test_only_the_pairs_that_are_wanted_are_computed(monkeypatch):
-    calls, solve = [], linalg.eigh
-
-    def counting(matrix, subset_by_index, **kwargs):
-        calls.append(subset_by_index)
-        return solve(matrix, subset_by_index=subset_by_index, **kwargs)
-
-    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", counting)
-    historical_support(matrix_of(SPECTRA["decaying"]), COUNT, 8)
-    assert calls == [(WIDTH - COUNT, WIDTH - 1)]
 
 
 def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):

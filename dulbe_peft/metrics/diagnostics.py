@@ -15,7 +15,7 @@ import torch
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.geodesics import bridge_prototypes
-from dulbe_peft.subspaces.allocation import modes_beside, occupied_directions
+from dulbe_peft.subspaces.allocation import supports_and_modes
 
 # ---------------------------------------------------------------------- demand
 
@@ -67,8 +67,7 @@ def layer_demands(
     >>> demand.energy, round(demand.occupied, 2), round(demand.chance, 2), round(demand.residual, 2)
     (25.0, 0.36, 0.33, 0.64)
     """
-    supports = occupied_directions(gradients, stats, shared_rank, residual_rank, support_rank)
-    modes = modes_beside(gradients, supports, shared_rank, residual_rank)
+    supports, modes = supports_and_modes(gradients, stats, shared_rank, residual_rank, support_rank)
     found = {}
     for name, gradient in gradients.items():
         matrix = gradient.double()

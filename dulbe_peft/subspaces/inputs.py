@@ -33,17 +33,13 @@ def collect_statistics(
     evaluation mode and without gradients; the mode of every module is restored.
 
     Args:
-        model: has `dual_mode_layers()`, a mapping layer name -> module, as a model from `get_peft_model` does.
+        model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module.
         batches: any iterable; each element is handed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to, exact or a sketch.
+        into: statistics to add to, exact or a sketch. They are also what is returned.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
-        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random; None takes all.
-        seed: of that draw.
-
-    Returns:
-        `into`.
+        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random with `seed`; None takes all.
 
     Raises:
         ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached,
@@ -58,16 +54,12 @@ def collect_statistics(
         raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     collector = _Collector(tokens, max_tokens_per_batch, seed)
-    count = 0
     with evaluating(model), observed_inputs(layers, collector.add):
         for batch in batches:
             forward_fn(model, batch)
-            count += 1
-    if not count:
-        raise ValueError("batches is empty: the statistics need at least one batch of the finished task's data")
     unreached = [name for name in layers if name not in collector.leader_of]
     if unreached:
-        raise ValueError(f"forward_fn never reached layer {unreached[0]!r} ({len(unreached)} such layers)")
+        raise ValueError(f"batches is empty, or forward_fn never reached layer {unreached[0]!r}")
     groups: dict[str, list[str]] = {}
     for name, leader in collector.leader_of.items():
         groups.setdefault(leader, []).append(name)
@@ -93,7 +85,7 @@ def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, tor
 
 
 class _Collector:
-    """Accumulates X'X once for all layers that are handed the same tensor object."""
+    """Sums X'X once for all layers that are handed the same tensor object; the first of them leads."""
 
     def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
         self.tokens = tokens
@@ -101,24 +93,20 @@ class _Collector:
         self.generator = torch.Generator().manual_seed(seed)
         self.leader_of: dict[str, str] = {}
         self.sums: dict[str, torch.Tensor] = {}
-        # Weak references: an id alone may be given anew to another tensor, a strong one would keep all inputs in
-        # memory.
+        # An id may be given anew to another tensor, and a strong reference would keep all inputs in memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def add(self, name: str, hidden: torch.Tensor) -> None:
-        """Take in what a layer is about to be given."""
+        """Take in what a layer is about to be given, (..., d_in)."""
         if name not in self.leader_of:
             same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
             self.leader_of[name] = next(same, name)
         leader = self.leader_of[name]
-        if leader != name:
-            if leader not in self.inputs or self.inputs[leader]() is not hidden:
-                raise ValueError(
-                    f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch"
-                )
-            return
-        self.inputs[name] = weakref.ref(hidden)
-        self.sums[name] = accumulate(self.sums.get(name), self._select(name, hidden))
+        if leader == name:
+            self.inputs[name] = weakref.ref(hidden)
+            self.sums[name] = accumulate(self.sums.get(name), self._select(name, hidden))
+        elif self.inputs[leader]() is not hidden:
+            raise ValueError(f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch")
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":

@@ -33,16 +33,11 @@ def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]]
         raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
     missing, unknown = sorted(set(shapes) - set(modes)), sorted(set(modes) - set(shapes))
     if missing or unknown:
-        raise ValueError(
-            f"modes must hold every adapted layer and no other: missing {missing[:3]}, unknown {unknown[:3]} "
-            f"({len(missing)} and {len(unknown)} in all)"
-        )
+        raise ValueError(f"modes must hold every adapted layer and no other: missing {missing}, unknown {unknown}")
     for name, expected in shapes.items():
         got = tuple(modes[name].shared.shape), tuple(modes[name].residual.shape)
         if got != expected:
-            raise ValueError(
-                f"bases of layer {name!r} have shapes {got[0]} and {got[1]}, expected {expected[0]} and {expected[1]}"
-            )
+            raise ValueError(f"bases of layer {name!r} have shapes {got}, expected {expected}")
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
         if not torch.isfinite(bases).all():
             raise ValueError(f"bases of layer {name!r} hold NaN or infinity")

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import MinLen
 from pydantic import NonNegativeFloat, PositiveInt, ValidationError
 
 from dulbe_peft.subspaces.decompositions import cut, to_float64
@@ -26,9 +28,9 @@ FORMAT = "dulbe-occupation-statistics-1"
 
 
 class _Layout(Record):
-    """What the matrices of a file are, in its metadata: the layers that share each, and what a sketch lacks."""
+    """A file's metadata: the layers that share each matrix, and what a sketch lacks."""
 
-    groups: list[list[str]]
+    groups: list[Annotated[list[str], MinLen(1)]]
     sketch_rows: PositiveInt | None
     errors: dict[str, NonNegativeFloat]
 
@@ -41,9 +43,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     Args:
         sketch_rows: None keeps every S exactly. With a number, a factor F (sketch_rows, d_in), float32, stands for
             every S wider than that; see the top of this file.
-
-    Raises:
-        ValueError: `sketch_rows` is not positive.
 
     Reference:
         "Historical Visual-Mode Occupation", S_<t.
@@ -103,11 +102,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 before. Nothing is changed then.
         """
         group = (names,) if isinstance(names, str) else tuple(names)
-        if not group or len(set(group)) < len(group) or not all(isinstance(name, str) and name for name in group):
-            raise ValueError(f"layer names must be distinct, non-empty strings, got {group!r}")
-        if tokens.ndim < 2 or not tokens.numel() or not tokens.is_floating_point():
-            kind = f"{tuple(tokens.shape)}, {tokens.dtype}"
-            raise ValueError(f"tokens of layer {group[0]!r} must be floating-point (..., d_in), not empty, got {kind}")
+        if tokens.ndim < 2 or not tokens.numel():
+            raise ValueError(f"tokens of {group} must be (..., d_in) and not empty, got {tuple(tokens.shape)}")
         self.add({group: mirrored(accumulate(None, tokens))})
 
     def merge(self, other: OccupationStatistics) -> None:
@@ -124,26 +120,25 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     def add(self, terms: Mapping[tuple[str, ...], torch.Tensor], errors: Mapping[str, float] | None = None) -> None:
         """Add sums X'X or factors with their errors, by the layers that share them, all or none; new ones are kept."""
-        errors = errors or {}
         for names, term in terms.items():
             self._check(names, term)
-        sketches: dict[tuple[str, ...], tuple[torch.Tensor, float]] = {}
+        rows, errors = self.sketch_rows, errors or {}
+        cuts: dict[tuple[str, ...], tuple[torch.Tensor, float]] = {}
         for names, term in terms.items():
             old = self._matrices.get(names[0])
-            if self.sketch_rows and term.shape[1] > self.sketch_rows and not (old is None and _is_sketch(term)):
+            if rows and term.shape[1] > rows and not (old is None and _is_sketch(term)):
                 home = term if old is None else old
                 total = _square(term.to(home.device)) + (0 if old is None else _square(old))
-                factor, lost = cut(total, self.sketch_rows, f"input of layer {names[0]!r}")
-                error = self._errors.get(names[0], 0.0) + errors.get(names[0], 0.0) + lost
-                sketches[names] = factor.to(home), error
+                factor, lost = cut(total, rows, f"input of layer {names[0]!r}")
+                cuts[names] = factor.to(home), lost
         for names, term in terms.items():
-            if names not in sketches and names[0] in self._matrices:
-                self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
-                continue
-            matrix, error = sketches.get(names, (term, errors.get(names[0], 0.0)))
+            old = self._matrices.get(names[0])
+            matrix, lost = cuts.get(names, (term if old is None else old, 0.0))
+            if old is not None and names not in cuts:
+                old += term.to(old.device)
+            error = self._errors.get(names[0], 0.0) + errors.get(names[0], 0.0) + lost
             self._matrices.update(dict.fromkeys(names, matrix))
-            if _is_sketch(matrix):
-                self._errors.update(dict.fromkeys(names, error))
+            self._errors.update(dict.fromkeys(names, error))
 
     def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
         """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
@@ -163,13 +158,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     def sum_over_processes(self, device: torch.device) -> None:
         """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
 
-        A process that had no image may be empty; the first one is not. Sketches cannot be summed.
+        A process that had no image may be empty; the first one is not. The sums must be exact ones.
         """
-        if self.sketch_rows is not None:
-            raise ValueError(
-                f"statistics with sketch_rows {self.sketch_rows} cannot be summed over processes: collect into "
-                "OccupationStatistics(), sum that, and merge it into the sketch"
-            )
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
@@ -177,13 +167,9 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             sum_over_processes([self._matrices[names[0]]])
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, each distinct matrix once, the sharing in its metadata.
-
-        Raises:
-            OSError: the file cannot be written; one that was there is as it was.
-        """
+        """Write one safetensors file, each distinct matrix once, the sharing in its metadata."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
-        errors = {name: error for name, error in self._errors.items() if name in tensors}
+        errors = {name: self._errors[name] for name, matrix in tensors.items() if _is_sketch(matrix)}
         layout = _Layout(groups=[list(n) for n in self.groups], sketch_rows=self.sketch_rows, errors=errors)
         # One entry: safetensors writes several in an order that changes from file to file.
         write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
@@ -203,20 +189,17 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             layout = _Layout.model_validate_json(metadata[FORMAT])
         except ValidationError as error:
             raise ValueError(f"{path}: metadata is damaged or foreign: {first_problem(error)}") from error
-        names = [name for group in layout.groups for name in group]
-        if len(set(names)) < len(names) or {group[0] for group in layout.groups if group} != set(tensors):
+        if {group[0] for group in layout.groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {layout.groups}")
         stats = cls(layout.sketch_rows)
-        for group in filter(None, layout.groups):
+        for group in layout.groups:
             matrix = tensors[group[0]]
-            width = matrix.shape[-1] if matrix.ndim else 0
-            expected = (min(width, layout.sketch_rows or width), width)
-            if matrix.dtype != torch.float32 or tuple(matrix.shape) != expected:
-                kind = f"float32 of shape {expected}, got {matrix.dtype} of shape {tuple(matrix.shape)}"
+            width = matrix.shape[-1] if matrix.ndim == 2 else 0
+            if not width or len(matrix) != min(width, layout.sketch_rows or width) or matrix.dtype != torch.float32:
+                kind = f"(d_in, d_in) or (sketch_rows, d_in), float32, got {tuple(matrix.shape)}, {matrix.dtype}"
                 raise ValueError(f"{path}: matrix of {group[0]!r} must be {kind}")
             stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
-            if _is_sketch(matrix):
-                stats._errors.update(dict.fromkeys(group, layout.errors.get(group[0], 0.0)))
+            stats._errors.update(dict.fromkeys(group, layout.errors.get(group[0], 0.0)))
         return stats
 
 
