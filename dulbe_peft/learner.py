@@ -6,18 +6,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving
-from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers
+from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.data.images import named_images
@@ -34,42 +34,38 @@ from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trained
 from dulbe_peft.training.state import LearnerState, StateAttributes, adapter_state, set_adapter_state
-from dulbe_peft.training.trainer import TaskRecord, TaskTrainer
+from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer
 from dulbe_peft.training.turns import in_turn
 from dulbe_peft.training.updating import check_update, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
 from dulbe_peft.utils.profiling import Profile
-from dulbe_peft.utils.specs import parse_spec
 
 
 class ClassIncrementalLearner(StateAttributes):
     """Learns tasks of new classes, one after the other, without keeping images.
 
-    Under `accelerate launch` every process calls every method with the same data; each works on its share of every
+    Under `accelerate launch` every process calls every method with the same data. Each works on its share of every
     batch, all end with the same state, and one writes.
 
     Args:
         model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
             strategy that trains nothing, such as "frozen", also takes `clip` itself.
         processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
-        head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge"; None makes one.
+        head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge".
         args: settings; None takes the defaults.
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: one or several of "name", "name:key=value" or [`Classifier`] objects; the first one is what
             `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
 
     Attributes:
-        state: all that is saved, see [`LearnerState`].
-        tasks: the class names of every finished task, in order.
-        classifiers: name -> [`Classifier`] over all seen classes.
-        memory: what the strategy keeps of finished tasks.
-        source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None; kept when it is saved.
+        state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
-        folder: where it was loaded from, or the last task folder that its run wrote; None where there is no such
-            folder. A run looks there for what was measured of the tasks so far.
+        folder: where it was loaded from, or the last task folder that its run wrote; a run looks there for what was
+            measured of the tasks so far.
+        log: called with the figures of each epoch and the number of steps so far, where it is not None.
 
     Raises:
         ValueError: the model does not fit the strategy, or a classifier does not fit the model.
@@ -111,9 +107,13 @@ class ClassIncrementalLearner(StateAttributes):
             processor = with_image_resize(processor, clip, args.image_resize)
         self.encoder = Encoder(clip, processor, args, self.device)
         self.logit_scale = logit_scale(clip)
-        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else classifiers
+        if classifiers is None:
+            classifiers = method.classifiers if has_text(clip) else without_text(method.classifiers)
+        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else list(classifiers)
+        if head is not None and "bridge" not in rows:
+            raise ValueError(f"head is given, but 'bridge' is not among the classifiers {rows}")
         made = make_classifiers(
-            _specs(method.classifiers if rows is None else rows, head, usual=rows is None and not has_text(clip)),
+            [head if head is not None and row == "bridge" else row for row in rows],
             self.encoder.embed_dim,
             self.logit_scale,
             {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
@@ -125,16 +125,16 @@ class ClassIncrementalLearner(StateAttributes):
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
-        self._accelerator: Accelerator | None = None
+        self.log: Log | None = None
         self._turn = threading.RLock()
         self._call: str | None = None  # the outermost method that is being answered
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_call", "_accelerator")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_call", "log")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock(), _call=None, _accelerator=None)
+        self.__dict__.update(state, _turn=threading.RLock(), _call=None, log=None)
 
     @property
     def classifier(self) -> Classifier:
@@ -143,11 +143,7 @@ class ClassIncrementalLearner(StateAttributes):
 
     @property
     def head(self) -> BridgeEnsembleHead:
-        """The bridge ensemble.
-
-        Raises:
-            AttributeError: the learner has none.
-        """
+        """The bridge ensemble; an `AttributeError` where the learner has none."""
         head = self.state.classifiers.get("bridge")
         if not isinstance(head, BridgeEnsembleHead):
             raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
@@ -181,16 +177,13 @@ class ClassIncrementalLearner(StateAttributes):
                 that the dataset carries.
 
         Raises:
-            ValueError: an unknown, repeated or empty class, names that contradict the dataset's own, a label out of
-                range, an unreadable image, a loss, gradient or feature that is not finite.
-            TypeError: a class name is not a string.
+            ValueError: a class, label or image is of no use, or a loss, gradient or feature is not finite.
         """
         state = self.state
         if state.incomplete:
             raise ValueError(
-                f"this learner holds no statistics of its finished tasks, or nothing else that the strategy "
-                f"{state.strategy.name!r} keeps (it was published without them): it can predict and evaluate, but not "
-                "learn a further task"
+                f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
+                "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
             )
         with raise_in_all():
             self._check_adapter()
@@ -231,18 +224,12 @@ class ClassIncrementalLearner(StateAttributes):
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Take in further images of known classes, without training; on any error the learner is as it was before.
 
-        The model encodes the images as it is. Every classifier takes them in, as its own documentation says, and so
-        does the strategy's memory where it is a sum over images.
-
-        Args:
-            dataset: as in `learn_task`.
-            class_names: what the labels index; None: the names that the dataset carries, or else all seen classes.
+        The model encodes the images as it is. Every classifier takes them in, and so does the strategy's memory where
+        it is a sum over images. `class_names` of None are those that the dataset carries, or else all seen classes.
 
         Raises:
-            ValueError: a class has not been learned, a classifier cannot take further images of a known class (the
-                message names it), an image is unreadable, or a feature is not finite.
-
-        >>> learner.update_classes(photos_of_known_classes)
+            ValueError: a class has not been learned, a classifier cannot take further images of a known class, an
+                image is unreadable, or a feature is not finite.
         """
         state = self.state
         with raise_in_all():
@@ -250,58 +237,41 @@ class ClassIncrementalLearner(StateAttributes):
             if state.adapter is not None:
                 state.adapter.check_unscaled()
             images = named_images(dataset, class_names, default=self.class_names)
-            names, labels = images.class_names, images.labels.tolist()
-            check_update(state, [names[label] for label in sorted(set(labels))])
-            place = {name: index for index, name in enumerate(self.class_names)}
-            places = torch.tensor([place[names[label]] for label in labels])
-        check_same_in_all(places.tolist(), "labels")
+            names = [images.class_names[label] for label in images.labels]
+            check_update(state, names)
+            places = state.places(names)
+        check_same_in_all(places, "labels")
         self.profile.clear()
         with self.profile.phase("update"):
-            self.state = with_more_images(state, self.encoder, self.encoder.images(images), places)
+            self.state = with_more_images(state, self.encoder, self.encoder.images(images), torch.tensor(places))
 
     @in_turn
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.
 
         The model stays as it is, and so does what the class's images added to sums over all classes: LDA's scatter,
-        the Gram matrix of ridge and RanPAC, and what the strategy remembers. A task that loses its last class stays,
-        without classes.
-
-        Raises:
-            ValueError: the class has not been learned, or it is the only one that is left.
+        the Gram matrix of ridge and RanPAC, and what the strategy remembers. The only class that is left cannot be
+        forgotten. A task that loses its last class stays, without classes.
         """
         self.state = without_class(self.state, name)
 
     def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
         """The state after one more task; the adapter alone is changed in place."""
-        steps = state.step
-
-        def log(figures: dict[str, float], count: int) -> None:
-            nonlocal steps
-            steps += count
-            if self._accelerator:
-                self._accelerator.log(figures, step=steps)
-
-        trainer = TaskTrainer(state, self.encoder, self.logit_scale, log)
+        trainer = TaskTrainer(state, self.encoder, self.logit_scale, self.log)
         teacher, features, memory = trainer.learn(images, names)
         with self.profile.phase("close"):
             labels = torch.as_tensor(images.labels, device=features.device)
             self.closing = ClosingPass(names, features, labels, teacher)
-            classifiers = self._classifiers_after(state, self.closing)
+            texts = None
+            if any(classifier.needs_text for classifier in state.classifiers.values()):
+                parts = [state.class_names, names] if state.tasks else [names]
+                texts = torch.cat([self.encoder.text_embeds(part) for part in parts])
+            classifiers = learn_task(state.classifiers, self.closing, texts, state.args.drift, state.args.text_embeds)
         self.record = trainer.record
         bridge = classifiers.get("bridge")
         if isinstance(bridge, BridgeEnsembleHead):
             self.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
-        return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=steps)
-
-    @torch.no_grad()
-    def _classifiers_after(self, state: LearnerState, closing: ClosingPass) -> dict[str, Classifier]:
-        """Every classifier with the new classes; the present ones stay as they are."""
-        texts = None
-        if any(classifier.needs_text for classifier in state.classifiers.values()):
-            old = [self.encoder.text_embeds(state.class_names)] if state.tasks else []
-            texts = torch.cat([*old, self.encoder.text_embeds(closing.class_names)])
-        return learn_task(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
+        return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=trainer.step)
 
     # ------------------------------------------------------------------ using
 
@@ -332,10 +302,6 @@ class ClassIncrementalLearner(StateAttributes):
                 of all but this share of the held-back training images is taken for none of the classes. Its answer
                 is None, or an empty list with `top_k`.
 
-        Returns:
-            One entry for each image: a name, or with `top_k` a list of names; (name, probability) in place of a name
-            with `return_scores`.
-
         Raises:
             ValueError: no task has been learned yet, an image cannot be read, or nothing was held back to choose the
                 threshold of `reject` by.
@@ -363,11 +329,7 @@ class ClassIncrementalLearner(StateAttributes):
             return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, reject)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Top-1 accuracy among all seen classes, without a task's identity.
-
-        Args:
-            dataset: as in `learn_task`.
-            class_names: what the labels index; None: the names that the dataset carries, or else all seen classes.
+        """Top-1 accuracy among all seen classes; `dataset` and `class_names` are as in `update_classes`.
 
         Returns:
             `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
@@ -375,8 +337,7 @@ class ClassIncrementalLearner(StateAttributes):
             classifier keeps them and none is called "prototype"; all in [0, 1]; and `num_images`.
 
         Raises:
-            ValueError: nothing has been learned, the dataset is empty, the names contradict the dataset's own, or a
-                class has not been seen.
+            ValueError: nothing has been learned, the dataset is empty, or a class has not been learned.
         """
         return self.evaluate_images(dataset, class_names).figures()
 
@@ -385,14 +346,8 @@ class ClassIncrementalLearner(StateAttributes):
         """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
         self._check_learned()
         data = named_images(dataset, class_names, default=self.class_names)
-        names, labels = data.class_names, data.labels.tolist()
-        position = {name: index for index, name in enumerate(self.class_names)}
-        unknown = [names[index] for index in sorted(set(labels)) if names[index] not in position]
-        if unknown or (class_names is not None and not set(names) <= set(position)):
-            unknown = unknown or [name for name in names if name not in position]
-            raise ValueError(f"class {unknown[0]!r} has not been learned; seen are {list(self.class_names)[:5]} ...")
+        truth = torch.tensor(self.state.places([data.class_names[label] for label in data.labels]))
         features = self.image_embeds(data)
-        truth = torch.tensor([position[names[label]] for label in labels])
         images = [data.item_name(index) for index in range(len(data))]
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
@@ -400,13 +355,9 @@ class ClassIncrementalLearner(StateAttributes):
     def scaled(self, scale: float) -> Iterator[None]:
         """Use the model with W_0 + scale * dW while the block runs, dW being all that it has learned, in both towers.
 
-        Between 0 and 1 the model gives up some of what it has learned for some of what it knew before. What the
-        classifiers keep was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. A model
-        without an adapter has nothing to scale, and stays as it is. Other threads wait until the block ends. Nothing
-        is learned inside it, and what is saved there is the model at scale 1.
-
-        Args:
-            scale: in [0, 1]. 0 is the pristine model and 1 the model as it has learned, both bit for bit.
+        Scale 0 is the pristine model and 1 the model as it has learned, both bit for bit. What the classifiers keep
+        was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. Other threads wait until
+        the block ends. Nothing is learned inside it, and what is saved there is the model at scale 1.
 
         Raises:
             ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
@@ -441,8 +392,7 @@ class ClassIncrementalLearner(StateAttributes):
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
 
-        `tests` has the test data of each task, or None, and the class names that its labels index. A_t is over the
-        test data of the tasks up to t; None where there is none.
+        `tests` has the test data of each task, or None, and its class names. A_t of None: there is no data up to t.
         """
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             return seen_accuracies(self, tests)
@@ -461,58 +411,39 @@ class ClassIncrementalLearner(StateAttributes):
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
-        A learner that has learned before keeps its tasks: they come first in the results, with what earlier runs
-        measured of them, and the numbers of the folders go on after theirs. Without a new task the learner is
-        committed as it is, under the number of its last task.
+        A learner that has learned before keeps its tasks: they come first in the results, and the numbers of the
+        folders go on after theirs. Without a new task the learner is committed as it is.
 
         Args:
             tasks: the stream; tasks without test data are learned and not tested.
             output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
-                `report.pictures.write_pictures` adds plots and pictures of examples.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
             known_tests: test data, or None, of each task that the learner had learned before the run.
             source: where the data of `tasks` came from, for `sources.json`.
-            keep_features: write the features of each task's training images and of all test images to
-                `features/task-001.safetensors` and so on. `metrics.features.learn_from_features` teaches other
-                classifiers from them, without training again.
+            keep_features: write all features to `features/task-001.safetensors` and so on, from which
+                `metrics.features.learn_from_features` teaches other classifiers without training again.
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
-            test_ahead: after each task, test also on the tasks that are still to come. The results then have "ahead",
-                with Transfer, Average and Last.
+            test_ahead: test also on tasks that are still to come; the results then have "ahead".
 
         Returns:
-            What `results.json` holds: for every classifier and for the text embeddings the accuracy matrix, A_bar,
-            A_last, forgetting and backward transfer; zero-shot accuracy; configuration, strategy, seed and versions.
+            What `results.json` holds: accuracies, settings, seed and versions.
 
         Raises:
-            ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks
-                (the message names what differs), or holds tasks and `resume` is off.
+            ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks,
+                or holds tasks and `resume` is off.
         """
         from dulbe_peft.runs.run import RunOptions, run_stream
 
         options = RunOptions(resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
-        if not self.args.log_with:
-            return run_stream(self, tasks, output_dir, options)
-        self._accelerator = Accelerator(
-            cpu=self.device.type == "cpu", log_with=self.args.log_with, project_dir=str(output_dir)
-        )
-        self._accelerator.init_trackers("dulbe_peft")
-        try:
-            return run_stream(self, tasks, output_dir, options)
-        finally:
-            self._accelerator.end_training()
-            self._accelerator = None
+        return run_stream(self, tasks, output_dir, options)
 
     # ------------------------------------------------------------------ saving
 
     @in_turn
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write everything needed to predict or to go on learning: one folder, put in place whole.
-
-        Raises:
-            OSError: the folder cannot be written; a folder that was there is as it was.
-        """
+        """Write everything needed to predict or to go on learning: one folder, put in place whole or not at all."""
         self._check_adapter()
         saving.save(self.state, Path(folder))
 
@@ -533,15 +464,10 @@ class ClassIncrementalLearner(StateAttributes):
         """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
 
         Args:
-            repo_id: name, or owner/name.
             statistics: upload also what is needed to go on learning; without it the learner predicts and evaluates.
             results: what `run` returned, or its `results.json`: uploaded, and put into the model card.
             dataset_name: of the images that the results are about, for the model card.
-            private: visibility of a new repository; None: the owner's default.
-            token: of the Hub; None takes the one that is stored on the machine.
             revision: branch, made where it does not exist; None: the main branch.
-            commit_message: first line of the commit.
-            create_pr: open a pull request instead of writing to the branch.
 
         Returns:
             huggingface_hub's CommitInfo.
@@ -550,20 +476,10 @@ class ClassIncrementalLearner(StateAttributes):
             ValueError: the results are of another learner.
         """
         self._check_adapter()
-        return on_main_process(
-            lambda: saving.push(
-                self.state,
-                repo_id,
-                statistics,
-                results,
-                dataset_name,
-                private=private,
-                token=token,
-                revision=revision,
-                commit_message=commit_message,
-                create_pr=create_pr,
-            )
-        )
+        commit = {"private": private, "token": token, "revision": revision}
+        commit |= {"commit_message": commit_message, "create_pr": create_pr}
+        push = partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit)
+        return on_main_process(push)
 
     @classmethod
     def from_pretrained(
@@ -585,8 +501,6 @@ class ClassIncrementalLearner(StateAttributes):
             base_model: the pristine model; None loads the one that the saved learner names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
             revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
-            token: of the Hub; None takes the one that is stored on the machine.
-            cache_dir: where downloads are kept; None: the Hub client's cache.
             machine: settings of this machine, such as {"device": "cpu", "num_workers": 4}, in place of the defaults.
 
         Raises:
@@ -604,13 +518,3 @@ class ClassIncrementalLearner(StateAttributes):
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         learner.folder = None if origin else folder.resolve()
         return learner
-
-
-def _specs(rows: Sequence[str | Classifier], head: BridgeEnsembleHead | None, usual: bool) -> list[str | Classifier]:
-    """What to make: a given head in place of "bridge"; with `usual`, only classifiers that need no text."""
-    chosen = [head if head is not None and row == "bridge" else row for row in rows]
-    if head is not None and head not in chosen:
-        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {list(rows)}")
-    if not usual:
-        return chosen
-    return [row for row in chosen if isinstance(row, str) and not CLASSIFIERS[parse_spec(row)[0]].needs_text]

@@ -174,7 +174,7 @@ def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monke
         learner.learn_task(Interrupted(TASK[0]), TASK[1])
     assert not differences(everything(learner), before)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(learner, "_classifiers_after", interrupt)
+        context.setattr("dulbe_peft.learner.learn_task", interrupt)
         learner.learn_task(*TASK)
     assert not differences(everything(learner), before)
     live(learner)

@@ -515,7 +515,7 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
     learner.learn_task(first.train, first.class_names)
     images = learner.encoder.images(second.train, keep=True)
     losses = []
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda *_: None)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
     task, teacher = trainer.begin(learner.state.adapter, images, second.class_names)
     monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
     monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device

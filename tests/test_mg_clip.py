@@ -148,7 +148,7 @@ def test_the_mean_wrong_logit(tasks):
     z = learner.image_embeds([(image["image"], 0) for image in images]).double()
     text = learner.encoder.text_embeds(names).double()
     wrong = [float(z[i] @ text[c]) for i, label in enumerate(labels) for c in range(len(names)) if c != label]
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda *_: None)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
     found = trainer._wrong_logit(learner.encoder.images(labelled_images(images)), names)
     assert found == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
 

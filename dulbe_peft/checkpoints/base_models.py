@@ -54,10 +54,7 @@ def digest(base: nn.Module) -> str:
 
 
 def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
-    """Load the base model of the learner in `folder`, from wherever it is.
-
-    The Hub is not asked for a base model that was a folder.
-    """
+    """Load the base model of the learner in `folder`; the Hub is not asked for one that was a folder."""
     name = saved.name
     if not name:
         raise ValueError(f"{folder} names no base model: pass base_model")
@@ -77,14 +74,11 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless a base model is the one that the learner in a folder was made with."""
     found = describe(base, None, None, local=False)
-    for fact in ("type", "dtype"):
-        if getattr(found, fact) != getattr(saved, fact):
-            raise CheckpointError(
-                f"the base model does not belong to the learner in {folder}: its {fact} is {getattr(found, fact)!r}, "
-                f"the learner was made with {getattr(saved, fact)!r}"
-            )
-    if found.digest != saved.digest:
-        raise CheckpointError(
-            f"the base model does not belong to the learner in {folder}: its weights are not those of "
-            f"{repr(saved.name) if saved.name else 'the model'}, which the learner was made with"
-        )
+    facts = [
+        (f"its type is {found.type!r}, the learner was made with {saved.type!r}", found.type == saved.type),
+        (f"its dtype is {found.dtype!r}, the learner was made with {saved.dtype!r}", found.dtype == saved.dtype),
+        (f"its weights are not those of {saved.name!r}, which it was made with", found.digest == saved.digest),
+    ]
+    wrong = [fact for fact, right in facts if not right]
+    if wrong:
+        raise CheckpointError(f"the base model does not belong to the learner in {folder}: {wrong[0]}")

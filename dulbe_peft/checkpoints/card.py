@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,7 @@ def model_card(
     count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base = state.base_name[0]
-    adapted = state.adapter is not None
     measured = results if results and results.get("classifiers") else None
-    parts = ["a dual-mode low-rank adapter for PEFT"] if adapted else []
-    parts.append(f"the classifiers {', '.join(f'`{name}`' for name in state.classifiers)}")
-    if statistics and state.memory:
-        parts.append("and the statistics that are needed to go on learning")
     rows = [] if measured is None else result_rows(measured)
     return render_card(
         "learner.md",
@@ -60,13 +56,13 @@ def model_card(
         title=title,
         encoder=encoder_of(state.base).title,
         count=count,
-        strategy=state.strategy.name,
-        parts=parts,
+        state=state,
+        memory=statistics and state.memory,
         project=project(),
         base=base,
         base_on_hub=is_repo_id(base),
         source=repr(source),
-        model_type=type(state.base).__name__ if adapted else None,
+        model_type=None if state.adapter is None else type(state.base).__name__,
         base_source=repr(base),
         classifier_type=type(next(iter(state.classifiers.values()))).__name__,
         tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
@@ -122,25 +118,19 @@ def project() -> str:
 
 def is_repo_id(name: str | None) -> bool:
     """Whether `name` can be a repository on the Hub, and is no folder here."""
-    if not name or Path(name).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    with suppress(HFValidationError):
+        validate_repo_id(name or "")
+        return bool(name) and not Path(str(name)).exists()
+    return False
 
 
 def _settings(state: LearnerState) -> str:
-    values: dict[str, Any] = {"strategy": {"name": state.strategy.name, **state.strategy.settings()}}
+    values: dict[str, Any] = {
+        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
+        "arguments": state.args.portable(),
+        "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},
+    }
     if state.config is not None:
         plain = state.config.to_dict()
         values["adapter"] = {field.name: plain[field.name] for field in state.config.own_fields()}
-    values["arguments"] = state.args.portable()
-    values["classifiers"] = {name: classifier.settings() for name, classifier in state.classifiers.items()}
     return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False)
-
-
-def fenced(language: str, text: str) -> str:
-    """A block of code in Markdown."""
-    return f"```{language}\n{text}\n```"

@@ -1,7 +1,6 @@
-"""A learner read from a folder or from the Hub.
+"""A learner read from a folder or from the Hub: only safetensors, JSON and text, and nothing is executed.
 
-Every file is compared with the manifest, and every tensor's name and shape with what the configuration and the base
-model make. Only safetensors, JSON and text are read, and nothing is executed.
+Every file is compared with the manifest, and every tensor with what the configuration and the base model make.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ _EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
 def locate(
     source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
 ) -> tuple[Path, dict[str, str] | None]:
-    """A learner's folder, downloaded where `source` is none, and the repository and commit it came from.
+    """A learner's folder, of a run the newest whole task, and the repository and commit it was downloaded from.
 
-    Of a run's folder it is the newest task folder that is whole. Of a repository only what the manifest lists is
-    downloaded, and nothing at all where it lists a file of another kind.
+    Only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
     """
     if not str(source):
         raise ValueError("the folder or repository to load is '', expected its path or id")
@@ -73,8 +71,8 @@ def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
     strange = sorted(name for name in files if Path(name).suffix not in READABLE)
     if strange or LEARNER_FILE not in files:
         raise CheckpointError(
-            f"{folder / MANIFEST} lists {strange[:3]} and misses {sorted({LEARNER_FILE} - files)}: a learner consists "
-            f"of {', '.join(sorted(READABLE))} files, and {LEARNER_FILE} is needed"
+            f"{folder / MANIFEST} is of no learner: it lists {strange[:3]}, expected {LEARNER_FILE} and files of the "
+            f"kinds {', '.join(sorted(READABLE))} alone"
         )
     return files
 
@@ -100,14 +98,10 @@ def loaded_state(
     args: LearnerArguments | None,
     machine: Mapping[str, Any] | None = None,
 ) -> Iterator[LearnerState]:
-    """The state in a folder, on a base model; where the block raises, a given base model is as it was.
-
-    `args` of None takes the saved settings without the machine's; `machine` replaces the defaults of these.
-    """
+    """The state in a folder, on a base model; where the block raises, a given base model is as it was."""
     other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
     if other:
-        known = ", ".join(MACHINE_SETTINGS)
-        raise ValueError(f"{other[0]!r} belongs to the learner, not to the machine; settings of the machine: {known}")
+        raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(MACHINE_SETTINGS)}")
     files = _listed(folder, folders.read_manifest(folder))
     saved = learner_file.read(folder)
     with load_errors(folder):
@@ -150,9 +144,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     unknown = [name for name in saved.classifiers if name not in CLASSIFIERS]
     if unknown:
         known = ", ".join(sorted(CLASSIFIERS))
-        raise CheckpointError(
-            f"{folder} has a classifier {unknown[0]!r}, known are {known}: import the module that makes it"
-        )
+        raise CheckpointError(f"{folder} has a classifier {unknown[0]!r}, known are {known}: import its module first")
     # A run that goes on has its own order; a folder that is loaded has the saved one.
     order = [name for name in state.classifiers or saved.classifiers if name in saved.classifiers]
     with load_errors(folder):
@@ -163,9 +155,8 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(
-                f"{folder} does not fit together: its tasks have {len(names)} classes, its classifier {name!r} has "
-                f"{len(classifier.class_names)} (or others) for features of {classifier.embed_dim} dimensions, the "
-                f"base model gives {width}"
+                f"{folder} does not fit together: its classifier {name!r} is not of its tasks' {len(names)} classes, "
+                f"or not for features of {width} dimensions"
             )
     return replace(
         state,
@@ -190,9 +181,7 @@ def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory |
     elif MEMORY_FILE in files:
         memory, metadata = read_tensors(folder / MEMORY_FILE)
         if metadata != {MEMORY_FORMAT: state.strategy.name}:
-            raise ValueError(
-                f"{MEMORY_FILE} is of {metadata}, expected {{{MEMORY_FORMAT!r}: {state.strategy.name!r}}}"
-            )
+            raise ValueError(f"{MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
     state.strategy.check_memory(memory, {name: layer.in_features for name, layer in state.layers.items()})
     return memory
 

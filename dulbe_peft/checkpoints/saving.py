@@ -37,20 +37,14 @@ TRANSFORMERS_CONFIG = {
 def save(state: LearnerState, folder: Path) -> None:
     """Write a learner into a folder of its own, put in place whole."""
     if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise FileExistsError(
-            f"{str(folder)!r} is the current folder, or above it: saving puts a new folder in its place, and programs "
-            "in it would stay in the old one; choose another folder"
-        )
+        raise FileExistsError(f"{str(folder)!r} is the current folder, or above it: choose a folder inside it to save")
     on_main_process(partial(commit_folder, folder, "learner", partial(write, state)))
 
 
 def write(
     state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None, local: bool = True
 ) -> None:
-    """Write a learner's files into an existing folder, without a manifest.
-
-    `statistics` is whether the strategy's memory goes with it, and `local` whether the base model's path does.
-    """
+    """Write a learner's files into a folder, with `statistics` the strategy's memory, with `local` the base's path."""
     if state.adapter is not None:
         state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
     (folder / MODEL_CARD).write_text(card or model_card(state, None), encoding="utf-8")

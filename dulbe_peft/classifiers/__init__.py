@@ -95,6 +95,11 @@ def make_classifiers(
     return made
 
 
+def without_text(specs: Iterable[str]) -> tuple[str, ...]:
+    """Those of some texts that name classifiers which need no text embeddings."""
+    return tuple(text for text in specs if not CLASSIFIERS[parse_spec(text)[0]].needs_text)
+
+
 def spec(classifier: Classifier) -> str:
     """The text that makes a classifier like this one: its name, and the settings that differ from the defaults.
 

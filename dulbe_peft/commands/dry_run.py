@@ -136,7 +136,7 @@ def _passes(learner: Any, part: Any) -> tuple[float, float]:
     from dulbe_peft.training.trainer import TaskTrainer
 
     images = learner.encoder.images(part, keep=True)
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, lambda figures, steps: None)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
     times = []
     for collect in (False, learner.strategy.remembers_inputs):
         started = time.perf_counter()

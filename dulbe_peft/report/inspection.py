@@ -36,7 +36,7 @@ def inspect_task(
     if state.adapter is None:
         raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
     data = named_images(dataset, class_names)
-    trainer = TaskTrainer(state, learner.encoder, learner.logit_scale, lambda *_: None)
+    trainer = TaskTrainer(state, learner.encoder, learner.logit_scale)
     gradients, _ = trainer.probe(learner.encoder.images(data), data.class_names)
     config = state.adapter.active_config
     return layer_demands(gradients, learner.statistics, config.shared_rank, config.residual_rank, config.support_rank)

@@ -48,6 +48,7 @@ from dulbe_peft.runs.resume import (
     task_fingerprints,
     task_listings,
 )
+from dulbe_peft.runs.tracking import tracked
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
@@ -103,6 +104,7 @@ def run_stream(
     with ExitStack() as held:
         held.enter_context(_dead_readers_named(output))
         on_main_process(partial(_lock_folder, output, held))
+        held.enter_context(tracked(learner, output))
         return _open_run(learner, stream, output, options).finish()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,18 +24,14 @@ class LearnerState:
 
     Attributes:
         model: the adapted model from `get_peft_model`, or the pristine model where nothing is trained.
-        processor: the model's processor.
-        args: the learner's settings.
-        strategy: the method.
         classifiers: name -> classifier; the first one is what `predict` uses.
         memory: what the strategy keeps of the finished tasks.
         tasks: the class names of every finished task, in order.
         step: how many training steps were made.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
         incomplete: the learner was saved without what its strategy needs to learn a further task.
-        updates: what it took in or lost without training, in order. Each entry has "after", the number of tasks that
-            were learned by then; "images", class -> number of its further images; and "forgotten", the number of the
-            task that lost a class, or None.
+        updates: what it took in or lost without training: "after", the number of tasks learned by then; "images",
+            class -> number of its further images; "forgotten", the number of the task that lost a class, or None.
     """
 
     model: nn.Module
@@ -53,6 +50,17 @@ class LearnerState:
     def class_names(self) -> tuple[str, ...]:
         """All seen classes, in the order they came."""
         return tuple(name for task in self.tasks for name in task)
+
+    def places(self, names: Sequence[str]) -> list[int]:
+        """Where each of some names stands among the seen classes; a `ValueError` names those that have no place."""
+        place = {name: index for index, name in enumerate(self.class_names)}
+        unknown = sorted({name for name in names if name not in place})
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} classes have not been learned, the first are {unknown[:5]}; "
+                f"seen are {list(place)[:5]} ..."
+            )
+        return [place[name] for name in names]
 
     @property
     def adapter(self) -> DualModeLoraModel | None:

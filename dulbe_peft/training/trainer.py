@@ -53,11 +53,11 @@ class TaskRecord:
 class TaskTrainer:
     """Learns one task with a strategy, from the learner's state before it.
 
-    `log` is called with the loss of every epoch and the number of its steps. `record` holds what the task showed. It
-    is complete when `learn` returns, but for what the classifiers add.
+    `log` is called with the figures of every epoch and the number of steps so far. `record` holds what the task showed
+    when `learn` has returned, but for what the classifiers add.
     """
 
-    def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log) -> None:
+    def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log | None = None) -> None:
         self.model = state.model
         self.adapter = state.adapter
         self.strategy = state.strategy
@@ -68,6 +68,7 @@ class TaskTrainer:
         self.encoder = encoder
         self.logit_scale = logit_scale
         self.log = log
+        self.step = state.step
         self.record = TaskRecord({})
 
     def learn(
@@ -253,7 +254,9 @@ class TaskTrainer:
             step = int((~finite).nonzero()[0])
             raise ValueError(f"loss at step {step} of epoch {epoch} is {losses[step].item()}: lower the learning_rate")
         self.record.loss.append(losses.mean().item())
-        self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, len(losses))
+        self.step += len(losses)
+        if self.log is not None:
+            self.log({"loss": self.record.loss[-1], "epoch": epoch + 1, "task": self.index + 1}, self.step)
 
 
 def features_and_inputs(

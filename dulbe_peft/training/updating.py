@@ -22,13 +22,8 @@ from dulbe_peft.utils.specs import closest
 
 
 def check_update(state: LearnerState, names: Sequence[str]) -> None:
-    """Raise a ValueError that names classes which have not been learned, or a classifier that cannot update."""
-    unknown = [name for name in names if name not in set(state.class_names)]
-    if unknown:
-        raise ValueError(
-            f"{len(unknown)} classes have not been learned, the first are {unknown[:5]}: learn_task takes new "
-            "classes, update_classes takes further images of known ones"
-        )
+    """Raise a `ValueError` that names classes which have not been learned, or a classifier that cannot update."""
+    state.places(names)
     for classifier in state.classifiers.values():
         classifier.check_update()
 
@@ -37,10 +32,7 @@ def check_update(state: LearnerState, names: Sequence[str]) -> None:
 def with_more_images(
     state: LearnerState, encoder: Encoder, images: PixelDataset, labels: torch.Tensor
 ) -> LearnerState:
-    """The state with further images of known classes in its classifiers and in the strategy's memory.
-
-    The model encodes the images as it is. `labels`, (n,), index `state.class_names`.
-    """
+    """The state with further images of known classes, whose `labels`, (n,), index `state.class_names`."""
     strategy, adapter = state.strategy, state.adapter
     # A learner that was published without its memory has no sum to add to.
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
@@ -59,10 +51,9 @@ def with_more_images(
 
 
 def without_class(state: LearnerState, name: str) -> LearnerState:
-    """The state in which no classifier knows a class any more.
+    """The state in which no classifier, task or note of an update knows a class any more.
 
-    The class leaves its task. A task that loses its last class stays, empty, because strategies count tasks. What is
-    noted of updates does not name the class any more.
+    A task that loses its last class stays, empty, because strategies count tasks.
     """
     name = normalized(name)
     if name not in state.class_names:
