@@ -20,7 +20,6 @@ DIM, CLASSES, SCALE, WIDTH = 6, 5, 20.0, 8
 CENTRES = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
 TEXTS = CENTRES + torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(1))
 TESTS = torch.randn(30, DIM, generator=torch.Generator().manual_seed(2))
-FIXED, AUTO = {"ridge": 2.0}, {}
 
 
 def photos(classes, each=4, seed=3):
@@ -88,7 +87,9 @@ def close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-3)
 
 
-@pytest.mark.parametrize("settings", [FIXED, AUTO, {"text_images": 0.0}, {"text_images": 2.5}, {"flatness": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{"ridge": 2.0}, {}, {"text_images": 0.0}, {"text_images": 2.5}, {"flatness": 0.0}]
+)
 @pytest.mark.parametrize("features", [0, WIDTH])
 @pytest.mark.parametrize("increment", [CLASSES, 2])
 def test_the_stream_gives_the_posterior_of_all_images_at_once(settings, features, increment):
@@ -97,24 +98,6 @@ def test_the_stream_gives_the_posterior_of_all_images_at_once(settings, features
     scores, _, ridge = literal(images, labels.tolist(), TEXTS, TESTS, features=features, **settings)
     assert classifier.strength() == pytest.approx(ridge)
     close(classifier(TESTS), scores)
-
-
-def test_the_evidence_is_the_gaussians_log_density(monkeypatch):
-    found = []
-    original = BayesClassifier._regress.__globals__["log_evidence"]
-    monkeypatch.setitem(
-        BayesClassifier._regress.__globals__,
-        "log_evidence",
-        lambda *args: found.append(original(*args)) or found[-1],
-    )
-    classifier = make()
-    found.clear()
-    classifier._derived.clear()
-    classifier(TESTS)
-    images, labels = photos(range(CLASSES))
-    _, expected, _ = literal(images, labels.tolist(), TEXTS, TESTS)
-    assert len(set(np.argsort(expected).tolist())) == len(RIDGES) and 0 < int(np.argmax(expected)) < len(RIDGES) - 1
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_images_of_a_forgotten_class_count_as_images_of_none():
@@ -149,17 +132,6 @@ def test_with_a_large_ridge_it_is_the_text_classifier_and_new_texts_replace_the_
     torch.testing.assert_close(probabilities, expected, rtol=0, atol=1e-5)
 
 
-def test_the_more_images_the_less_the_texts_matter():
-    """Texts in the wrong order, and ever more images: the share of test images that follow the images rises."""
-    tests, truth = photos(range(CLASSES), each=40, seed=20)
-    shares = []
-    for each in (1, 8, 100):
-        classifier = BayesClassifier(DIM, SCALE, features=100)
-        classifier.add_classes(list("abcde"), *photos(range(CLASSES), each, seed=each), TEXTS.roll(1, dims=0))
-        shares.append((classifier(tests).argmax(dim=1) == truth).double().mean().item())
-    assert shares[0] < shares[1] < shares[2] and shares[2] > 0.75
-
-
 def test_one_class_and_equal_texts_have_finite_scores():
     classifier = BayesClassifier(DIM, SCALE, features=WIDTH)
     images, labels = photos([0], each=1)
@@ -167,9 +139,6 @@ def test_one_class_and_equal_texts_have_finite_scores():
     assert classifier(TESTS).shape == (30, 1) and classifier(TESTS).isfinite().all()
     classifier.add_classes(["b"], images, labels, TEXTS[[0, 0]])
     assert classifier(TESTS).isfinite().all()
-
-
-# ---------------------------------------------------------------------- lambda and held-back images
 
 
 def test_wins_are_counted_on_images_that_the_copy_has_not_seen():
@@ -196,8 +165,9 @@ def test_wins_are_counted_on_images_that_the_copy_has_not_seen():
         names = [str(label) for label in range(start, stop)]
         classifier.add_classes(names, images[own], labels[own] - start, texts)
     assert torch.equal(classifier.wins, expected) and len(expected.unique()) > 2
-    classifier.forget_class("0")
-    assert torch.equal(classifier.wins, expected)
+    more, own = photos(range(CLASSES), each=25, seed=7)
+    classifier.update_classes(more, own)  # as many again, so what the first ones said counts for half
+    assert torch.equal(classifier.wins, expected // 2)
 
 
 def wins_of(counts):
@@ -214,11 +184,9 @@ def wins_of(counts):
         ({0: 50}, 0),
         ({0: 50, 2: 59}, 0),  # nine images that only one of the two tells right: three standard deviations
         ({0: 50, 2: 60}, 2),
-        ({0: 50, -3: 90}, -3),
         ({0: 50, 1: 65, 4: 90}, 4),  # 1 is clearly better than 0, and 4 than 1
         ({0: 50, 1: 88, 4: 90}, 4),  # two images of two: more than one standard deviation
         ({0: 50, 1: 89, 4: 90}, 1),
-        ({0: 50, -1: 89, 1: 90, 5: 90}, 1),
         ({0: 50, -1: 90, 1: 89, 5: 90}, -1),
         ({0: 50, 2: 20, 3: 0}, 0),
     ],
@@ -237,42 +205,3 @@ def test_held_back_images_move_lambda_by_steps_of_the_grid(step, place):
     assert classifier.strength() == pytest.approx(wanted * WIDTH)
     images, labels = photos(range(CLASSES))
     close(classifier(TESTS), literal(images, labels.tolist(), TEXTS, TESTS, wanted * WIDTH)[0])
-
-
-def test_good_texts_and_poor_images_are_found_out():
-    """120 classes with two noisy images and an exact text each: the evidence trusts the images too much."""
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.randn(120, 32, generator=generator)
-    labels, truth = torch.arange(120).repeat_interleave(2), torch.arange(120).repeat_interleave(5)
-    images = texts[labels] + 2 * torch.randn(240, 32, generator=generator)
-    tests = texts[truth] + 2 * torch.randn(600, 32, generator=generator)
-    right = {}
-    for ridge in ("auto", "evidence"):
-        classifier = BayesClassifier(32, 100.0, features=100, ridge=ridge)
-        for start in range(0, 120, 40):
-            own = (labels >= start) & (labels < start + 40)
-            names = [str(number) for number in range(start, start + 40)]
-            classifier.add_classes(names, images[own], labels[own] - start, texts[: start + 40])
-        right[ridge] = int((classifier(tests).argmax(dim=1) == truth).sum())
-    assert right["auto"] > right["evidence"] + 100
-
-
-def test_a_task_is_decomposed_once_for_lambda_and_the_temperature(monkeypatch):
-    calls, eigh = [], torch.linalg.eigh
-    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: calls.append(matrix) or eigh(matrix))
-    classifier = make(each=6)
-    assert len(calls) == 1 and classifier.temperature != 1
-    classifier(TESTS)
-    assert len(calls) == 2  # with all images
-
-
-def test_what_few_images_said_of_lambda_fades_with_further_ones():
-    classifier = make(each=25)
-    state = classifier.state_dict() | {"wins": wins_of({0: 20, 3: 60})}
-    classifier.load_state_dict(state)
-    images, labels = photos(range(CLASSES), each=50, seed=7)
-    classifier.update_classes(images[::2], labels[::2])  # as many again
-    assert best_step(state["wins"]) == 3 and torch.equal(classifier.wins, state["wins"] // 2)
-    for start in range(10):
-        classifier.update_classes(images[start::10], labels[start::10])
-    assert not best_step(classifier.wins)

@@ -1,6 +1,5 @@
 import io
 import os
-import stat
 import subprocess
 import sys
 
@@ -8,7 +7,6 @@ import pytest
 import reference
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 
 import dulbe_peft
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -38,9 +36,6 @@ def head():
     return head
 
 
-# ---------------------------------------------------------------------- the method
-
-
 def test_head_equals_the_reference_over_two_tasks(head):
     literal = reference.Head([0.0, 1 / 3, 2 / 3, 1.0], logit_scale=20.0)
     literal.add_classes(features(12, 3), labels(12, 3).tolist(), randn(3, DIM, seed=1))
@@ -55,23 +50,11 @@ def test_head_equals_the_reference_over_two_tasks(head):
 
 def test_shapes_and_defaults():
     head = BridgeEnsembleHead(DIM)
-    assert (head.num_depths, head.reliability_temperature, head.logit_scale) == (10, 0.05, 100.0)
-    assert torch.equal(head.depths, torch.linspace(0, 1, 10))
-    assert head.class_names == [] and head.state_size == 0
+    assert torch.equal(head.depths, torch.linspace(0, 1, 10)) and head.class_names == [] and head.state_size == 0
     head.add_classes(["a", "b"], features(6, 2), labels(6, 2), randn(2, DIM))
-    assert head.visual_prototypes.shape == head.text_embeds.shape == head.ensemble_prototypes.shape == (2, DIM)
-    assert head.reliability.shape == (2, 10) and head.bridge_prototypes().shape == (2, 10, DIM)
-    assert head.expected_depth().shape == (2,) and head(randn(3, DIM)).shape == (3, 2)
-    assert head(randn(0, DIM)).shape == (0, 2)
+    assert head.state_size == 2 * (DIM + 10) and (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all()
+    assert head.bridge_prototypes().shape == (2, 10, DIM) and head(randn(0, DIM)).shape == (0, 2)
     assert "embed_dim=8, num_depths=10, reliability_temperature=0.05, metric=cosine, classes=2" in repr(head)
-    assert not list(head.parameters())
-
-
-def test_state_of_100_classes_is_52200_numbers():
-    head = BridgeEnsembleHead(512)
-    head.add_classes([str(i) for i in range(100)], randn(200, 512), labels(200, 100), randn(100, 512, seed=1))
-    assert head.state_size == 52_200
-    assert (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all(), "shorter than 1 by design"
 
 
 def test_features_are_normalised_here(head):
@@ -82,24 +65,6 @@ def test_features_are_normalised_here(head):
     other.add_classes(["ant", "bee", "cat"], features(12, 3) * factors, labels(12, 3), 7 * randn(3, DIM, seed=1))
     torch.testing.assert_close(other.visual_prototypes, head.visual_prototypes[:3], rtol=0, atol=1e-6)
     torch.testing.assert_close(other.reliability, head.reliability[:3], rtol=0, atol=1e-5)
-
-
-def test_set_text_embeds_moves_the_text_end_alone(head):
-    images = randn(4, DIM, seed=9)
-    before, visual, weights = head(images), head.visual_prototypes.clone(), head.reliability.clone()
-    texts = randn(5, DIM, seed=8)
-    head.set_text_embeds(texts)
-    assert torch.equal(head.visual_prototypes, visual) and torch.equal(head.reliability, weights)
-    assert not torch.allclose(head(images), before)
-    torch.testing.assert_close(head.bridge_prototypes()[:, -1], F.normalize(texts, dim=1), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_text_equal_or_opposite_to_the_prototype(sign):
-    head, images = BridgeEnsembleHead(DIM), randn(1, DIM).repeat(3, 1)
-    head.add_classes(["a"], images, [0, 0, 0], sign * images[:1])
-    assert head(randn(4, DIM, seed=2)).isfinite().all()
-    torch.testing.assert_close(head.bridge_prototypes().norm(dim=2), torch.ones(1, 10))
 
 
 def test_depths_can_be_chosen():
@@ -126,11 +91,6 @@ def test_folded_vectors_follow_every_change_of_the_state(head):
     assert not head._derived
 
 
-# ---------------------------------------------------------------------- what is refused
-
-NAN, INF = float("nan"), float("inf")
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -138,29 +98,15 @@ NAN, INF = float("nan"), float("inf")
         ({"num_depths": 1}, "num_depths must be at least 2"),
         ({"depths": []}, "depths"),
         ({"depths": [0.5, 1.5]}, "depths"),
-        ({"depths": [NAN]}, "depths"),
+        ({"depths": [float("nan")]}, "depths"),
         ({"depths": [[0.5]]}, "depths"),
         ({"reliability_temperature": 0.0}, "reliability_temperature"),
-        ({"logit_scale": INF}, "logit_scale"),
-        ({"logit_scale": -1.0}, "logit_scale"),
+        ({"logit_scale": float("inf")}, "logit_scale"),
     ],
 )
 def test_constructor_refuses(kwargs, message):
     with pytest.raises(ValueError, match=message):
         BridgeEnsembleHead(**{"embed_dim": DIM, **kwargs})
-
-
-# ---------------------------------------------------------------------- state dicts
-
-
-def test_state_dict_round_trip_with_another_number_of_classes(head):
-    images = randn(4, DIM, seed=9)
-    other = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=20.0)
-    other.add_classes(["x"], features(3, 1), [0, 0, 0], randn(1, DIM))
-    other.load_state_dict(head.state_dict())
-    assert other.class_names == head.class_names and torch.equal(other(images), head(images))
-    head.load_state_dict(BridgeEnsembleHead(DIM, num_depths=4).state_dict())
-    assert head.class_names == [] and head.visual_prototypes.shape == (0, DIM)
 
 
 def test_state_dict_survives_as_a_submodule_in_torch_and_safetensors_files(head, tmp_path):
@@ -174,9 +120,6 @@ def test_state_dict_survives_as_a_submodule_in_torch_and_safetensors_files(head,
     third = torch.nn.ModuleDict({"head": BridgeEnsembleHead(DIM, num_depths=4)})
     third.load_state_dict(load_file(tmp_path / "m.safetensors"), assign=True)
     assert torch.equal(third["head"].ensemble_prototypes, head.ensemble_prototypes)
-
-
-# ---------------------------------------------------------------------- files
 
 
 @pytest.mark.slow
@@ -200,13 +143,3 @@ def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ant,bee,cat,dog,eel"
-
-
-def test_files_have_their_own_names_and_the_umasks_mode(head, tmp_path):
-    before = os.umask(0o027)
-    try:
-        head.save_pretrained(tmp_path)
-    finally:
-        os.umask(before)
-    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert files == {"head_config.json": 0o640, "head.safetensors": 0o640}

@@ -75,19 +75,6 @@ def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
     assert torch.equal(head.reliability[[0, 2, 3]].double(), old[[0, 2, 3]]), "other classes stay as they are"
 
 
-def test_the_mean_is_exact_where_nothing_else_changed():
-    """Images along the prototype leave it where it is, so both parts are of the same classifiers."""
-    along = CENTRES[:3].repeat_interleave(4, dim=0)
-    labels = torch.arange(3).repeat_interleave(4)
-    parts = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
-    parts.add_classes(["a", "b", "c"], along[::2], labels[::2], TEXTS[:3])
-    parts.update_classes(along[1::2], labels[1::2])
-    whole = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
-    whole.add_classes(["a", "b", "c"], along, labels, TEXTS[:3])
-    torch.testing.assert_close(parts.reliability, whole.reliability, rtol=0, atol=1e-5)
-    torch.testing.assert_close(parts(along), whole(along), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("beta", [1e-4, 1e-40, 1e-300])
 def test_a_depth_without_weight_does_not_become_nan(beta):
     head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE, reliability_temperature=beta)
@@ -121,16 +108,3 @@ def test_an_update_that_fails_changes_nothing():
     with pytest.raises(ValueError, match="features of class 'ant' cancel out"):
         head.update_classes(opposite.repeat(count, 1), [0] * count)
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
-
-
-# ---------------------------------------------------------------------- files
-
-
-def test_an_updated_head_that_was_saved_is_updated_alike(tmp_path):
-    head, (images, labels) = make_head(), photos([0, 2], 4, 8)
-    head.update_classes(images, labels * 2)
-    head.save_pretrained(tmp_path)
-    again, (more, labels) = BridgeEnsembleHead.from_pretrained(tmp_path), photos([1], 4, 12)
-    for one in (head, again):
-        one.update_classes(more, labels + 1)
-    assert torch.equal(again(more), head(more))

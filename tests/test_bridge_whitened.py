@@ -6,7 +6,6 @@ import reference
 import torch
 
 from dulbe_peft import BridgeEnsembleHead
-from dulbe_peft.classifiers.formula import random_features
 
 DIM, SCALE, BETA, CLASSES = 6, 20.0, 0.05, 5
 CENTRES = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
@@ -20,8 +19,8 @@ def photos(classes=range(CLASSES), each=6, seed=3):
     return CENTRES[list(classes)][labels] + noise * torch.linspace(0.1, 1.2, DIM), labels
 
 
-def head(metric="whitened", increment=CLASSES):
-    made, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric=metric), photos()
+def head(increment=CLASSES):
+    made, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric="whitened"), photos()
     for start in range(0, CLASSES, increment):
         stop = min(start + increment, CLASSES)
         rows = (labels >= start) & (labels < stop)
@@ -98,17 +97,3 @@ def test_a_single_class_and_a_turn_of_all_features():
     turned.move(turn)
     turned.set_text_embeds(TEXTS @ turn)
     torch.testing.assert_close(turned(TESTS @ turn), expected, rtol=0, atol=1e-3)
-
-
-def test_the_formula_gives_the_scores_and_the_cosine_head_has_no_scatter(tmp_path):
-    made, z = head(), random_features(DIM)
-    function, tensors = made.formula()
-    torch.testing.assert_close(function(z, **tensors), made(z), rtol=0, atol=1e-4)
-    plain = head("cosine")
-    assert "scatter" not in plain.state_dict()
-    plain.save_pretrained(tmp_path / "cosine")
-    made.save_pretrained(tmp_path / "whitened")
-    assert made.settings()["metric"] == "whitened" and made.state_size == plain.state_size + DIM * DIM + 1
-    loaded = {name: BridgeEnsembleHead.from_pretrained(tmp_path / name) for name in ("cosine", "whitened")}
-    assert {name: one.metric for name, one in loaded.items()} == {"cosine": "cosine", "whitened": "whitened"}
-    assert torch.equal(loaded["whitened"](TESTS), made(TESTS)) and not torch.allclose(made(TESTS), plain(TESTS))

@@ -16,8 +16,6 @@ import torch
 from hub_stub import on_this_process
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.linear_model import Ridge
 from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, Classifier, register_classifier
@@ -106,9 +104,6 @@ def assert_equal_states(found, expected):
         assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
 
 
-# ---------------------------------------------------------------------- the rules
-
-
 def test_text_and_class_means_equal_the_references(digits):
     logits = learned("text", digits)(digits.tests)
     expected = SCALE * reference.unit(digits.tests) @ reference.unit(digits.texts).T
@@ -124,24 +119,10 @@ def test_lda_equals_the_reference(digits, name, shrinkage):
     torch.testing.assert_close(learned(name, digits)(digits.tests).double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_lda_equals_scikit_learn(digits):
-    """Which divides the scatter by the number of images, and adds the classes' log priors, here all the same."""
-    fitted = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.1)
-    fitted.fit(reference.unit(digits.images).numpy(), digits.labels.numpy())
-    count = len(digits.images)
-    scores = torch.tensor(fitted.decision_function(reference.unit(digits.tests).numpy()))
-    logits = learned("lda fixed", digits)(digits.tests).double() * count / (count - CLASSES)
-    difference = logits - scores
-    torch.testing.assert_close(difference - difference[:, :1], torch.zeros_like(scores), rtol=0, atol=5e-3)
-
-
-def test_ridge_equals_the_reference_and_scikit_learn(digits):
+def test_ridge_equals_the_reference(digits):
     classifier = learned("ridge fixed", digits)
     scores = reference.ridge_scores(digits.images, digits.labels.tolist(), digits.tests, 0.5)
     torch.testing.assert_close(classifier(digits.tests).double() / SCALE, scores, rtol=0, atol=1e-5)
-    fitted = Ridge(alpha=0.5, fit_intercept=False)
-    fitted.fit(reference.unit(digits.images).numpy(), F.one_hot(digits.labels).numpy())
-    torch.testing.assert_close(scores, torch.tensor(fitted.predict(reference.unit(digits.tests).numpy())))
 
 
 def lift(images):
@@ -185,9 +166,6 @@ def test_a_gram_matrix_that_rounding_left_indefinite_is_solved(digits):
     assert classifier(images).argmax(dim=1).tolist() == labels.tolist()
 
 
-# ---------------------------------------------------------------------- orders
-
-
 @pytest.mark.parametrize("name", JOINT)
 @pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (5, 3), (1, 4)])
 def test_classes_tasks_and_images_in_any_order_give_one_solution(digits, name, increment, shuffle):
@@ -196,13 +174,6 @@ def test_classes_tasks_and_images_in_any_order_give_one_solution(digits, name, i
     found = learned(name, digits, order, increment, shuffle=shuffle)
     back = [order.index(c) for c in range(CLASSES)]
     torch.testing.assert_close(found(digits.tests)[:, back], expected, rtol=1e-4, atol=2e-3)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_the_order_of_a_tasks_images_changes_neither_logits_nor_temperature(digits, name):
-    expected, found = learned(name, digits), learned(name, digits, shuffle=7)
-    torch.testing.assert_close(found(digits.tests), expected(digits.tests), rtol=1e-4, atol=2e-3)
-    assert found.temperature == pytest.approx(expected.temperature, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", UPDATING)
@@ -222,21 +193,6 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(digits, n
         late.ridge = together.ridge = together.strength()
     torch.testing.assert_close(late(digits.tests), together(digits.tests), rtol=1e-4, atol=2e-3)
     assert late.counts.tolist() == [60] * CLASSES
-
-
-@pytest.mark.parametrize("name", ["rapf", "visual_agent"])
-def test_updates_are_refused_where_they_cannot_be_made_or_do_not_fit(digits, name):
-    images, labels = task(digits, [0, 1])
-    trained = learned(name, digits)
-    state = snapshot(trained)
-    with pytest.raises(ValueError, match=f"'{name}' classifier cannot learn more images"):
-        trained.update_classes(images, labels)
-    assert_equal_states(snapshot(trained), state)
-    text = learned("text", digits)
-    text.update_classes(images, labels)
-    means = learned("prototype", digits)
-    with pytest.raises(ValueError, match="label 10 is out of range for 10 classes"):
-        means.update_classes(images, labels + 9)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -261,6 +217,7 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
 def test_one_image_a_class(digits, name):
     classifier = learned(name, digits, per_class=1)
     assert classifier.temperature == 1.0
+    assert classifier.nbytes == learned(name, digits, range(2)).nbytes_with(CLASSES)
     accuracy = (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean()
     assert accuracy > 0.4
     torch.testing.assert_close(classifier.probabilities(digits.tests).sum(dim=1), torch.ones(len(digits.tests)))
@@ -270,9 +227,6 @@ def test_lda_of_single_images_is_the_nearest_mean(digits):
     images, _ = task(digits, range(CLASSES), per_class=1)
     expected = SCALE * (F.normalize(digits.tests, dim=1) @ F.normalize(images, dim=1).T - 0.5)
     torch.testing.assert_close(learned("lda", digits, per_class=1)(digits.tests), expected, rtol=0, atol=1e-4)
-
-
-# ---------------------------------------------------------------------- probabilities
 
 
 def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
@@ -292,14 +246,9 @@ def test_the_temperature_minimises_the_loss():
         t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in torch.linspace(-2, 4, 601).tolist()
     }
     assert found == pytest.approx(min(losses, key=losses.get), abs=0.03)
-    assert found == pytest.approx(math.log(3), abs=0.3)
-
-
-def test_the_temperature_is_bounded_where_all_or_none_are_right():
     sure = 5 * torch.eye(4)
     assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
     assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
-    assert abs(fit_temperature(torch.zeros(4, 4), torch.arange(4))) <= LIMIT
 
 
 def fitted(log_temperature, images, classes, confidence=0.5):
@@ -327,34 +276,13 @@ def test_probabilities_of_digits_are_calibrated(digits, name):
     assert torch.equal(classifier.probabilities(digits.tests).argmax(dim=1), classifier(digits.tests).argmax(dim=1))
 
 
-def test_the_temperature_is_fitted_without_the_held_back_images(digits):
-    images, labels = task(digits, [0, 1])
-    classifier, twin = (make_classifier("lda", DIM, SCALE) for _ in range(2))
-    classifier.add_classes(["a", "b"], images, labels)
-    held = hold_back(F.normalize(images, dim=1), labels)
-    twin.add_classes(["a", "b"], images[~held], labels[~held])
-    assert classifier.temperature == pytest.approx(math.exp(fit_temperature(twin(images[held]), labels[held])))
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_the_bytes_with_more_classes_are_foretold(digits, name):
-    first = make_classifier(SPECS[name], DIM, SCALE)
-    images, labels = task(digits, [0, 1])
-    texts = torch.eye(10, DIM)
-    first.add_classes(["a", "b"], images, labels, texts[:2])
-    foretold = first.nbytes_with(5)
-    images, labels = task(digits, [2, 3, 4])
-    first.add_classes(["c", "d", "e"], images, labels, texts[:5])
-    assert first.nbytes == foretold == sum(tensor.nbytes for tensor in first.tensors().values())
-
-
-def test_held_back_images_choose_the_rejection_threshold(digits):
-    """The share of held-back images that was asked for is below it, with the task's own temperature."""
+def test_held_back_images_choose_the_temperature_and_the_rejection_threshold(digits):
     images, labels = task(digits, [0, 1, 2])
     classifier, twin = (make_classifier("lda", DIM, SCALE) for _ in range(2))
     classifier.add_classes(["a", "b", "c"], images, labels)
     held = hold_back(F.normalize(images, dim=1), labels)
     twin.add_classes(["a", "b", "c"], images[~held], labels[~held])
+    assert classifier.temperature == pytest.approx(math.exp(fit_temperature(twin(images[held]), labels[held])))
     sure = (twin(images[held]).double() / classifier.temperature).softmax(dim=1).amax(dim=1)
     for share in (0.05, 0.2, 0.5):
         threshold = classifier.rejection_threshold(share)
@@ -372,9 +300,6 @@ def test_thresholds_of_tasks_are_a_line_of_log_odds_over_the_classes():
     assert rejection_threshold([rising], 0.13, 10) == pytest.approx(0.13)
 
 
-# ---------------------------------------------------------------------- drift
-
-
 def test_linear_map_solves_its_normal_equations():
     before, after = torch.randn(50, 8), torch.randn(50, 8)
     found = linear_map(before, after, ridge=0.5)
@@ -384,18 +309,6 @@ def test_linear_map_solves_its_normal_equations():
     torch.testing.assert_close(linear_map(before, after, 1e9), torch.eye(8).double(), rtol=0, atol=1e-6)
     turn = torch.linalg.qr(torch.randn(8, 8))[0]
     torch.testing.assert_close(linear_map(before, before @ turn, 1e-9), turn.double(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"after": torch.ones(3, 4)}, r"\(3, 5\) and \(3, 4\)"),
-        ({"before": torch.full((3, 5), math.nan)}, "NaN"),
-    ],
-)
-def test_linear_map_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
-        linear_map(**{"before": torch.ones(3, 5), "after": torch.ones(3, 5), **change})
 
 
 @pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed", "bayes linear"])
@@ -414,67 +327,13 @@ def test_a_turn_of_all_features_is_followed_exactly(digits, name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
 
 
-def test_ranpac_and_text_stay_where_they_are(digits):
-    for name in ("ranpac", "text", "bayes"):
-        classifier = learned(name, digits)
-        state = snapshot(classifier)
-        classifier.move(2 * torch.eye(DIM))
-        assert_equal_states(snapshot(classifier), state)
-
-
-@pytest.mark.parametrize("name", ["bridge", "bridge whitened", "prototype", "lda", "ridge", "bayes linear"])
-def test_moved_classifiers_lie_between_unmoved_ones_and_the_oracle(digits, name):
-    """The features drift by a linear map and noise; the oracle learned the old classes from their drifted images."""
-    generator = torch.Generator().manual_seed(2)
-    drift = torch.eye(DIM) + 0.1 * torch.randn(DIM, DIM, generator=generator)
-
-    def drifted(images):
-        return F.normalize(images, dim=1) @ drift + 0.02 * torch.randn(len(images), DIM, generator=generator)
-
-    def accuracy(classifier):
-        old = digits.truth < 5
-        return (classifier(drifted(digits.tests[old])).argmax(dim=1) == digits.truth[old]).double().mean().item()
-
-    (old, labels), (new, _) = task(digits, range(5)), task(digits, range(5, 10))
-    texts = torch.cat([drifted(digits.texts[:5]), drifted(digits.texts[5:])])
-    found = {}
-    for kind in ("unmoved", "moved", "oracle"):
-        classifier = make_classifier(SPECS[name], DIM, SCALE)
-        classifier.add_classes(list("abcde"), drifted(old) if kind == "oracle" else old, labels, texts[:5])
-        after = drifted(new)
-        if kind == "moved":
-            classifier.move(linear_map(F.normalize(new, dim=1), F.normalize(after, dim=1)))
-        classifier.add_classes(list("fghij"), after, labels, texts)
-        found[kind] = accuracy(classifier)
-    assert found["unmoved"] + 0.02 < found["moved"] < found["oracle"] + 0.02
-
-
-@pytest.mark.parametrize("matrix", [torch.eye(3), torch.full((DIM, DIM), math.nan), torch.ones(DIM, DIM).long(), None])
-def test_maps_that_do_not_fit_are_refused(digits, matrix):
-    classifier = learned("lda", digits)
-    state = snapshot(classifier)
-    with pytest.raises(ValueError, match="the map"):
-        classifier.move(matrix)
-    assert_equal_states(snapshot(classifier), state)
-
-
-# ---------------------------------------------------------------------- what all share
-
-
-def with_row(row, value):
-    images = torch.randn(120, DIM, generator=torch.Generator().manual_seed(0))
-    images[row] = value
-    return images
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"class_names": ["digit 0", "x"]}, ValueError, "'digit 0', a class that was seen already"),
-        ({"class_names": "xy"}, TypeError, "got the single string 'xy'"),
         ({"class_names": ["x", 3]}, TypeError, "must be a string, got 3"),
-        ({"image_embeds": with_row(4, math.nan)}, ValueError, "image_embeds row 4 holds NaN or infinity"),
-        ({"image_embeds": with_row(2, 0.0)}, ValueError, "image_embeds row 2 is zero"),
+        ({"image_embeds": torch.full((120, DIM), math.nan)}, ValueError, "image_embeds row 0 holds NaN or infinity"),
+        ({"image_embeds": torch.zeros(120, DIM)}, ValueError, "image_embeds row 0 is zero"),
         ({"image_embeds": torch.ones(120, 3)}, ValueError, r"must be \(rows, 64\), got shape \(120, 3\)"),
         ({"image_embeds": torch.ones(120, DIM).long()}, TypeError, "must be a floating-point tensor"),
         ({"labels": [True, False] * 60}, TypeError, "labels must be integers, got torch.bool"),
@@ -493,35 +352,32 @@ def test_add_classes_refuses_and_changes_nothing(digits, change, error, message)
     with pytest.raises(error, match=message):
         classifier.add_classes(**{**good, **change})
     assert_equal_states(snapshot(classifier), state)
-    classifier.add_classes(**good)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_an_error_changes_nothing(digits, name):
-    classifier = learned(name, digits)
-    state = snapshot(classifier)
+def test_other_bad_calls_are_named_and_change_nothing(digits):
     images, labels = task(digits, [0, 1])
-    with pytest.raises(ValueError, match="out of range"):
-        classifier.add_classes(["x", "y"], images, labels + 1, torch.cat([digits.texts, digits.texts[:2] + 1]))
-    with pytest.raises(ValueError, match="row 0 is zero"):
-        classifier(0 * images)
+    classifier, trained, text = (learned(name, digits) for name in ("lda", "rapf", "text"))
+    state = snapshot(classifier)
+    text.install({"text_embeds": 1e38 * text.text_embeds})
+    opposite = torch.cat([torch.eye(DIM), -torch.eye(DIM)[:1]])
+    for call, message in (
+        (lambda: classifier.update_classes(images, labels + 9), "label 10 is out of range for 10 classes"),
+        (lambda: classifier.add_classes(["x"], opposite[[0, -1]], [0, 0]), "class 'x' cancel out"),
+        (lambda: classifier.move(torch.eye(3)), "the map"),
+        (lambda: classifier.move(torch.full((DIM, DIM), math.nan)), "the map"),
+        (lambda: classifier.load_state_dict(state | {"means": state["means"][:4]}), r"means must be .*\(10, 64\)"),
+        (lambda: classifier.load_state_dict({"means": state["means"]}), "Missing key"),
+        (lambda: classifier.load_state_dict(state | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
+        (lambda: make_classifier("lda", DIM)(images), "no class yet"),
+        (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
+        (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
+        (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
+        (lambda: make_classifier(classifier, DIM), "already has 10 classes"),
+        (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call()
     assert_equal_states(snapshot(classifier), state)
-    with pytest.raises(ValueError, match="no class yet"):
-        make_classifier(SPECS[name], DIM)(images)
-
-
-def test_scores_that_are_not_finite_are_refused(digits):
-    classifier = learned("text", digits)
-    classifier.install({"text_embeds": 1e38 * classifier.text_embeds})
-    with pytest.raises(ValueError, match="'text' classifier gives scores that are not finite"):
-        classifier(digits.tests)
-
-
-@pytest.mark.parametrize("name", ["prototype", "lda"])
-def test_classes_without_a_mean_direction_are_named(name):
-    classifier = make_classifier(name, 4)
-    with pytest.raises(ValueError, match="class 'a' cancel out"):
-        classifier.add_classes(["a", "b"], torch.cat([torch.eye(4), -torch.eye(4)[:1]]), [0, 1, 1, 1, 0])
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -566,9 +422,6 @@ def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, 
     if name in ("prototype", "lda", "ridge"):  # G of ranpac and the texts of bayes are float32 and are rounded
         assert torch.equal(classifier(digits.tests), expected)
     assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
-
-
-# ---------------------------------------------------------------------- state dicts and files
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -627,6 +480,8 @@ ONES = torch.ones(DIM, DIM, dtype=torch.float64)
         ("lda", edit("lda.safetensors", scatter=ONES * math.inf), "NaN or infinity"),
         ("lda", lambda folder: (folder / "lda_config.json").write_text("[" * 10**5), "lda_config.json is damaged"),
         ("lda", lambda folder: (folder / "lda.safetensors").write_bytes(b"PK\x03\x04"), "no safetensors file"),
+        ("lda", lambda folder: (folder / "lda_config.json").unlink(), "lda_config.json"),
+        ("lda", lambda folder: (folder / "lda.safetensors").unlink(), "lda.safetensors"),
         ("bridge", edit("head.safetensors", reliability=torch.ones(10, 9)), r"reliability must be .*\(10, 10\)"),
     ],
 )
@@ -634,45 +489,8 @@ def test_damaged_files_are_refused(digits, name, damage, message, tmp_path):
     classifier = learned(name, digits)
     classifier.save_pretrained(tmp_path)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         type(classifier).from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["lda_config.json", "lda.safetensors"])
-def test_missing_files_are_named_and_no_pickle_is_read_instead(digits, name, tmp_path):
-    classifier = learned("lda", digits)
-    classifier.save_pretrained(tmp_path)
-    (tmp_path / name).unlink()
-    torch.save(classifier.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=name):
-        type(classifier).from_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        type(classifier).from_pretrained(tmp_path / "missing")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("means", None, "Missing key"),
-        ("_extra_state", None, "Missing key"),
-        ("means", torch.zeros(4, DIM), r"means must be floating-point \(10, 64\)"),
-        ("_extra_state", torch.tensor([255], dtype=torch.uint8), "class names in the state are damaged"),
-        ("_extra_state", torch.tensor(list(b"{}"), dtype=torch.uint8), "class_names"),
-    ],
-)
-def test_load_state_dict_refuses_and_changes_nothing(digits, key, value, message):
-    state = learned("lda", digits).state_dict()
-    state.pop(key, None)
-    if value is not None:
-        state[key] = value
-    other = learned("lda", digits, order=range(2))
-    before = snapshot(other)
-    with pytest.raises(RuntimeError, match=message):
-        other.load_state_dict(state)
-    assert_equal_states(snapshot(other), before)
-
-
-# ---------------------------------------------------------------------- the registry
 
 
 class Medians(Classifier):
@@ -735,22 +553,17 @@ def test_the_pages_code_runs(capsys):
 
 def test_names_and_settings_make_classifiers():
     assert set(NAMED) == set(CLASSIFIERS)
-    defaults = {"num_depths": 4, "features": 50}
-    made = make_classifiers(["bridge", "ranpac:seed=3", "lda:shrinkage=0.5"], 8, 15.0, defaults)
-    assert [(kind, spec(classifier)) for kind, classifier in made.items()] == [
-        ("bridge", "bridge:num_depths=4"),
-        ("ranpac", "ranpac:features=50,seed=3"),
-        ("lda", "lda:shrinkage=0.5"),
+    made = make_classifiers(["bridge", "ranpac:seed=3", "lda"], 8, 15.0, {"num_depths": 4, "features": 50})
+    assert [spec(classifier) for classifier in made.values()] == [
+        "bridge:num_depths=4",
+        "ranpac:features=50,seed=3",
+        "lda",
     ]
-    for classifier in made.values():
-        again = make_classifier(spec(classifier), 8, 15.0)
-        assert again.settings() == classifier.settings() and again.logit_scale == 15.0
+    assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
     for text, follows in (("bayes", False), ("bayes:features=0", True), ("lda", True), ("ranpac", False)):
         cls, settings = parse_classifier(text)
         assert cls.follows_drift(settings) == follows
-    given = make_classifier("ridge", 8)
-    assert make_classifier(given, 8) is given
 
 
 @pytest.mark.parametrize(
@@ -773,11 +586,7 @@ def test_specs_that_do_not_fit_are_refused(text, message):
         make_classifier(text, 8)
 
 
-def test_classifiers_that_do_not_fit_are_refused(digits):
-    with pytest.raises(ValueError, match="already has 10 classes"):
-        make_classifier(learned("lda", digits), DIM)
-    with pytest.raises(ValueError, match="takes 8 dimensions, the model gives 9"):
-        make_classifier(make_classifier("lda", 8), 9)
+def test_classes_that_cannot_be_registered_are_refused():
     for cls, error, message in (
         (dict, TypeError, "derived from Classifier"),
         (type("A", (Medians,), {"name": "Two words"}), ValueError, "characters a-z"),

@@ -30,7 +30,6 @@ def vit_b_16(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vit-b-16")
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     CLIPConfig(vision_config={**vision, "patch_size": 16}, projection_dim=512).save_pretrained(folder)
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
     return folder
 
 
@@ -140,5 +139,3 @@ def test_the_command(vit_b_16, tmp_path, capsys):
     assert found["classes"] == 200 and list(found["classifiers"]) == ["bridge", "text"]
     assert main(["cost", "--model", str(demo_model_folder()), "--strategy", "frozen", "--json", "-"]) == 0
     assert "trainable" not in json.loads(capsys.readouterr().out)
-    assert main(["cost", "--model", str(demo_model_folder()), "--classes", "0"]) == 2
-    assert "classes" in capsys.readouterr().err

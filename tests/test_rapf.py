@@ -29,9 +29,6 @@ def ranked(rows, labels):
     return rows[order], labels[order]
 
 
-# ---------------------------------------------------------------------- the parts
-
-
 @pytest.mark.parametrize("shrinkage", [False, True])
 def test_gaussians_are_the_literal_ones(shrinkage):
     x, y = features(2, 9, 0)
@@ -49,17 +46,6 @@ def test_gaussians_are_the_literal_ones(shrinkage):
                     sigma[i, j] += variance if i == j else sum(beside) / len(beside)
         torch.testing.assert_close(means[c].double(), mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
-
-
-def test_draws_have_the_class_s_mean_and_covariance():
-    classifier = RapfClassifier(DIM, epochs=1)
-    x, y = features(2, 40, 3)
-    classifier.add_classes(["a", "b"], x, y, normal(2, DIM, seed=5))
-    unit = F.normalize(x, dim=1)
-    drawn = classifier._drawn(torch.tensor([1, 0]).repeat(60000), torch.Generator().manual_seed(0))
-    for c, rows in ((1, drawn[::2]), (0, drawn[1::2])):
-        torch.testing.assert_close(rows.mean(dim=0), unit[y == c].mean(dim=0), rtol=0, atol=3e-3)
-        torch.testing.assert_close(torch.cov(rows.T), torch.cov(unit[y == c].T), rtol=0, atol=3e-3)
 
 
 def test_hard_pairs_are_those_within_the_distance():
@@ -99,9 +85,6 @@ def test_fusion_is_the_literal_one():
     assert not torch.allclose(fused(old, new, 0.3), new, atol=1e-2)
     torch.testing.assert_close(fused(old, new, 1.0), new)
     assert torch.equal(fused(old, old, 0.3), old)
-
-
-# ---------------------------------------------------------------------- two tasks
 
 
 def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k, distance):
@@ -168,22 +151,6 @@ def test_two_tasks_equal_the_literal_version():
     z = F.normalize(F.normalize(x, dim=1).double() @ classifier.map.double().T, dim=1)
     expected = 10 * z @ F.normalize(texts.double(), dim=1).T
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_drawn_features_keep_the_old_classes():
-    x, y = features(4, 80, 0)
-    x2, y2 = features(4, 80, 40)
-    texts = normal(8, DIM, seed=8)
-    right = {}
-    for replayed, draws in ((4, 2.0), (1, 0.01)):
-        classifier = RapfClassifier(DIM, 20.0, batch_size=8, learning_rate=0.02, replayed=replayed, draws=draws)
-        classifier.add_classes(list("abcd"), x, y, texts[:4])
-        classifier.add_classes(list("efgh"), x2, y2, texts)
-        right[replayed] = (classifier(x).argmax(dim=1) == y).float().mean()
-    assert right[4] > right[1] + 0.2
-
-
-# ---------------------------------------------------------------------- as a classifier
 
 
 @pytest.fixture

@@ -65,12 +65,3 @@ def test_drift_without_features_from_before_is_refused(run):
     object.__setattr__(tasks[1].closing, "before", None)
     with pytest.raises(ValueError, match="train with drift linear"):
         learn_from_features(tasks, "lda", 100.0, "linear")
-
-
-def test_damaged_features_are_named(run, tmp_path):
-    _, folder = run
-    whole = (folder / "features" / "task-001.safetensors").read_bytes()
-    path = tmp_path / "task-001.safetensors"
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="task-001"):
-        TaskFeatures.read(path)

@@ -102,7 +102,6 @@ def test_tasks_to_come_are_tested_by_their_names_among_all_classes(ran):
     assert results["ahead"]["matrix"] == [[pytest.approx(expected)], []]
     (a,), (b, c) = results["classifiers"]["bridge"]["matrix"]
     assert results["ahead"]["classifiers"]["bridge"] == pytest.approx(transfer_measures([[a, expected], [b, c]]))
-    assert json.loads((output / "results.json").read_text())["ahead"] == results["ahead"]
     assert made().run([first, second], output, test_ahead=True)["ahead"] == results["ahead"]  # read back
     with pytest.raises(ValueError, match="test_ahead needs test data"):
         made().run([type(first)(first.train, None, first.class_names)], output / "other", test_ahead=True)
@@ -130,13 +129,9 @@ def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
     assert found.pop("not_learned") == sorted(second.class_names) and found.pop("learned") == sorted(first.class_names)
     assert found == zero_shot_retention(learner, second.test, scales=[0.3, 0.6], learned=tests)
     assert "scale 0.3" in captured.err
-    for wrong, words in ((["--scale", "0.5"], "--zero-shot"), (["--zero-shot", "--reject", "0.1"], "give one")):
+    for wrong, words in ((["--scale", "0.5"], "--zero-shot"), (["--zero-shot", "--scale", "2"], "at most 1")):
         assert main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
-    assert main([*command, "--zero-shot", "--scale", "2"]) == 2
-    assert "scale must be at most 1" in capsys.readouterr().err
-    assert main([command[0], str(output), *command[2:], "--zero-shot"]) == 2
-    assert "have been learned" in capsys.readouterr().err
 
 
 def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
@@ -147,11 +142,9 @@ def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
     data = load_data(str(images), split="test")
     with np.load(file) as found:
         assert set(found) == {"features", "labels", "class_names", "image_names", "text_embeds"}
-        assert found["features"].dtype == np.float32
         assert np.array_equal(found["features"], learner.image_embeds(data).numpy())
         assert np.array_equal(found["text_embeds"], learner.text_embeds(data.class_names).detach().numpy())
         assert found["labels"].tolist() == list(data.labels) and tuple(found["class_names"]) == data.class_names
-        assert found["image_names"][0] == data.item_name(0)
         whole = found["features"]
     assert main([*command, str(pristine), "--model", str(demo_model_folder())]) == 0
     assert main([*command, str(file), str(output / "task-001"), "--scale", "0"]) == 0
@@ -159,11 +152,4 @@ def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
         assert all(np.array_equal(base[name], zero[name]) for name in base)
         assert not np.array_equal(base["features"], whole)
     capsys.readouterr()
-    for arguments, words in (
-        ([str(file)], "name a saved learner"),
-        (["-", str(output)], "path of an .npz file"),
-        ([str(images / "train"), str(output)], "is a folder"),
-        ([str(file), str(output), "--prompt-template", "{}"], "a learner has its own template"),
-    ):
-        assert main([*command, *arguments]) == 2
-        assert words in capsys.readouterr().err
+    assert main([*command, str(file)]) == 2 and "name a saved learner" in capsys.readouterr().err

@@ -27,8 +27,7 @@ def register_classifier(cls: Kind) -> Kind:
 
     Raises:
         TypeError: `cls` is no class derived from `Classifier`.
-        ValueError: its name is missing or holds other characters than a-z, 0-9 and _, or another class has the name
-            or the file names.
+        ValueError: its name is no lower-case identifier, or another class has the name or the file names.
     """
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
@@ -56,7 +55,7 @@ def parse_classifier(spec: str, defaults: Mapping[str, Any] | None = None) -> tu
 def make_classifier(
     spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0, defaults: Mapping[str, Any] | None = None
 ) -> Classifier:
-    """An empty classifier from `name` or `name:key=value,key=value`; one that is given without classes is returned.
+    """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
 
     `defaults` are for settings that the text leaves out, and only for classifiers that have them.
 

@@ -48,9 +48,6 @@ class Classifier(GrowingState):
         needs_text: whether `add_classes` needs text embeddings.
         file_stem: how the names of its files begin; the name where a class does not set it.
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None; kept when it is saved.
-
-    Raises:
-        ValueError: an argument is out of its range; the message names it.
     """
 
     name: ClassVar[str] = ""
@@ -69,8 +66,6 @@ class Classifier(GrowingState):
         self.logit_scale = float(logit_scale)
         self.source: dict[str, str] | None = None
 
-    # ------------------------------------------------------------------ what a subclass fills
-
     @abstractmethod
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         """The buffers' new values for a task of new classes; changes nothing itself.
@@ -79,11 +74,7 @@ class Classifier(GrowingState):
             names: the new classes.
             images: (n, d), float32, unit features, on the classifier's device.
             labels: (n,), integers that index `names`; every class has at least one image.
-            texts: (C_seen, d), float32, unit embeddings of all seen classes, the old ones' first; None where no text
-                was given.
-
-        Returns:
-            Values of the buffers that change, by name.
+            texts: (C_seen, d), float32, unit embeddings of all seen classes, the old ones' first, or None.
         """
         raise NotImplementedError
 
@@ -99,11 +90,8 @@ class Classifier(GrowingState):
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
 
-        Of what is `derived` from the buffers, these may change "solution" alone.
-
-        Args:
-            images: (n, d), unit features of new classes.
-            labels: (n,), integers that index all seen classes.
+        `images` are (n, d) unit features of new classes, and `labels` index all seen classes. Of what is `derived`
+        from the buffers, only "solution" may change.
 
         Raises:
             ValueError: the copy has learned too little; the task is then left out of the temperature.
@@ -117,16 +105,13 @@ class Classifier(GrowingState):
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
 
-        Returns:
-            A function that stands in a module and uses `torch` alone, of z, unit features (n, d), and of tensors. And
-            these tensors by name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
+        The function stands in a module and uses `torch` alone. It takes z, unit features (n, d), and the tensors by
+        name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
 
         Raises:
             ValueError: the logits are no such map.
         """
         return linear, affine(self)
-
-    # ------------------------------------------------------------------ facts of the class
 
     @classmethod
     def setting_defaults(cls) -> dict[str, Any]:
@@ -143,10 +128,7 @@ class Classifier(GrowingState):
     def check_update(cls) -> None:
         """Raise a ValueError where `update_classes` cannot take further images of known classes."""
         if cls.learn_more is Classifier.learn_more:
-            raise ValueError(
-                f"the {cls.name!r} classifier cannot learn more images of a known class: it does not keep what that "
-                "needs"
-            )
+            raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
     @classmethod
     def file_names(cls) -> tuple[str, str]:
@@ -156,8 +138,6 @@ class Classifier(GrowingState):
     def settings(self) -> dict[str, Any]:
         """The constructor's own arguments as plain values; an attribute of the same name holds each of them."""
         return {name: getattr(self, name) for name in self.setting_defaults()}
-
-    # ------------------------------------------------------------------ learning
 
     @torch.no_grad()
     def add_classes(
@@ -173,13 +153,11 @@ class Classifier(GrowingState):
             class_names: the new classes.
             image_embeds: (n, d), features of the task's images; normalised here.
             labels: (n,), integers that index `class_names`; every class needs at least one image.
-            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came, then the
-                new ones'; normalised here. The old classes' embeddings are replaced by them. None will do where
-                `needs_text` is False.
+            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came;
+                normalised here. None will do where `needs_text` is False.
 
         Raises:
-            ValueError: a name is empty, repeated or already known, a class has no image, a label is out of range, a
-                row is zero or not finite, or the shapes do not fit.
+            ValueError: a name is known, a class has no image, a row is zero or not finite, or shapes do not fit.
             TypeError: a name is not a string, or labels are not integers.
         """
         names = list(check_class_names(class_names, self._class_names))
@@ -200,14 +178,10 @@ class Classifier(GrowingState):
 
     @torch.no_grad()
     def update_classes(self, image_embeds: Tensor, labels: Tensor | Sequence[int]) -> None:
-        """Take in further images of known classes; on any error the classifier is as it was.
+        """Take in further images, (n, d), of known classes, which `labels` index.
 
         The result is that of having seen them with the others, up to what the classifier's own documentation says.
         The temperature of the probabilities stays as it is.
-
-        Args:
-            image_embeds: (n, d), features; normalised here.
-            labels: (n,), integers that index `class_names`.
 
         Raises:
             ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
@@ -223,8 +197,7 @@ class Classifier(GrowingState):
     def forget_class(self, name: str) -> None:
         """Drop a class: its row of every buffer that has one row a class.
 
-        What its images added to a sum over all classes stays there, such as LDA's covariance and the Gram matrix of
-        ridge and RanPAC. The temperature of the probabilities stays too.
+        What its images added to a sum over all classes stays there, and so does the temperature.
 
         Raises:
             ValueError: there is no such class.
@@ -237,25 +210,14 @@ class Classifier(GrowingState):
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor) -> None:
-        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved.
-
-        Raises:
-            ValueError: this classifier keeps no texts, the shape does not fit, or a row is zero or not finite.
-        """
+        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved."""
         if "text_embeds" not in self._rows:
             raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
         self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
-        """Move what is stored of old images along with the features, by the map that `linear_map` gives.
-
-        Args:
-            matrix: M, (d, d): an old feature z is now about z M.
-
-        Raises:
-            ValueError: the shape does not fit, or an entry is not finite.
-        """
+        """Move what is stored of old images by M, (d, d), see `linear_map`: an old feature z is now about z M."""
         self.install(self.moved(check_map(matrix, self.embed_dim)))
 
     def _fit_held_back(
@@ -277,17 +239,11 @@ class Classifier(GrowingState):
         twin._derived = {name: value for name, value in derived.items() if name != "solution"}
         return choices, (fit_task(twin.logits(images[held]), labels[held] + known),)
 
-    # ------------------------------------------------------------------ using
-
     def forward(self, image_embeds: Tensor) -> Tensor:
-        """Logits of all seen classes, (n, C), float32, without the calibration's temperature.
-
-        Args:
-            image_embeds: (n, d), features; normalised here.
+        """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here.
 
         Raises:
-            ValueError: there is no class yet, the shape does not fit, a row is zero or not finite, or a score is not
-                finite.
+            ValueError: there is no class yet, the features do not fit, or a score is not finite.
         """
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
@@ -313,9 +269,6 @@ class Classifier(GrowingState):
         Args:
             share: false alarms that are accepted, in (0, 1): so many of the held-back training images of the known
                 classes had a smaller largest probability when their task was learned.
-
-        Raises:
-            ValueError: no image could be held back, or the share is out of range.
 
         Reference:
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
@@ -356,8 +309,6 @@ class Classifier(GrowingState):
     def _unit(self, features: Tensor | None, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
-    # ------------------------------------------------------------------ files
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
         save_classifier(self, Path(folder))
@@ -366,13 +317,7 @@ class Classifier(GrowingState):
     def from_pretrained(
         cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
     ) -> Self:
-        """Load what `save_pretrained` wrote, onto the CPU.
-
-        Args:
-            source: a folder, or the id of a repository on the Hub.
-            revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
-            token: of the Hub.
-            cache_dir: where downloads are kept.
+        """Load what `save_pretrained` wrote, onto the CPU, from a folder or from a repository on the Hub.
 
         Raises:
             FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
@@ -380,27 +325,10 @@ class Classifier(GrowingState):
         """
         return load_classifier(cls, source, revision, token, cache_dir)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-    ) -> Any:
-        """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
+    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
+        """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.
 
-        Returns:
-            huggingface_hub's CommitInfo.
+        `options` are `private`, `token`, `revision` and `create_pr` of huggingface_hub.
         """
-        return hub.push(
-            lambda folder, _: self.save_pretrained(folder),
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message or f"Upload {self.name} classifier",
-            create_pr=create_pr,
-        )
+        message = commit_message or f"Upload {self.name} classifier"
+        return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)

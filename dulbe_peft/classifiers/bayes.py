@@ -39,16 +39,11 @@ class BayesClassifier(Classifier):
     e_c - mean of e, as far from the mean as images are. lambda is the one that makes the targets most likely under
     the prior, see `log_evidence`, unless another is clearly better on held-back images, see `best_step`.
 
-    G and C are sums, and texts enter when the solution is made. So the solution for a lambda is the one on all data
-    at once, whatever the order of images, classes and tasks, but for the rounding of G to float32 when a task ends.
-    What held-back images say of lambda depends on the tasks. It fades with further images of known classes, of which
-    none is held back, and stays when texts are replaced.
-
-    A forgotten class's images stay in G. They count as images of none of the classes.
+    G and C are sums, so the solution for a lambda is the one on all data at once, but for the rounding of G to
+    float32. What held-back images say of lambda depends on the tasks, and fades with further images of known classes.
+    Images of a forgotten class stay in G, as images of none of the classes.
 
     Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
         features: M, width of the random layer; G takes 4 (M + d)^2 bytes. 0: h = z alone.
         seed: of R.
         text_weight: a / tau, positive. The scores are divided by it, so without images they would be the text
@@ -65,7 +60,7 @@ class BayesClassifier(Classifier):
         images: int64, number of images in G, those of forgotten classes included.
         text_embeds: e_c, (C, d), unit vectors.
         wins: (25, 25), int64. Row i, column j: how many held-back images are right with lambda i - 12 steps of the
-            grid above the most likely one, and wrong with j - 12 steps. wins[14, 12] is of two steps up against none.
+            grid above the most likely one, and wrong with j - 12 steps.
 
     Reference:
         MacKay, "Bayesian Interpolation", 1992, for lambda; McDonnell et al., "RanPAC", 2023, for the random layer.
@@ -73,12 +68,6 @@ class BayesClassifier(Classifier):
 
     name = "bayes"
     needs_text = True
-    gram: Tensor
-    sums: Tensor
-    counts: Tensor
-    images: Tensor
-    text_embeds: Tensor
-    wins: Tensor
 
     def __init__(
         self,
@@ -142,8 +131,6 @@ class BayesClassifier(Classifier):
         total = self.images + len(images)
         # With more images, the evidence errs less than it did when the wins were counted.
         return self._kept().added(images, labels) | {"images": total, "wins": self.wins * self.images // total}
-
-    # ------------------------------------------------------------------ the solution
 
     def logits(self, images: Tensor) -> Tensor:
         return self.lifted(images) @ self.derived("solution", self._solve)[0]

@@ -17,25 +17,13 @@ class BofaClassifier(Classifier):
     """logits = tau z . p_c, with p_c = (1 - lambda) e_c + lambda v_c, not normalised again.
 
     v_c is the direction of the class's mean unit feature. lambda is the one of `grid` values from 0 to 1 with the best
-    accuracy on the first task's own images. Where several are best, the middle one of them is taken: two classes are
-    often told apart by any lambda, and then an end of the grid would be no choice. It never changes afterwards.
+    accuracy on the first task's own images, and never changes afterwards. Where several are best, the middle one is
+    taken: two classes are often told apart by any lambda, and then an end of the grid would be no choice.
 
-    The paper makes v_c of old classes anew with each task's projection, from class means of the unprojected feature. A
-    classifier sees projected features alone, so here v_c stays as it was when the class came; the learner's setting
-    drift="linear" moves it along. The Gaussian discriminant on unprojected features that the published code adds at
-    the test is left out for the same reason; the classifier `lda` is the nearest to it. In that code lambda weighs the
-    text when it is searched and the image when it is used; here it weighs the image both times, as in the paper.
-
-    Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
-        grid: number of values of lambda that are tried.
-
-    Attributes:
-        sums: (C, d), float64, sum of each class's unit features.
-        counts: (C,), int64, images of each class.
-        text_embeds: e_c, (C, d), unit vectors.
-        image_weight: lambda, a number.
+    The paper makes v_c of old classes anew with each task's projection, from unprojected class means. A classifier
+    sees projected features alone, so here v_c stays; the learner's setting drift="linear" moves it along. The Gaussian
+    discriminant that the published code adds at the test is left out for the same reason. In that code lambda weighs
+    the text when it is searched and the image when it is used; here it weighs the image both times, as in the paper.
 
     Reference:
         "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
@@ -43,10 +31,6 @@ class BofaClassifier(Classifier):
 
     name = "bofa"
     needs_text = True
-    sums: Tensor
-    counts: Tensor
-    text_embeds: Tensor
-    image_weight: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)

@@ -34,11 +34,9 @@ class BridgeEnsembleHead(Classifier):
     """Reliability-guided bridge-prototype ensemble over a growing set of classes.
 
     Args:
-        embed_dim: d, width of the features.
         num_depths: K_b, evenly spaced from 0 to 1, both ends included.
         depths: the depths themselves, each in [0, 1]; where given, `num_depths` has no effect.
         reliability_temperature: beta.
-        logit_scale: tau itself, 100 for CLIP, never its logarithm.
         metric: "cosine", as in the paper; "whitened": cosines under the classes' shared covariance, see `Whitening`.
 
     Attributes:
@@ -50,10 +48,6 @@ class BridgeEnsembleHead(Classifier):
         depths: alpha_k, (K_b,); 0 is the visual end.
         scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' with the mean of each image's class; "whitened" alone.
         freedom: its degrees of freedom, int64, forgotten classes included; "whitened" alone.
-        source: `repo_id` and `commit` on the Hub that the head was loaded from, or None; kept when it is saved.
-
-    Raises:
-        ValueError: an argument is out of its range; the message names it.
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble".
@@ -62,14 +56,6 @@ class BridgeEnsembleHead(Classifier):
     name = "bridge"
     needs_text = True
     file_stem = "head"
-    visual_prototypes: Tensor
-    text_embeds: Tensor
-    reliability: Tensor
-    counts: Tensor
-    lengths: Tensor
-    depths: Tensor
-    scatter: Tensor
-    freedom: Tensor
 
     def __init__(
         self,
@@ -115,14 +101,8 @@ class BridgeEnsembleHead(Classifier):
             depths = {"depths": [float(str(depth)) for depth in self.depths.float().cpu().numpy()]}
         return depths | {"reliability_temperature": self.reliability_temperature, "metric": self.metric}
 
-    # ------------------------------------------------------------------ the rule
-
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        """v_c and pi_c of the new classes, and all texts.
-
-        Reference:
-            v_c, rho_c(alpha_k) and pi_c(alpha_k) in "Reliability-Guided Bridge-Prototype Ensemble".
-        """
+        """v_c and pi_c of the new classes, and all texts."""
         assert texts is not None
         return self._added(images, labels + len(self._class_names), [*self._class_names, *names], texts)
 
@@ -133,11 +113,8 @@ class BridgeEnsembleHead(Classifier):
             pi_c  softmax over the depths of (n_c log pi_c + m_c rho_c / beta) / (n_c + m_c)
 
         m_c is the number of new images, and rho_c is measured on them, with the new v_c, over all seen classes. pi_c
-        is softmax(rho_c / beta), so beta log pi_c is the old rho_c less a number that is the same at every depth. The
-        softmax does not see that number, and the mean of the old and the new rho_c, weighted by the images, follows.
-
-        The approximation: the old images' part of rho_c is the one that was measured when they came. It is of the
-        prototypes, texts and rival classes of that time. It is exact where those have not changed.
+        is softmax(rho_c / beta), so beta log pi_c is the old rho_c but for a number that no depth changes. The old
+        part is of the prototypes, texts and rivals of its time, and exact where those have not changed.
         """
         return self._added(images, labels, self._class_names, self.text_embeds.float())
 
@@ -205,12 +182,7 @@ class BridgeEnsembleHead(Classifier):
         )
 
     def logits(self, images: Tensor) -> Tensor:
-        """tau z . w_c.
-
-        Reference:
-            The prediction rule in "Reliability-Guided Bridge-Prototype Ensemble": linear in z, so the sum over the
-            depths is folded into one vector per class.
-        """
+        """tau z . w_c: linear in z, so the sum over the depths is folded into one vector per class."""
         if self.metric == "whitened":
             images = self.derived("whitening", lambda: self._whitening(self.tensors())).images(images)
         return self.logit_scale * images @ self.ensemble_prototypes.T

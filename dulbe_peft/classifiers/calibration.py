@@ -31,14 +31,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TaskTemperature(Record):
-    """The temperature that fits one task's held-back images.
-
-    Attributes:
-        log_temperature: log T.
-        images: number of held-back images.
-        classes: number of classes that the scores were over.
-        confidences: 21 quantiles, from the least to the largest, of the held-back images' largest probabilities.
-    """
+    """log T of one task's held-back images, and 21 quantiles of their largest probabilities, the least first."""
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
@@ -47,26 +40,21 @@ class TaskTemperature(Record):
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
-    """T for a number of classes; 1 where no task was fitted. Each task weighs as many as it has held-back images."""
+    """T for a number of classes; 1 where no task was fitted."""
     if not tasks or not classes:
         return 1.0
-    line = _line(tasks, [task.log_temperature for task in tasks], classes)
-    return math.exp(min(LIMIT, max(-LIMIT, line)))
+    return math.exp(min(LIMIT, max(-LIMIT, _line(tasks, [task.log_temperature for task in tasks], classes))))
 
 
 def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes: int) -> float:
     """The probability that the given share of held-back images stays below.
 
-    With more classes, largest probabilities are smaller. So the log-odds of every task's own threshold are taken to
-    be a line over the logarithm of the number of classes, as in `temperature`.
+    Largest probabilities fall with more classes, so the tasks' log-odds are taken to be a line as in `temperature`.
     """
     if not is_number(share) or not 0 < share < 1:
         raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
     if not tasks:
-        raise ValueError(
-            "the classifier has held back no image, so there is no score below which an image is unknown: classes "
-            "need two images or more"
-        )
+        raise ValueError("the classifier has held back no image to find a threshold: classes need two images or more")
     odds = []
     for task in tasks:
         quantiles = torch.tensor(task.confidences, dtype=torch.float64)
@@ -108,8 +96,7 @@ def ranking(images: Tensor) -> Tensor:
 def hold_back(images: Tensor, labels: Tensor) -> Tensor:
     """Which of the (n, d) images to keep out of learning, (n,) booleans: about a fifth of each class.
 
-    A class's images are ranked by their dot product with a fixed vector, and one of every five is taken. So the
-    choice does not depend on the order of the images. A class with a single image keeps it.
+    One of every five in the order of `ranking` is taken, so the order of the images does not matter.
     """
     held = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     ranks = ranking(images)
@@ -127,8 +114,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
 
     Reference:
-        Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, "Probabilistic Outputs for
-        Support Vector Machines", 1999, section 2.2.
+        Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, 1999, section 2.2.
     """
     logits, labels = logits.cpu().double(), labels.cpu()
     own = logits.gather(1, labels[:, None])

@@ -32,11 +32,7 @@ def added_scatter(images: Tensor, labels: Tensor, old_means: Tensor, means: Tens
 
 
 def oas_shrinkage(covariance: Tensor, freedom: int) -> float:
-    """The shrinkage toward the scaled identity with the least expected squared error for Gaussian data.
-
-    Reference:
-        Chen et al., 2010, equation 23.
-    """
+    """The shrinkage toward the scaled identity of Chen et al., 2010, equation 23."""
     d = len(covariance)
     square, trace = float((covariance * covariance).sum()), float(covariance.trace())
     over = (freedom + 1 - 2 / d) * (square - trace * trace / d)
@@ -53,13 +49,8 @@ def whitening_matrix(covariance: Tensor) -> Tensor:
 class Whitening:
     """Takes images and texts to a space in which images of a class vary by 1 in every direction.
 
-    Images and texts lie in different places of the joint space. Each kind is taken relative to its own mean over the
-    classes, so that a class's text can stand where its images do.
-
-    Args:
-        image_mean: mean of the class means mu_c, (d,).
-        text_mean: mean of the e_c, (d,).
-        matrix: Sigma^-1/2, (d, d), of the shared covariance within the classes, shrunk as in LDA.
+    Each kind is taken relative to its own mean over the classes, (d,), because images and texts lie in different
+    places of the joint space. `matrix` is Sigma^-1/2, (d, d), of the shrunk covariance within the classes.
     """
 
     image_mean: Tensor

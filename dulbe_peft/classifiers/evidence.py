@@ -13,15 +13,10 @@ SURE = 3.0  # standard deviations: chance alone makes one other lambda so much b
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """A regression with the prior mean W_0, in the basis of the eigenvectors of G, in float64.
+    """A regression with the prior mean W_0, (K, C), in the basis of the eigenvectors of G, in float64.
 
-    Args:
-        prior: W_0, (K, C).
-        values: eigenvalues of G, (K,).
-        vectors: its eigenvectors, (K, K).
-        turned: H'R in their basis, (K, C).
-        shape: eigenvalues of L / lambda, (K,).
-        likeliest: the place in the grid of the lambda with the largest evidence.
+    `values` and `vectors` are of G, `turned` is H'R in their basis, (K, C), `shape` has the eigenvalues of L / lambda.
+    `likeliest` is the place in the grid of the lambda with the largest evidence.
     """
 
     prior: Tensor
@@ -51,8 +46,8 @@ def log_evidence(values: Tensor, turned: Tensor, residual: float, rows: int, pre
     Every class's residuals r over the n images are r ~ N(0, s2 (I + H L^-1 H')), independently of the others'. With
     q = the sum over the classes of r' (I + H L^-1 H')^-1 r, the most likely s2 is q / (n C).
 
-    G = H'H has the eigenvalues `values`, (K,). In the basis of its eigenvectors, H'R is `turned`, (K, C), and L has
-    the eigenvalues `precisions`, (K,). `residual` is the sum of the squares of R, and `rows` is n.
+    G = H'H has the eigenvalues `values`, (K,), and L has `precisions`, (K,), in the same basis; `turned`, (K, C), is
+    H'R in it. `residual` is the sum of the squares of R, and `rows` is n.
 
     Reference:
         MacKay, 1992, section 3: the evidence of a linear model.
@@ -66,19 +61,14 @@ def log_evidence(values: Tensor, turned: Tensor, residual: float, rows: int, pre
 
 
 def best_step(wins: Tensor) -> int:
-    """How many steps of the grid to take from the most likely lambda, by what held-back images say.
+    """How many steps of the grid to take from the most likely lambda, by `BayesClassifier.wins`, (25, 25).
 
     A step is clearly better than none if it is ahead by three standard deviations, among the images that only one of
     the two tells right. If no step is, the answer is 0. Else it is the shortest clearly better step that is behind
-    the best one by no more than one standard deviation. The best one is often too long: the copy that was tested had
-    fewer images.
-
-    Args:
-        wins: (25, 25), see `BayesClassifier`.
+    the best one by no more than one standard deviation, because the tested copy had fewer images.
 
     Reference:
-        McNemar, "Note on the sampling error of the difference between correlated proportions", 1947, for the test;
-        Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3, for the one standard deviation.
+        McNemar, 1947, for the test; Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3.
     """
     none, wins = len(wins) // 2, wins.cpu().double()  # not every device has float64
     ahead, deviation = wins - wins.T, (wins + wins.T).sqrt()

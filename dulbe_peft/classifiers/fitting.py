@@ -19,9 +19,6 @@ def gradients() -> Iterator[None]:
 
 
 def minibatches(images: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Row numbers of `images` in random order, `size` at a time; the last batch may be short.
-
-    The same images give the same batches in whatever order they come.
-    """
+    """Row numbers of `images` in random order, `size` at a time; the same in whatever order the images come."""
     ranked = ranking(images).argsort()
     return ranked[torch.randperm(len(images), generator=generator).to(ranked.device)].split(size)

@@ -12,8 +12,7 @@ from dulbe_peft.utils.precision import without_autocast
 def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     """Points on the great circle from one unit vector to another, at equal angular speed.
 
-    Finite and of unit norm for every pair: equal vectors give `start`; for exactly opposite ones a fixed great circle
-    is taken.
+    Finite and of unit norm for every pair; for exactly opposite vectors a fixed great circle is taken.
 
     Args:
         start: (..., d), unit vectors, d >= 2.
@@ -21,16 +20,11 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
         fraction: how far to go, 0 is `start`, 1 is `end`; a number, or a tensor that broadcasts with the vectors and
             whose last dimension is 1.
 
-    Returns:
-        Unit vectors of the broadcast shape, in the vectors' promoted dtype; computed in at least float32.
-
     Raises:
         ValueError: a vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
-        TypeError: the vectors are not floating-point tensors.
 
     Reference:
-        "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k); appendix Eq.
-        bridge_calibrated_depth.
+        "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k).
     """
     if start.ndim < 1 or end.ndim < 1 or start.shape[-1] != end.shape[-1] or start.shape[-1] < 2:
         shapes = f"{tuple(start.shape)} and {tuple(end.shape)}"
@@ -74,11 +68,7 @@ def _check_unit(vectors: Tensor, name: str) -> Tensor:
 
 
 def bridge_prototypes(visual_prototypes: Tensor, text_embeds: Tensor, depths: Tensor) -> Tensor:
-    """Every class's bridge at every depth: (C, d) and (C, d) unit vectors and (K_b,) depths to (C, K_b, d).
-
-    Reference:
-        "Reliability-Guided Bridge-Prototype Ensemble", b_c(alpha_k).
-    """
+    """Every class's bridge at every depth: (C, d) and (C, d) unit vectors and (K_b,) depths to (C, K_b, d)."""
     return slerp(visual_prototypes[:, None], text_embeds[:, None], depths[:, None])
 
 
@@ -90,13 +80,10 @@ def reliability(
     first_class: int = 0,
     chunk_elements: int = 2**24,
 ) -> Tensor:
-    """Mean probability of a class over its own images, under the classifier of each depth over all classes.
+    """rho_c(alpha_k), (C - first_class, K_b): mean probability of a class over its own images at each depth.
 
-    `image_embeds`, (n, d), are unit features, and `labels`, (n,), their rows of the `bridges`, (C, K_b, d). All are of
-    classes from `first_class` on, which are measured; each needs an image. Gives rho, (C - first_class, K_b), float32.
-
-    Reference:
-        "Reliability-Guided Bridge-Prototype Ensemble", rho_c(alpha_k).
+    `image_embeds` are (n, d) unit features, and `labels` their rows of the `bridges`, (C, K_b, d), from `first_class`
+    on; the others are rivals alone.
     """
     classes, num_depths, _ = bridges.shape
     rows = max(1, chunk_elements // classes)

@@ -25,7 +25,6 @@ class LdaClassifier(Classifier):
     images, classes and tasks.
 
     Args:
-        embed_dim: d, width of the features.
         logit_scale: tau. The covariance is I / tau while no class has two different images.
         shrinkage: s, how far the covariance goes to its mean variance times the identity, above 0 and at most 1.
             "oas": computed from the covariance and its degrees of freedom.
@@ -38,15 +37,10 @@ class LdaClassifier(Classifier):
 
     Reference:
         Hayes and Kanan, "Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis", 2020, with
-        exact sums in place of the running estimate; Chen et al., "Shrinkage Algorithms for MMSE Covariance
-        Estimation", 2010, equation 23 (OAS).
+        exact sums; Chen et al., "Shrinkage Algorithms for MMSE Covariance Estimation", 2010, equation 23 (OAS).
     """
 
     name = "lda"
-    means: Tensor
-    counts: Tensor
-    scatter: Tensor
-    freedom: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, shrinkage: float | Literal["oas"] = "oas") -> None:
         super().__init__(embed_dim, logit_scale)

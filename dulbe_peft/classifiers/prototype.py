@@ -15,21 +15,13 @@ from dulbe_peft.classifiers.sums import added_sums
 class PrototypeClassifier(Classifier):
     """logits = tau z . v_c, with v_c the normalised sum of the unit features of class c.
 
-    Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
-
-    Attributes:
-        sums: (C, d), float64, sum of each class's unit features.
-        counts: (C,), int64, images of each class.
+    `sums`, (C, d), float64, and `counts`, (C,), are what it keeps.
 
     Reference:
         Mensink et al., "Distance-Based Image Classification", 2013, section 3, with the cosine as the measure.
     """
 
     name = "prototype"
-    sums: Tensor
-    counts: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(embed_dim, logit_scale)

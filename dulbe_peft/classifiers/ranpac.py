@@ -26,22 +26,12 @@ class RanpacClassifier(Classifier):
     """Ridge regression from random ReLU features to one-hot classes.
 
     G and C are sums, so the solution for a lambda is the one on all data at once, but for the rounding of G to
-    float32 when a task ends.
-
-    A linear map of the features cannot move what is stored, for G is of features behind a ReLU; `move` leaves it.
+    float32 when a task ends. `move` leaves it as it is: G is of features behind a ReLU.
 
     Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
         features: M, width of the random layer. The paper has 10000; G takes 4 M^2 bytes.
         seed: of R.
         ridge: lambda, positive. "auto": chosen on held-back images of each task, from 1e-4 M to 100 M.
-
-    Attributes:
-        gram: G, (M, M), float32.
-        sums: C transposed, (C, M), float64.
-        counts: (C,), int64, images of each class.
-        errors: held-back squared error of each ridge of the grid, over all tasks, float64.
 
     Reference:
         McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning", 2023. There the

@@ -32,37 +32,26 @@ def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> 
 class RapfClassifier(Classifier):
     """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
 
-    A class's Gaussian takes 4 d (d + 1) bytes: 1 MiB for d = 512, 100 MiB for 100 classes. What it learns depends on
-    `seed`, the number of classes and the features alone. Learning runs twice for each task, because the temperature of
-    the probabilities needs a classifier that has not seen the held-back images.
+    A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512. What it learns depends on `seed`,
+    the number of classes and the features alone. Learning runs twice for each task, because the temperature of the
+    probabilities needs a classifier that has not seen the held-back images.
 
-    The authors' features are not normalised, the ones here have norm 1. The scores and the gradient of A do not depend
-    on an image's norm, so these stay the same. The Gaussians do not: they are of directions here. The authors add
-    1e-4 I to a covariance of features whose norm is about 10; the same part of features of norm 1 is 1e-6 I. A class
-    with a single image has a covariance of 0 and this ridge.
+    The authors' features are not normalised, the ones here have norm 1. The authors add
+    1e-4 I to a covariance of features whose norm is about 10; the same part of features of norm 1 is 1e-6 I.
 
     A starts as the authors' does, as a random matrix without the identity, so task 1 gives the zero-shot scores up.
 
     Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
         epochs: passes over a task's features.
         batch_size: features of images per step.
         learning_rate: of Adam at the start of each task, a tenth of it after epoch 4, and again after epoch 10.
         draws: beta; a replayed class gives int(10 beta) features to a step, and a hard pair int(20 beta).
-        replayed: k, how many old classes a step replays. The authors choose it so that 10 beta k times the steps of an
-            epoch is about 2000.
+        replayed: k, how many old classes a step replays.
         pair_distance: theta.
         fusion_bias: b; 1 or more turns the fusion off, A is then what the task trained.
         shrinkage: whether the mean variance is added to a covariance's diagonal and the mean covariance beside it.
         ridge: what is added to a covariance's diagonal.
         seed: of A's start, of the order of the features and of the draws.
-
-    Attributes:
-        map: A, (d, d).
-        means: mu_c, (C, d).
-        factors: L_c with Sigma_c = L_c L_c', (C, d, d).
-        text_embeds: e_c, (C, d), unit vectors.
 
     Reference:
         "Class-Incremental Learning with CLIP: Adaptive Representation Adjustment and Parameter Fusion", arXiv
@@ -71,10 +60,6 @@ class RapfClassifier(Classifier):
 
     name = "rapf"
     needs_text = True
-    map: Tensor
-    means: Tensor
-    factors: Tensor
-    text_embeds: Tensor
 
     def __init__(
         self,
@@ -106,8 +91,6 @@ class RapfClassifier(Classifier):
         self.register_rows("means", embed_dim)
         self.register_rows("factors", embed_dim, embed_dim)
         self.register_rows("text_embeds", embed_dim)
-
-    # ------------------------------------------------------------------ learning
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
@@ -168,8 +151,6 @@ class RapfClassifier(Classifier):
             drawn[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
         return drawn
 
-    # ------------------------------------------------------------------ using
-
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
 
@@ -183,11 +164,7 @@ class RapfClassifier(Classifier):
 
 
 def gaussians(images: Tensor, labels: Tensor, classes: int, ridge: float, shrinkage: bool) -> tuple[Tensor, Tensor]:
-    """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features.
-
-    With shrinkage, Sigma + mean(diag Sigma) I + mean(entries off the diagonal that are not 0) (11' - I) takes Sigma's
-    place. Computed in float64 on the CPU.
-    """
+    """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features."""
     rows, labels = images.cpu().double(), labels.cpu()
     identity = torch.eye(rows.shape[1], dtype=torch.float64)
     means, factors = [], []
@@ -218,10 +195,7 @@ def push_apart(mapped: Tensor, texts: Tensor, pairs: Tensor) -> Tensor:
 
 
 def fused(old: Tensor, new: Tensor, bias: float) -> Tensor:
-    """A_old + U (M o C), (d, d), with C = U'(A_new - A_old) and U the left singular vectors of A_old.
-
-    The entries that moved most in the directions of U take the new value, the others a part of at least `bias`.
-    """
+    """A_old + U (M o C), (d, d): entries that moved most along U, of A_old = U S V', take the new value."""
     before = old.cpu().double()
     left = torch.linalg.svd(before).U
     change = left.T @ (new.cpu().double() - before)

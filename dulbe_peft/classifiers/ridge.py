@@ -23,14 +23,12 @@ class RidgeClassifier(Classifier):
     of images, classes and tasks.
 
     Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
         ridge: lambda, positive, fixed as in the papers; G's trace is the number of images. "auto": chosen on held-back
             images of each task, from 1e-4 to 100.
 
     Attributes:
-        gram: G, (d, d), float64.
-        sums: C transposed, (C, d), float64.
+        gram: G, float64.
+        sums: C transposed, float64.
         counts: (C,), int64, images of each class.
         errors: held-back squared error of each ridge of the grid, over all tasks, float64.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -40,6 +40,10 @@ class GrowingState(nn.Module):
     A float64 buffer stays float64 whatever the module is converted to, and stays on the CPU where a device has no
     float64.
     """
+
+    if TYPE_CHECKING:  # every attribute that is not set in a constructor is a buffer
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +98,10 @@ class GrowingState(nn.Module):
         for problem, names in (("Missing", set(buffers) - set(shapes)), ("Unexpected", set(shapes) - set(buffers))):
             if names:
                 raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
-        for name, buffer in buffers.items():
+        for name in buffers:
             expected = self.shape_with(name, classes)
             if tuple(shapes[name]) != expected:
-                kind = _kind(buffer)
-                raise ValueError(f"{name} must be {kind} {expected} for {classes} classes, got {tuple(shapes[name])}")
+                raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
     def get_extra_state(self) -> Tensor:
         return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
@@ -150,12 +153,8 @@ class GrowingState(nn.Module):
         if class_names:
             check_class_names(class_names)
         for name, buffer in self.tensors().items():
-            if _kind(state[name]) != _kind(buffer):
-                raise ValueError(f"{name} must be {_kind(buffer)}, got {state[name].dtype}")
+            if state[name].is_floating_point() != buffer.is_floating_point():
+                raise ValueError(f"{name} must be of the kind of {buffer.dtype}, got {state[name].dtype}")
             if not torch.isfinite(state[name]).all():
                 raise ValueError(f"{name} holds NaN or infinity")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
-
-
-def _kind(tensor: Tensor) -> str:
-    return "floating-point" if tensor.dtype.is_floating_point else "integer"

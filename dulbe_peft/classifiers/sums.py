@@ -22,13 +22,9 @@ CHUNK = 4096  # images whose h is in memory at a time
 
 @dataclass(frozen=True, eq=False)
 class RegressionSums:
-    """The sums that a classifier keeps as its buffers `gram`, `sums` and `counts`.
+    """G, (M, M), C transposed, (C, M), and images of each class, (C,): what a classifier keeps as its buffers.
 
-    Args:
-        gram: G, (M, M); added up in float64 whatever it is kept in.
-        sums: C transposed, (C, M), float64.
-        counts: (C,), int64, images of each class.
-        lift: h of unit features, (n, d) to (n, M), in their type.
+    `lift` takes unit features, (n, d), to h, (n, M), in their type. G is added up in float64 whatever it is kept in.
     """
 
     gram: Tensor

@@ -14,13 +14,9 @@ from dulbe_peft.classifiers.drift import linear_map
 
 @dataclass(frozen=True)
 class ClosingPass:
-    """What the closing pass over a task's training images has seen.
+    """A task's classes, its training images' unit features, (n, d), by the finished model, and their labels, (n,).
 
-    Attributes:
-        class_names: the task's classes.
-        features: (n, d), unit features by the model after the task.
-        labels: (n,), integers that index `class_names`.
-        before: (n, d), the same images' features by the model before the task; None where nobody needed them.
+    `before` are the same images' features by the model before the task; None where nobody needed them.
     """
 
     class_names: tuple[str, ...]
@@ -39,9 +35,8 @@ def learn_task(
 ) -> dict[str, Classifier]:
     """Every classifier with the task's classes; the given ones stay as they are.
 
-    `texts`, (C_seen, d), are of all seen classes by the model after the task, the old classes' first. `drift` "linear"
-    moves what is stored of old classes by the map from `closing.before` to `closing.features`. `text_embeds`
-    "at_introduction" leaves the stored embeddings of old classes as they are.
+    `texts`, (C_seen, d), are of all seen classes. `drift` "linear" moves what is stored of old classes along;
+    `text_embeds` "at_introduction" leaves the stored embeddings of old classes as they are.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old = len(next(iter(made.values())).class_names)

@@ -12,20 +12,12 @@ from dulbe_peft.classifiers.base import Classifier
 class TextClassifier(Classifier):
     """logits = tau z . e_c, with e_c the unit text embedding of class c. It learns nothing from images.
 
-    Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
-
-    Attributes:
-        text_embeds: e_c, (C, d), unit vectors.
-
     Reference:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.
     """
 
     name = "text"
     needs_text = True
-    text_embeds: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(embed_dim, logit_scale)

@@ -27,21 +27,8 @@ class VisualAgentClassifier(Classifier):
     """logits = log p_c of the mix; the agents V_c of a task are trained when the task is learned, and then stay.
 
     V_c starts as the mean of the class's unit features, not normalised again. Adam then minimises the cross-entropy of
-    the plain cosines, without a temperature, over the new classes alone. So old rows get no gradient. A softmax of
-    plain cosines is nearly flat; the weight of 4 is on that flat distribution.
-
-    Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau.
-        epochs: passes over a task's features.
-        batch_size: features per step.
-        learning_rate: of Adam at the start of each task; a cosine takes it to 1 % in the task's last step.
-        weight: w, of the agents' distribution beside 1 for the texts'.
-        seed: of the order of the features.
-
-    Attributes:
-        agents: V_c, (C, d).
-        text_embeds: e_c, (C, d), unit vectors.
+    the plain cosines over the new classes alone, so old rows get no gradient. A softmax of plain cosines is nearly
+    flat; the `weight` of 4 is on that flat distribution. A cosine takes the learning rate to 1 % over a task.
 
     Reference:
         "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
@@ -50,8 +37,6 @@ class VisualAgentClassifier(Classifier):
 
     name = "visual_agent"
     needs_text = True
-    agents: Tensor
-    text_embeds: Tensor
 
     def __init__(
         self,
