@@ -83,9 +83,6 @@ def test_the_calibration_error_equals_the_literal_one():
         sure, said = probabilities.max(dim=1)
         assert calibration_error(sure, said == truth, bins) == pytest.approx(expected, abs=1e-6) and expected > 0.1
     assert calibration_error([1.0, 1.0], [True, True]) == 0
-    for wrong in (([1.0], [True, False]), ([], []), ([[0.5, 0.5]], [[True, False]])):
-        with pytest.raises(ValueError, match="confidence and right must be"):
-            calibration_error(*wrong)
 
 
 def literal_transfer(matrix):
@@ -103,9 +100,3 @@ def literal_transfer(matrix):
 def test_transfer_average_and_last_equal_the_definitions(tasks):
     matrix = np.random.default_rng(tasks).random((tasks, tasks))
     assert transfer_measures(matrix) == pytest.approx(literal_transfer(matrix.tolist()))
-
-
-@pytest.mark.parametrize("matrix", [[[0.5]], [[0.5, 0.5]], [[0.5, float("nan")], [0.5, 0.5]], [[0.5, 1.5], [0, 0]]])
-def test_transfer_needs_a_whole_matrix_of_fractions(matrix):
-    with pytest.raises(ValueError, match="the matrix"):
-        transfer_measures(matrix)

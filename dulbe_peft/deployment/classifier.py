@@ -33,12 +33,7 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
 
 
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
-    """What goes with the probabilities, as plain data.
-
-    `prompts` are there where the model reads texts, each a list where there are several templates. `reject_below` is
-    there where images could be held back: share of false alarms -> the largest probability below which an image is of
-    none of the classes.
-    """
+    """What goes with the probabilities, as plain data: names, prompts, and the thresholds by share of false alarms."""
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args

@@ -43,14 +43,10 @@ def export_learner(
         classifier: name of the classifier to export; None: the first one, which `predict` uses.
         compress_to: with "lora" alone, see [`export_lora`].
 
-    Returns:
-        The folder.
-
     Raises:
-        FileExistsError: the folder lies in a saved learner or holds something that no export wrote; it stays as it is.
+        FileExistsError: the folder holds something that no export wrote.
         ImportError: "onnx" needs packages that are not installed.
-        ValueError: there is no such format or classifier, the learner has learned nothing, or has no adapter for
-            "lora"; or the classifier cannot be exported in this format. Nothing is written then.
+        ValueError: there is no such format or classifier, or the learner cannot be exported in this format.
     """
     state = learner if isinstance(learner, LearnerState) else getattr(learner, "state", None)
     if not isinstance(state, LearnerState):

@@ -30,11 +30,7 @@ CHECKED_BATCHES = (1, 3, 8)
 
 
 def write_graph(folder: Path, state: LearnerState, classifier: Classifier) -> dict[str, Any]:
-    """Write `model.onnx` and `model.json` into an existing folder, and return what the second one holds.
-
-    That is `class_facts`, `image_size`: [width, height] in pixels, `preprocessing`: see `processor_steps`, and
-    `largest_difference`: from PyTorch's probabilities, on random pixels.
-    """
+    """Write `model.onnx` and `model.json` into an existing folder, and return what the second one holds."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401

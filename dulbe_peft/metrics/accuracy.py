@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 _NEAREST_MEAN = "class means: each class is the mean of its training images; an image goes to the nearest mean"
-# What each row of a table is, for somebody who has not read the paper. Every table, plot and file calls a row by its
-# name in `results.json`, which for a classifier is the name that a user types; a report says the long name once.
+# What each row of a table is, for somebody who has not read the paper; a report says it once.
 METHODS = {
     "zero_shot": "zero-shot: the model before it learned anything, which chooses by the names of the classes alone",
     "text": "text classifier: the model after learning, which chooses by the names of the classes alone",
@@ -49,47 +48,31 @@ def accuracy_matrix(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
     return matrix
 
 
-def average_accuracy(overall: Sequence[float | None]) -> float:
-    """Mean of A over the stream's measured steps."""
-    return float(np.nanmean(np.asarray(overall, dtype=np.float64)))
-
-
 def forgetting(matrix: np.ndarray) -> float:
-    """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task.
-
-    Tasks for which one of the two was not measured are left out; NaN where none is left.
-    """
+    """Mean over all tasks i but the last of (max over t < T of R[t, i]) - R[T, i]; 0.0 for a single task."""
     if len(matrix) == 1:
         return 0.0
     earlier = matrix[:-1, :-1]
     best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # up to the task just before the last one
-    return _mean(best - matrix[-1, :-1])
+    return _finite_mean(best - matrix[-1, :-1])
 
 
 def backward_transfer(matrix: np.ndarray) -> float:
     """Mean over all tasks i but the last of R[T, i] - R[i, i]; 0.0 for a single task, and else as `forgetting`."""
-    return 0.0 if len(matrix) == 1 else _mean(matrix[-1, :-1] - matrix.diagonal()[:-1])
+    return 0.0 if len(matrix) == 1 else _finite_mean(matrix[-1, :-1] - matrix.diagonal()[:-1])
 
 
-def _mean(values: np.ndarray) -> float:
+def _finite_mean(values: np.ndarray) -> float:
     """Mean of the finite values, NaN without one."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if finite.size else float("nan")
 
 
 def transfer_measures(matrix: Any) -> dict[str, float]:
-    """Transfer, Average and Last of a stream whose tasks are also tested before they are learned.
+    """Transfer, Average and Last of a (T, T) matrix, whose tasks are also tested before they are learned.
 
-    Args:
-        matrix: (T, T), T at least 2. Row t is what is measured after task t: on and left of the diagonal on tasks
-            that are learned, right of it on those that are still to come. Every entry is a fraction in [0, 1].
-
-    Returns:
-        "transfer": for each task but the first one, the mean over the rows before it is learned; and the mean of
-        these. "average": the mean of all entries. "last": the mean of the last row.
-
-    Raises:
-        ValueError: the matrix is not square with at least two rows, or an entry is no fraction.
+    Row t is after task t. Transfer is, for each task but the first one, the mean over the rows before it is learned,
+    and the mean of these; Average is the mean of all entries, Last the mean of the last row.
 
     Reference:
         Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
@@ -99,11 +82,6 @@ def transfer_measures(matrix: Any) -> dict[str, float]:
     {'transfer': 0.5, 'average': 0.625, 'last': 0.625}
     """
     array = np.asarray(matrix, dtype=np.float64)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or len(array) < 2:
-        raise ValueError(f"the matrix has shape {array.shape}; it must be square, for at least two tasks")
-    for step, row in enumerate(array):
-        if not ((row >= 0) & (row <= 1)).all():
-            raise ValueError(f"row {step} of the matrix holds {row.tolist()}; each entry must be a fraction in [0, 1]")
     before = [array[:task, task].mean() for task in range(1, len(array))]
     means = {"transfer": np.mean(before), "average": array.mean(), "last": array[-1].mean()}
     return {name: float(value) for name, value in means.items()}
@@ -112,16 +90,8 @@ def transfer_measures(matrix: Any) -> dict[str, float]:
 def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     """Expected calibration error: how far the probability of the answers is from the share of right answers.
 
-    The images are put into bins of equal width by the probability of their answer. A bin's gap is the difference of
-    its mean probability and its share of right answers. The error is the mean gap, weighted by the images.
-
-    Args:
-        confidence: (n,), the largest probability of each image; an array or a tensor on the CPU.
-        right: (n,), whether the answer is right.
-        bins: number of bins.
-
-    Raises:
-        ValueError: there is no image, or the shapes do not fit.
+    The (n,) images are put into bins of equal width by the probability of their answer. A bin's gap is the difference
+    of its mean probability and its share of right answers. The error is the mean gap, weighted by the images.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
@@ -130,8 +100,6 @@ def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     0.4
     """
     sure, hits = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    if sure.ndim != 1 or not len(sure) or hits.shape != sure.shape:
-        raise ValueError(f"confidence and right must be (n,), n at least 1, got {sure.shape} and {hits.shape}")
     number = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
     gaps = np.bincount(number, weights=sure - hits, minlength=bins)
     return float(np.abs(gaps).sum() / len(sure))
@@ -140,7 +108,7 @@ def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
 def summarize(matrix: np.ndarray, overall: Sequence[float | None]) -> dict[str, Any]:
     """The four measures, A as "overall" and R as "matrix", ready for JSON; None is what was not measured."""
     return {
-        "average_accuracy": average_accuracy(overall),
+        "average_accuracy": float(np.nanmean(np.asarray(overall, dtype=np.float64))),
         "last_accuracy": overall[-1],
         "forgetting": _plain(forgetting(matrix)),
         "backward_transfer": _plain(backward_transfer(matrix)),

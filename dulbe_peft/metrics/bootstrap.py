@@ -35,13 +35,7 @@ def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> tupl
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between two rows, and its bootstrap interval; fractions.
-
-    Attributes:
-        mean: over seeds and images.
-        low: lower end of the interval.
-        high: upper end of the interval.
-    """
+    """The mean difference between two rows, over seeds and images, and the ends of its bootstrap interval."""
 
     mean: float
     low: float
@@ -56,7 +50,7 @@ class Difference:
 def paired_difference(
     values: np.ndarray, reference: np.ndarray, draws: int = DRAWS, level: float = LEVEL
 ) -> Difference:
-    """The mean of `values - reference` and its percentile bootstrap interval.
+    """The mean of `values - reference`, both (seeds, images), and its percentile bootstrap interval.
 
     Seeds and test images are drawn anew, with replacement, both sides with the same ones. With one seed, the interval
     speaks of the test images alone.
@@ -65,8 +59,6 @@ def paired_difference(
         Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3; seeds and images are crossed as
         in Owen, "The Pigeonhole Bootstrap", 2007.
     """
-    if values.shape != reference.shape or values.ndim != 2:
-        raise ValueError(f"both sides must be (seeds, images), got {values.shape} and {reference.shape}")
     difference = values - reference
     seeds, images = difference.shape
     random = np.random.default_rng(0)

@@ -46,8 +46,7 @@ def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int
 def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
     """Multiply-adds of one image and of one text of the longest length, found by a forward pass of each.
 
-    Matrix products, convolutions and attention are counted. With `adapted`, the adapter runs beside the weights; else
-    it is merged.
+    With `adapted`, the adapter runs beside the weights; else it is merged.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     device, size = next(base.parameters()).device, image_size(base)
@@ -80,9 +79,6 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
     size = image_size(base)
     with observed_inputs(layers, read.__setitem__), torch.no_grad():
         unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
-    unreached = [name for name in layers if name not in read]
-    if unreached:
-        raise ValueError(f"an image never reaches layer {unreached[0]!r} ({len(unreached)} such layers)")
     groups: dict[int, list[str]] = {}
     for name, tensor in read.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -106,10 +102,7 @@ def memory_bytes(memory: Memory | None) -> int:
 
 
 def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:
-    """Bytes that a classifier keeps with so many classes: in `total`, and `without_texts`.
-
-    Every classifier of a run can share the text embeddings, so tables of memory often leave them out.
-    """
+    """Bytes that a classifier keeps with so many classes: in `total`, and `without_texts`, which a run keeps once."""
     total = classifier.nbytes_with(classes)
     texts = classifier.tensors().get("text_embeds")
     shared = 0 if texts is None else classes * texts.shape[1] * texts.element_size()
@@ -119,15 +112,13 @@ def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:
 def cost(
     model: Any, strategy: Strategy, classifiers: Mapping[str, Classifier], classes: int = 100, tasks: int = 10
 ) -> dict[str, Any]:
-    """All of it as plain data.
+    """What a model, a strategy and classifiers cost, as plain data.
 
-    Example:
-        >>> from dulbe_peft.encoders.loading import empty_encoder
-        >>> from dulbe_peft.demo import demo_model_folder
-        >>> from dulbe_peft.strategies import make_strategy
-        >>> found = cost(empty_encoder(demo_model_folder()), make_strategy("frozen"), {})
-        >>> found.get("multiply_adds")
-        {'image': 6150912, 'text': 4689600}
+    >>> from dulbe_peft.encoders.loading import empty_encoder
+    >>> from dulbe_peft.demo import demo_model_folder
+    >>> from dulbe_peft.strategies import make_strategy
+    >>> cost(empty_encoder(demo_model_folder()), make_strategy("frozen"), {}).get("multiply_adds")
+    {'image': 6150912, 'text': 4689600}
     """
     base = model.get_base_model() if strategy.adapts else model
     found: dict[str, Any] = {

@@ -17,21 +17,14 @@ from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.geodesics import bridge_prototypes
 from dulbe_peft.subspaces.allocation import supports_and_modes
 
-# ---------------------------------------------------------------------- demand
-
 
 @dataclass(frozen=True)
 class LayerDemand:
     """How much a new task wants to change one layer, and along which directions.
 
-    All shares are parts of |G|^2, in [0, 1]. They are 0 where G is zero.
-
-    Attributes:
-        energy: |G|^2, the squared Frobenius norm of the prospective gradient.
-        shared: part along the shared mode, |G P_S|^2 / |G|^2.
-        residual: part along the residual modes, |G P_R|^2 / |G|^2.
-        occupied: part along the occupied directions U, |G U|^2 / |G|^2; None where no task has been learned.
-        chance: K / d_in, the part that K random directions would take on average; None where `occupied` is.
+    `energy` is |G|^2, the squared Frobenius norm of the prospective gradient. The others are shares of it: `shared`
+    |G P_S|^2 and `residual` |G P_R|^2 along the modes, `occupied` |G U|^2 along the occupied directions. `chance` is
+    K / d_in, what K random directions would take; both are None where no task has been learned.
     """
 
     energy: float
@@ -59,8 +52,8 @@ def layer_demands(
     `stats` has S, (d_in, d_in), or a sketch of it; at most `support_rank` eigenvectors of S are called occupied.
 
     Reference:
-        Appendix "Gradient-space alignment", rho_S and rho_R, and figure "gradient-space diagnostics" (a) and (b);
-        figure "Motivating observations" (a) for the occupied part and K_h / d.
+        Appendix "Gradient-space alignment", rho_S and rho_R, and figures "gradient-space diagnostics" and "Motivating
+        observations" (a).
 
     >>> gradient, history = {"layer": torch.diag(torch.tensor([3.0, 0.0, 4.0]))}, torch.diag(torch.tensor([9.0, 1, 0]))
     >>> demand = layer_demands(gradient, {"layer": history}, 1, 1, support_rank=1)["layer"]
@@ -82,12 +75,9 @@ def layer_demands(
     return found
 
 
-# ---------------------------------------------------------------------- depths
-
-
 @dataclass(frozen=True)
 class DepthAccuracy:
-    """How many images are named right at every bridge depth, and by all depths together. Shares are in [0, 1].
+    """Shares of images that are named right at every bridge depth, and by all depths together.
 
     Attributes:
         depths: (K,), 0 is the visual end and 1 the text.
@@ -111,16 +101,10 @@ def depth_accuracy(
     """Accuracy of images, (n, d), with labels, (n,), at each bridge depth, (K,); None takes the head's own depths.
 
     Reference:
-        Table "Ablation of the bridge-prototype ensemble"; figures "accuracy across bridge depths" (data set and
-        class) and "Effect of fixed bridge depth".
-
-    >>> fine = depth_accuracy(head, features, labels, depths=torch.linspace(0, 1, 21))  # doctest: +SKIP
-    >>> float(fine.depths[fine.alone.argmax()])  # doctest: +SKIP
-    0.35
+        Table "Ablation of the bridge-prototype ensemble"; figures "accuracy across bridge depths" and "Effect of
+        fixed bridge depth".
     """
     count = len(head.class_names)
-    if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < count:
-        raise ValueError(f"labels must index the head's {count} classes, and not be empty")
     labels = labels.long().to(head.device)
     features = features.to(head.device, torch.float32)
     images, visual, texts = head._compared(features, {})
@@ -140,14 +124,7 @@ def depth_accuracy(
 
 @dataclass(frozen=True)
 class ReliabilityProfile:
-    """Which depths the classes trust.
-
-    Attributes:
-        depths: (K_b,).
-        mean: (K_b,), mean over the classes of pi_c; sums to 1.
-        spread: (K_b,), standard deviation over the classes, with C in the denominator.
-        expected: (C,), expected depth of each class.
-    """
+    """Mean and spread of pi_c over the classes at every depth, (K_b,), and each class's expected depth, (C,)."""
 
     depths: torch.Tensor
     mean: torch.Tensor
@@ -157,16 +134,7 @@ class ReliabilityProfile:
 
 @torch.no_grad()
 def reliability_profile(head: BridgeEnsembleHead) -> ReliabilityProfile:
-    """The reliability of every depth over the classes of a bridge ensemble.
-
-    Reference:
-        Figure "Effect of the reliability temperature" (a), the expected depths of the classes and their weights.
-
-    >>> reliability_profile(learner.head).mean  # doctest: +SKIP
-    tensor([0.0871, 0.1034, ...], dtype=torch.float64)
-    """
-    if not head.class_names:
-        raise ValueError("the head has no class: there is no reliability to look at")
+    """The reliability of every depth over the classes: figure "Effect of the reliability temperature" (a)."""
     weights = head.reliability.double().cpu()
     expected = head.expected_depth().double().cpu()
     return ReliabilityProfile(

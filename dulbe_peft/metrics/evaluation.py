@@ -21,15 +21,15 @@ _OTHER = "predicted_"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was predicted for each image of a data set.
+    """What was predicted for each of n images of a data set; integers are int64, on the CPU, and index `class_names`.
 
     Attributes:
-        class_names: all seen classes, which the integers below index.
+        class_names: all seen classes.
         images: what each image is called.
-        truth: (n,), int64, on the CPU.
-        classifiers: classifier -> its predictions, (n,), int64, on the CPU; the first one is what `predict` uses.
-        baselines: "text", nearest text embedding, and "class_means", nearest class mean -> predictions, (n,). Either
-            is there where a classifier keeps what it needs and no classifier of its own does the same.
+        truth: (n,).
+        classifiers: classifier -> its predictions, (n,); the first one is what `predict` uses.
+        baselines: "text", nearest text embedding, and "class_means", nearest class mean -> predictions, (n,), where a
+            classifier keeps what it needs and no classifier of its own does the same.
         probability: (n,), float32, calibrated probability of the first classifier's prediction.
         features: (n, d), float32, the images' unit features, on the CPU.
     """
@@ -97,9 +97,6 @@ def evaluate_features(
     )
 
 
-# ---------------------------------------------------------------------- files
-
-
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     """Write `predictions.csv`: a row for each test image, those of the first task first."""
     first = next(iter(tasks.values()))
@@ -117,17 +114,7 @@ def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
 
 @dataclass(frozen=True)
 class ImageResult:
-    """A row of `predictions.csv`.
-
-    Attributes:
-        image: what the image is called.
-        true: its class.
-        predicted: what the first classifier takes it for.
-        probability: how sure that classifier is, calibrated, in [0, 1].
-        task: number of the task that the image tests, from 1.
-        position: the image's position among the task's test images.
-        others: another classifier or baseline -> what it takes the image for.
-    """
+    """A row of `predictions.csv`; `position` is the image's place in its task, `others` are what others said."""
 
     image: str
     true: str

@@ -1,6 +1,6 @@
 """The features of a stream, task by task: kept by a run, and shown to classifiers that are chosen later.
 
-Training never looks at a classifier. So one trained stream serves every classifier that somebody thinks of.
+Training never looks at a classifier, so one trained stream serves every classifier.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ _FORMAT = "dulbe_peft task features 1"
 class TaskFeatures:
     """What the classifiers see of one task.
 
-    Attributes:
-        closing: the task's classes, and the features of its training images.
-        texts: (C_seen, d), unit text embeddings of all seen classes by the model after the task; None without text.
-        tests: number of a task, from 1 -> the features of its test images by the model after this task, (n, d), and
-            their classes, (n,), integers that index all seen classes.
+    `texts`, (C_seen, d), are of all seen classes by the model after the task; None without text. `tests` has, by a
+    task's number from 1, the features of its test images by this model, (n, d), and their classes, (n,).
     """
 
     closing: ClosingPass
@@ -39,7 +36,6 @@ class TaskFeatures:
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def write(self, path: Path) -> None:
-        """Write a safetensors file, whole or not at all."""
         tensors = {"features": self.closing.features, "labels": self.closing.labels}
         if self.closing.before is not None:
             tensors["before"] = self.closing.before
@@ -52,7 +48,6 @@ class TaskFeatures:
 
     @classmethod
     def read(cls, path: Path) -> TaskFeatures:
-        """Read what `write` wrote."""
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}, expected {_FORMAT!r}")
@@ -67,12 +62,7 @@ class TaskFeatures:
 
 
 def read_features(run: str | Path) -> list[TaskFeatures]:
-    """The features that a run kept, one entry for each finished task.
-
-    Raises:
-        FileNotFoundError: the run kept none; `run(..., keep_features=True)` does.
-        ValueError: a file is not as a run writes it.
-    """
+    """The features that a run kept, one entry for each finished task."""
     folder = Path(run) / FEATURES_FOLDER
     paths = sorted(folder.glob(f"task-*{SUFFIX}"))
     if not paths:
@@ -82,13 +72,9 @@ def read_features(run: str | Path) -> list[TaskFeatures]:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one classifier says of the test images after one task.
+    """What one classifier says of the n test images after one task; those of the first task come first.
 
-    Attributes:
-        truth: (n,), int64, the images' classes, which index all seen classes; those of the first task come first.
-        predicted: (n,), int64.
-        probability: (n,), float32, calibrated probability of the prediction.
-        task: (n,), int64, number of the task that each image tests, from 1.
+    `probability` is that of the predicted class, and `task` the number, from 1, of the task that an image tests.
     """
 
     truth: torch.Tensor
@@ -114,27 +100,9 @@ def learn_from_features(
 ) -> tuple[list[Answers], Classifier]:
     """Teach one classifier a stream whose features are known, and test it after every task.
 
-    The answers are those of a learner that had the classifier while the stream was trained.
-
-    Args:
-        tasks: what `read_features` returned.
-        spec: the classifier, "name" or "name:key=value".
-        logit_scale: tau of the model.
-        drift: as in `LearnerArguments`; "linear" needs features from before each task.
-        text_embeds: as in `LearnerArguments`.
-        seed: of classifiers that draw random numbers.
-        defaults: settings for a classifier that has them; what `spec` says comes first.
-
-    Returns:
-        One entry for each task, and the classifier after the last one.
-
-    Raises:
-        ValueError: the classifier needs text and the stream has none, or `drift` needs features that are not there.
-
-    >>> answers, ranpac = learn_from_features(read_features("out"), "ranpac:features=4000", 100.0)
+    The answers are those of a learner that had the classifier while the stream was trained; `drift` and `text_embeds`
+    are as in `LearnerArguments`. Returns the answers after each task, and the classifier after the last one.
     """
-    if not tasks:
-        raise ValueError("tasks is empty: there is nothing to learn")
     if drift == "linear" and any(task.closing.before is None for task in tasks[1:]):
         raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
     name = spec.partition(":")[0]

@@ -14,14 +14,9 @@ from dulbe_peft.utils.checks import check_int
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image.
+    """The answer for one image: the most likely `classes`, best first, and their calibrated `probabilities`.
 
-    Attributes:
-        image: the image's path, or what else names it.
-        classes: the most likely classes, the best first; empty where the image could not be read.
-        probabilities: their calibrated probabilities.
-        known: False where the best probability is too small for any of the classes.
-        error: why the image could not be read, or None.
+    `known` is False where the best probability is too small for any class; `error` says why an image cannot be read.
     """
 
     image: str
@@ -35,11 +30,7 @@ class Prediction:
 def predict_images(
     encoder: Encoder, classifier: Classifier, images: LabelledImages, top_k: int = 1, reject: float | None = None
 ) -> list[Prediction]:
-    """The `top_k` most likely classes of every image; one that cannot be read is stepped over.
-
-    `reject` is the share of images of known classes that may be taken for unknown ones, see
-    `Classifier.rejection_threshold`; None takes every image for a known class.
-    """
+    """The `top_k` most likely classes of every image; `reject` is as in `Classifier.rejection_threshold`, or None."""
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(images):
