@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 
 import pytest
@@ -14,10 +13,8 @@ from peft import get_peft_model
 from small_runs import QUICK
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.data.fingerprint import differences
-from dulbe_peft.runs.progress import Row, known_tasks, read_progress
+from dulbe_peft.runs.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.utils.folders import json_sha256
 
 NAMES = ["one", "three", "two", "zero", "five", "four"]
 
@@ -95,13 +92,6 @@ def test_later_classes_may_be_others(base, photos, tmp_path):
     make_learner(base).run(tasks_of(photos)[:1], tmp_path / "run")
     found = make_learner(base).run(tasks_of(photos, [*NAMES[:2], *NAMES[4:], *NAMES[2:4]]), tmp_path / "run")
     assert found["class_names"] == [["one", "three"], ["five", "four"], ["two", "zero"]]
-
-
-def test_listings_name_a_few_files_and_say_how_many():
-    before = [f"a/{number}.png:10" for number in range(5)]
-    assert differences(before, before) == ""
-    assert differences(before, []) == "5 removed (a/0.png, a/1.png, a/2.png, ...)"
-    assert differences(["0:700"], ["0:705"]) == "1 added (0:705), 1 removed (0:700)"
 
 
 # ---------------------------------------------------------------------- a learner that has learned before
@@ -191,7 +181,7 @@ def test_what_a_learner_took_in_since_is_not_thrown_away_in_silence(base, photos
 
 def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
     output, learner = shutil.copytree(whole, tmp_path / "run"), make_learner(base)
-    with pytest.raises(ValueError, match="a run of at least 3 tasks, the stream has 2"):
+    with pytest.raises(ValueError, match="task 3 has the classes .* there, and None in the stream now given"):
         learner.run(tasks_of(photos)[:2], output)
     learner.learn_task(tasks_of(photos)[1].train)
     with pytest.raises(ValueError, match=r"it holds the tasks .* this learner has learned \[\['two', 'zero'\]\]"):
@@ -213,36 +203,6 @@ def test_a_run_s_folder_loads_its_newest_whole_task(base, photos, whole, tmp_pat
         (output / name / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of its tasks is whole: .*task-003.*task-002.*task-001"):
         ClassIncrementalLearner.from_pretrained(output)
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (lambda saved: saved["tasks"][0].pop("class_names"), "tasks.0.class_names"),
-        (lambda saved: saved["tasks"][1].update(zero_shot=1.5), "tasks.1.zero_shot"),
-        (lambda saved: saved["tasks"][2]["row"]["classifiers"]["prototype"]["by_task"].pop(), "prototype has 2 acc"),
-        (lambda saved: saved["tasks"][2]["row"]["classifiers"]["prototype"].update(accuracy=float("nan")), "accuracy"),
-        (lambda saved: saved.update(rows=[]), "rows"),
-    ],
-)
-def test_a_damaged_record_is_named_with_its_field(whole, tmp_path, change, field):
-    folder = shutil.copytree(whole / "task-003", tmp_path / "task")
-    saved = json.loads((folder / "progress.json").read_text())
-    change(saved)
-    (folder / "progress.json").write_text(json.dumps(saved))
-    with pytest.raises(CheckpointError, match=rf"progress\.json is damaged or foreign: .*{re.escape(field)}"):
-        read_progress(folder)
-
-
-def test_a_foreign_identity_is_named_with_its_field(base, photos, whole, tmp_path):
-    output = shutil.copytree(whole, tmp_path / "run")
-    path = output / "task-003" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["notes"]["identity"]["start"] = 5
-    del manifest["sha256"]
-    path.write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged or foreign: start"):
-        make_learner(base).run(tasks_of(photos), output)
 
 
 def test_without_listings_a_change_is_told_without_names(base, root, whole, tmp_path):

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from lives import content
 from peft import get_peft_model
 from PIL import Image
 from small_runs import QUICK, tasks_of
@@ -47,12 +48,6 @@ def finished(base, photos, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished") / "run"
     make_learner(base).run(tasks_of(photos), output)
     return output
-
-
-def content(root):
-    """Every file's bytes but those of times and dates."""
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 class Noisy:
@@ -237,19 +232,6 @@ def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsy
     assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out
 
 
-def test_leftovers_of_killed_runs_are_removed_and_a_folder_that_stepped_aside_comes_back(
-    base, photos, finished, tmp_path, capsys
-):
-    output = shutil.copytree(finished, tmp_path / "run")
-    os.replace(output / "task-002", output / ".task-002.dulbe-tmp-a1b2c3d4.old")
-    for name in (".task-002.dulbe-tmp-a1b2c3d4", ".task-003.dulbe-tmp-a1b2c3d4", ".results.json.dulbe-tmp-a1b2c3d4"):
-        (output / name).mkdir()
-    make_learner(base).run(tasks_of(photos), output)
-    assert "resuming after task-002" in capsys.readouterr().out
-    assert content(output) == content(finished)
-    assert not [path for path in output.iterdir() if path.name.startswith(".")]
-
-
 def test_a_folder_in_use_is_refused(base, photos, tmp_path):
     def again():
         make_learner(base).run(tasks_of(photos), tmp_path)
@@ -281,41 +263,31 @@ def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "error"), [(0, ValueError), (signal.SIGKILL, ChildProcessError)])
-def test_a_process_that_reads_images_and_dies_is_an_error_and_the_last_commit_is_intact(
-    base, photos, finished, tmp_path, number, error
+@pytest.mark.parametrize(
+    ("number", "to_all", "error"),
+    [
+        (0, False, ValueError),
+        (signal.SIGKILL, False, ChildProcessError),
+        (signal.SIGINT, True, KeyboardInterrupt),  # as a terminal's Ctrl-C
+        (signal.SIGTERM, True, SystemExit),  # as a scheduler's; the program decides what it means
+    ],
+)
+def test_what_befalls_processes_that_read_images_leaves_the_last_commit(
+    base, photos, finished, tmp_path, number, to_all, error, sigint
 ):
-    def die():
-        if number:
-            os.kill(os.getpid(), number)
+    def befall():
+        # A process that answers SIGINT itself never gets to the second line; one that answers SIGTERM ends.
+        own, main = os.getpid(), os.getppid()
+        for process in ((main, own) if number == signal.SIGTERM else (own, main))[: 2 if to_all else 1]:
+            if number:
+                os.kill(process, number)
         raise ValueError("image 7 (a/b.jpg) cannot be read")
 
-    words = (
-        "image 7" if error is ValueError else f"a process that reads images died .* kept in {re.escape(str(tmp_path))}"
-    )
-    with pytest.raises(error, match=words):
-        make_learner(base, num_workers=1).run(breaking(tasks_of(photos), 3, die), tmp_path)
-    assert_first_task_is_intact(tmp_path, finished)
-    make_learner(base, num_workers=1).run(tasks_of(photos), tmp_path)
-    assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_to_all_processes_ends_the_run_and_not_those_that_read_images(
-    base, photos, finished, tmp_path, number, error, sigint
-):
-    """A terminal's Ctrl-C or a scheduler's SIGTERM does this. The program decides what SIGTERM means."""
-
-    def send():
-        # A process that answers SIGINT itself never gets to the second line; one that answers SIGTERM ends.
-        for process in (os.getpid(), os.getppid()) if number == signal.SIGINT else (os.getppid(), os.getpid()):
-            os.kill(process, number)
-
+    words = {ValueError: "image 7", ChildProcessError: f"images died .* kept in {re.escape(str(tmp_path))}"}
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with pytest.raises(error):
-            make_learner(base, num_workers=1).run(breaking(tasks_of(photos), 3, send), tmp_path)
+        with pytest.raises(error, match=words.get(error)):
+            make_learner(base, num_workers=1).run(breaking(tasks_of(photos), 3, befall), tmp_path)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert_first_task_is_intact(tmp_path, finished)

@@ -6,10 +6,11 @@ A run's first tasks may be those that its learner had learned before. What was n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
@@ -40,7 +41,7 @@ class Ahead(Record):
     accuracy: list[Fraction | None]
 
 
-class Row(Record):
+class Row(Record, frozen=False):
     """What was measured after a task; without classifiers where nothing was tested."""
 
     classifiers: dict[str, Score] = {}
@@ -49,7 +50,7 @@ class Row(Record):
     ahead: Ahead | None = None
 
 
-class FinishedTask(Record):
+class FinishedTask(Record, frozen=False):
     """All that is known of a finished task.
 
     `zero_shot` is A_t of the pristine model, and `details` is the learner's `TaskRecord`. `timing` and `source` are
@@ -57,7 +58,7 @@ class FinishedTask(Record):
     """
 
     class_names: list[str]
-    row: Row = Row()
+    row: Row = Field(default_factory=Row)
     zero_shot: Fraction | None = None
     details: Details | None = None
     timing: Details | None = Field(default=None, exclude=True)
@@ -68,14 +69,6 @@ class Progress(Record):
     """`progress.json` of a task's folder."""
 
     tasks: list[FinishedTask]
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Progress:
-        for number, task in enumerate(self.tasks, 1):
-            for name, score in (task.row.classifiers | task.row.baselines).items():
-                if len(score.by_task) != number:
-                    raise ValueError(f"{name} has {len(score.by_task)} accuracies by task after {number} tasks")
-        return self
 
 
 class Entries(Record):
@@ -96,32 +89,20 @@ def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
 def read_finished(folder: Path, run: Path) -> list[FinishedTask]:
     """What a task's folder, and the run's folder around it, say of the tasks up to this one.
 
-    A folder without `progress.json` says nothing. Times and sources that are missing or damaged are unknown: their
-    files are written after the task's folder.
-
-    Raises:
-        CheckpointError: `progress.json` is damaged or foreign.
+    Times and sources are unknown where their files are missing or damaged: those are written after the task's folder.
     """
     tasks = read_progress(folder)
     for name, file in (("timing", TIMINGS_FILE), ("source", SOURCES_FILE)):
-        try:
-            entries = read_record(run / file, Entries).tasks
-        except (OSError, ValueError):
-            continue
-        tasks[: len(entries)] = [
-            task.model_copy(update={name: entry}) for task, entry in zip(tasks, entries, strict=False)
-        ]
+        with suppress(OSError, ValueError):
+            for task, entry in zip(tasks, read_record(run / file, Entries).tasks, strict=False):
+                setattr(task, name, entry)
     return tasks
 
 
 def read_progress(folder: Path) -> list[FinishedTask]:
-    """What `progress.json` of a task's folder says; nothing where there is none.
-
-    Raises:
-        CheckpointError: the file is damaged or foreign.
-    """
+    """What `progress.json` of a task's folder says; nothing where there is none."""
     try:
-        return list(read_record(folder / PROGRESS_FILE, Progress).tasks)
+        return read_record(folder / PROGRESS_FILE, Progress).tasks
     except FileNotFoundError:
         return []
     except ValueError as error:

@@ -17,11 +17,7 @@ def stream_results(
     versions: Mapping[str, str],
     known: int = 0,
 ) -> dict[str, Any]:
-    """What `results.json` holds, of all tasks or of those that are finished.
-
-    `settings` are the run's adapter, arguments and strategy; `classifiers` are in the learner's order; `known` tasks
-    had been learned before the run.
-    """
+    """What `results.json` holds, of all tasks or of those that are finished; `known` were learned before the run."""
     results: dict[str, Any] = {
         "configuration": {"adapter": settings["adapter"], "arguments": settings["arguments"]},
         "class_names": [task.class_names for task in tasks],
@@ -52,9 +48,8 @@ def stream_results(
             "last_accuracy": zero_shot[-1],
         }
     results |= _ahead(tasks, results["classifiers"])
-    by_class = {name: class_figures(rows, name) for name in results["classifiers"]}
-    if all(by_class.values()):
-        results["classes"] = by_class
+    if all(name in rows[-1].classifiers for name in results["classifiers"]):
+        results["classes"] = {name: _by_class(rows, name) for name in results["classifiers"]}
     return results
 
 
@@ -72,20 +67,14 @@ def _ahead(tasks: Sequence[FinishedTask], classifiers: Mapping[str, Any]) -> dic
     return {"ahead": found}
 
 
-def class_figures(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float]]:
-    """Each class's accuracy after the last task, and what it has lost since it was best before the last task.
-
-    Classes that only the last task tested are not under "forgetting". The result is empty where the last row lacks
-    the classifier.
-    """
+def _by_class(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float]]:
+    """Each class's accuracy after the last task, and what it has lost since it was best before the last task."""
     *earlier, last = [
         {name: count / row.images_by_class[name] for name, count in row.classifiers[classifier].right_by_class.items()}
         if classifier in row.classifiers
         else {}
         for row in rows
     ]
-    if not last:
-        return {}
     best = {name: max(row[name] for row in earlier if name in row) for row in earlier for name in row}
     return {"accuracy": last, "forgetting": {name: best[name] - last[name] for name in last if name in best}}
 

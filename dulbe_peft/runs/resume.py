@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
+from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.data.fingerprint import differences, fingerprint, listing
 from dulbe_peft.streams.tasks import Task
@@ -94,26 +97,24 @@ def beginning(state: LearnerState) -> Beginning:
     return Beginning(tasks=[list(task) for task in state.tasks], sha256=found.hexdigest())
 
 
-def task_fingerprints(task: Task, look: bool) -> list[str | None]:
-    """What tells a task's training and test images from others; with `look`, also some of their pixels."""
+def task_fingerprints(task: Task, args: LearnerArguments) -> list[str | None]:
+    """What tells a task's training and test images from others: also pixels, unless images differ each time."""
+    look = args.teacher == "cached"
     return [None if data is None else fingerprint(data, look=look) for data in (task.train, task.test)]
 
 
-def task_listings(task: Task | None) -> dict[str, Any]:
-    """What `data.json` holds."""
-    return {split: None if task is None else listing(getattr(task, split)) for split in SPLITS}
+def task_listings(task: Task | None) -> Listings:
+    """What tells each image of a task from others."""
+    return Listings(**{split: None if task is None else listing(getattr(task, split)) for split in SPLITS})
 
 
 def newest_of_run(
-    output: Path, state: LearnerState, stream: Sequence[Task], look: bool, warn: Callable[[str], None]
+    output: Path, state: LearnerState, stream: Sequence[Task], warn: Callable[[str], None]
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder, and the identity of its run; None where no task folder is whole.
 
-    `stream` has the run's own tasks, those after what the learner had learned before the run.
-
-    Raises:
-        ValueError: the run in the folder is another one; the message says what differs.
-        CheckpointError: the identity in the folder is damaged or foreign.
+    `stream` has the run's own tasks, those after what the learner had learned before the run. A `ValueError` says in
+    what the run in the folder is another one.
     """
     found = folders.newest_task(output, warn)
     if found is None:
@@ -128,7 +129,7 @@ def newest_of_run(
     if different:
         raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
-    _check_finished(folder, saved, stream, look)
+    _check_finished(folder, saved, stream, state.args)
     others = _differences(manifest.versions, library_versions())
     if others:
         warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
@@ -167,25 +168,20 @@ def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
         )
 
 
-def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], look: bool) -> None:
+def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], args: LearnerArguments) -> None:
     """Raise unless the stream begins with the finished tasks, by class names and by data."""
     first = len(saved.start.tasks) + 1
-    for number, (names, task) in enumerate(zip(saved.classes, stream, strict=False), first):
-        if names != list(task.class_names):
+    given = [list(task.class_names) for task in stream[: len(saved.classes)]]
+    for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
+        if before != now:
             raise ValueError(
-                f"{folder} belongs to another run: task {number} has the classes {names!r:.200} there, and "
-                f"{list(task.class_names)!r:.200} in the stream now given. The stream must begin with the finished "
-                f"tasks; {ELSEWHERE}"
+                f"{folder} belongs to another run: task {number} has the classes {before!r:.200} there, and "
+                f"{now!r:.200} in the stream now given. The stream must begin with the finished tasks; {ELSEWHERE}"
             )
-    if len(stream) < len(saved.classes):
-        raise ValueError(
-            f"{folder} belongs to a run of at least {len(saved.classes)} tasks, the stream has {len(stream)}: the "
-            f"stream must begin with the finished tasks; give all of them, or {ELSEWHERE}"
-        )
-    for number, (before, task) in enumerate(zip(saved.data, stream, strict=False), first):
-        for split, was, now in zip(SPLITS, before, task_fingerprints(task, look), strict=True):
-            if was != now:
-                what = _what_changed(folder.with_name(f"task-{number:03d}"), split, getattr(task, split))
+    for number, (digests, task) in enumerate(zip(saved.data, stream, strict=False), first):
+        for split, old, new in zip(SPLITS, digests, task_fingerprints(task, args), strict=True):
+            if old != new:
+                what = _what_changed(folder.with_name(f"task-{number:03d}"), split, task)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if split == "train" else ""
                 raise ValueError(
                     f"{folder} belongs to another run: the {SPLITS[split]} of task {number}, which is finished, "
@@ -193,11 +189,10 @@ def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], look:
                 )
 
 
-def _what_changed(task_folder: Path, split: str, dataset: Any) -> str:
+def _what_changed(task_folder: Path, split: str, task: Task) -> str:
     """Which images differ from those that a task was learned from, as far as its folder tells."""
-    try:
-        saved = getattr(read_record(task_folder / DATA_FILE, Listings), split)
-    except (OSError, ValueError):
-        return ""
-    found = differences(saved, listing(dataset)) if saved is not None else ""
-    return f": {found}" if found else " in labels, class names or pixels"
+    with suppress(OSError, ValueError):
+        saved, now = read_record(task_folder / DATA_FILE, Listings), task_listings(task)
+        found = differences(getattr(saved, split), getattr(now, split))
+        return f": {found}" if found else " in labels, class names or pixels"
+    return ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,6 @@ import torch
 from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoints import loading, saving
-from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -25,50 +24,22 @@ from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.metrics.retention import each_accuracy
-from dulbe_peft.runs.progress import (
-    SOURCES_FILE,
-    Ahead,
-    Details,
-    Entries,
-    FinishedTask,
-    Progress,
-    Row,
-    known_tasks,
-    measured_row,
-    progress_line,
-    read_finished,
-)
+from dulbe_peft.runs import progress, resume
+from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.runs.resume import (
-    DATA_FILE,
-    Identity,
-    beginning,
-    identity_of,
-    newest_of_run,
-    task_fingerprints,
-    task_listings,
-)
 from dulbe_peft.runs.tracking import tracked
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import (
-    PROGRESS_FILE,
-    RESULTS_FILE,
-    TASK_FOLDER,
-    TIMINGS_FILE,
-    CheckpointError,
-    library_versions,
-)
+from dulbe_peft.utils.folders import PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError
 from dulbe_peft.utils.processes import on_main_process, world
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
 
 LOCK_FILE = ".dulbe_peft.lock"
 # What a run writes beside the task folders, and what its caller may draw from it.
-OWN_FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE)
-PLOTS = ("accuracy.png", "tasks.png", "pictures")
+FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
 
 
 @dataclass(frozen=True)
@@ -101,24 +72,11 @@ def run_stream(
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
     if options.test_ahead and (untested or not has_text(learner.state.base)):
         raise ValueError("test_ahead needs test data of all tasks, and a model with a text tower")
-    with ExitStack() as held:
-        held.enter_context(_dead_readers_named(output))
-        on_main_process(partial(_lock_folder, output, held))
-        held.enter_context(tracked(learner, output))
-        return _open_run(learner, stream, output, options).finish()
-
-
-def _lock_folder(output: Path, held: ExitStack) -> None:
-    """Keep other runs out of the folder, and remove what killed ones left in it."""
-    held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    files = map(re.escape, (*OWN_FILES, *PLOTS))
-    folders.clear_leftovers(output, "|".join([TASK_FOLDER, *files]))
-
-
-@contextmanager
-def _dead_readers_named(output: Path) -> Iterator[None]:
     try:
-        yield
+        with ExitStack() as held:
+            on_main_process(partial(_lock_folder, output, held))
+            held.enter_context(tracked(learner, output))
+            return _open_run(learner, stream, output, options).finish()
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
@@ -127,30 +85,25 @@ def _dead_readers_named(output: Path) -> Iterator[None]:
         ) from error
 
 
+def _lock_folder(output: Path, held: ExitStack) -> None:
+    """Keep other runs out of the folder, and remove what killed ones left in it."""
+    held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
+    folders.clear_leftovers(output, "|".join([folders.TASK_FOLDER, *map(re.escape, FILES)]))
+
+
 @dataclass
 class Run:
-    """A run on its way: the tasks that its learner had learned before it, and its own.
-
-    Attributes:
-        learner: what learns.
-        own: the run's tasks.
-        output: its folder.
-        options: how it is run.
-        identity: what must be the same for a run to be the same one.
-        finished: what is known of the tasks that are learned so far.
-        known_tests: test data, or None, of each task that was learned before the run.
-        new: whether nothing of it is in the folder yet.
-        evaluations: number of a task -> what was said of its test images after the newest task.
-    """
+    """A run on its way: the tasks that its learner had learned before it, and its own."""
 
     learner: ClassIncrementalLearner
     own: list[Task]
     output: Path
     options: RunOptions
-    identity: Identity
+    identity: resume.Identity
     finished: list[FinishedTask]
-    known_tests: list[Any]
-    new: bool
+    known_tests: list[Any]  # one entry for each task that was learned before the run
+    new: bool  # nothing of it is in the folder yet
+    # Number of a task -> predictions for its test images after the newest task.
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -167,21 +120,18 @@ class Run:
             zero_shot = self.zero_shot()
             if self.options.check_zero_shot is not None:
                 self.options.check_zero_shot(zero_shot[-1])
-            self.finished = [
-                task.model_copy(update={"zero_shot": value})
-                for task, value in zip(self.finished, zero_shot, strict=False)
-            ]
+            for task, value in zip(self.finished, zero_shot, strict=False):
+                task.zero_shot = value
             if not self.own:
                 self.commit_known()
             for index in range(len(self.finished), len(self)):
                 with self.learner.transaction():
                     self.learn(index, zero_shot[index])
-        self.write_sources()
-        state, known = self.learner.state, len(self.known_tests)
+        self.write_entries()
         settings = self.identity.model_dump(include={"adapter", "arguments", "strategy"})
-        results = stream_results(self.finished, settings, list(state.classifiers), library_versions(), known)
-        on_main_process(partial(write_json, self.output / RESULTS_FILE, results))
-        on_main_process(self.copy_predictions)
+        classifiers, versions = list(self.learner.classifiers), folders.library_versions()
+        results = stream_results(self.finished, settings, classifiers, versions, len(self.known_tests))
+        on_main_process(partial(self.write_results, results))
         self.learner.folder = self.newest.resolve()
         return results
 
@@ -199,18 +149,16 @@ class Run:
     def commit_known(self) -> None:
         """Commit a learner that has nothing to learn as it is, tested again."""
         count = len(self.finished)
-        changed = any(update["after"] == count for update in self.learner.state.updates)
         row = self.measure(count)
-        if row.classifiers or changed:
-            self.finished[-1] = self.finished[-1].model_copy(update={"row": row})
+        if row.classifiers or any(update["after"] == count for update in self.learner.state.updates):
+            self.finished[-1].row = row
         self.commit(None)
 
     def learn(self, index: int, zero_shot: float | None) -> None:
         """Learn, test and commit the task at a place among all."""
         started = time.perf_counter()
         learner, task = self.learner, self.own[index - len(self.known_tests)]
-        look = learner.args.teacher == "cached"
-        fingerprints = on_main_process(partial(task_fingerprints, task, look))
+        fingerprints = on_main_process(partial(resume.task_fingerprints, task, learner.args))
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.profile
@@ -219,36 +167,34 @@ class Run:
         with profile.phase("test"):
             row = self.measure(index + 1)
         details = None if learner.record is None else asdict(learner.record)
-        self.finished.append(FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=details))
+        done = FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=details)
+        self.finished.append(done)
         with profile.phase("save"):
-            if self.options.keep_features and learner.closing is not None:
-                on_main_process(partial(self.write_features, learner.closing, self.texts()))
+            if self.options.keep_features:
+                self.write_features()
             self.commit(task)
-        timing = {
-            "seconds": time.perf_counter() - started,
+        seconds = time.perf_counter() - started
+        done.timing = {
+            "seconds": seconds,
             "phases": dict(profile.seconds),
             "peak_memory": peak_memory(learner.device),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        self.finished[-1] = self.finished[-1].model_copy(update={"timing": timing})
-        self.write_entries(TIMINGS_FILE, [task.timing for task in self.finished])
-        self.write_sources()
-        said = progress_line(row, index + 1, len(self), len(learner.class_names))
-        _print_once(f"{said}, {timing['seconds']:.1f} s")
+        self.write_entries()
+        line = progress.progress_line(row, index + 1, len(self), len(learner.class_names))
+        _print_once(f"{line}, {seconds:.1f} s")
         if learner.args.profile:
             _print_once(profile.table())
 
     def measure(self, count: int) -> Row:
         """What is measured after the first `count` tasks, on those of them that have test data."""
-        tests = self.tests()[:count]
+        tests, to_come = self.tests()[:count], self.tests()[count:]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
         self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
-        row = measured_row([self.evaluations.get(index + 1) for index in range(count)])
+        row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
         if self.options.test_ahead:
-            to_come = self.tests()[count:]
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
-            ahead = Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
-            row = row.model_copy(update={"ahead": ahead})
+            row.ahead = progress.Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
         return row
 
     # ------------------------------------------------------------------ files
@@ -264,49 +210,44 @@ class Run:
 
         def write(temporary: Path) -> None:
             saving.write(state, temporary)
-            write_record(temporary / PROGRESS_FILE, Progress(tasks=self.finished))
+            write_record(temporary / PROGRESS_FILE, progress.Progress(tasks=self.finished))
             if self.evaluations:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
-            write_json(temporary / DATA_FILE, task_listings(task))
+            write_record(temporary / resume.DATA_FILE, resume.task_listings(task))
 
         notes = {"identity": self.identity.model_dump(), "tasks": [list(names) for names in state.tasks]}
         on_main_process(
             partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=True)
         )
 
-    def texts(self) -> torch.Tensor | None:
-        """Text embeddings of all seen classes by the model as it is, where it has a text tower."""
-        state = self.learner.state
-        if not has_text(state.base):
-            return None
-        # Old and new classes apart, as the classifiers got them: batches of another size are rounded otherwise.
-        *old, new = state.tasks
-        parts = [tuple(name for task in old for name in task), new]
-        return torch.cat([self.learner.text_embeds(names) for names in parts if names])
-
-    def write_features(self, closing: ClosingPass, texts: torch.Tensor | None) -> None:
-        """Write what the newest task showed; before the commit, so that no finished task is without it."""
+    def write_features(self) -> None:
+        """Write the newest task's features; before the commit, so that no finished task is without them."""
+        learner, texts = self.learner, None
+        if learner.closing is None:
+            return
+        if has_text(learner.state.base):
+            # Old and new classes apart, as the classifiers got them: batches of another size are rounded otherwise.
+            *old, new = learner.tasks
+            parts = [tuple(name for task in old for name in task), new]
+            texts = torch.cat([learner.text_embeds(names) for names in parts if names])
         tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
-        folder = self.output / FEATURES_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        TaskFeatures(closing, texts, tests).write(folder / f"{self.newest.name}{SUFFIX}")
+        file = self.output / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        on_main_process(partial(TaskFeatures(learner.closing, texts, tests).write, file))
 
-    def write_sources(self) -> None:
-        """Note where each finished task's data came from, with what tells its test data from others."""
-        for index, (_, test) in enumerate(self.identity.data, len(self.known_tests)):
-            if self.finished[index].source is None and self.options.source is not None:
-                source = self.options.source | {"test": test}
-                self.finished[index] = self.finished[index].model_copy(update={"source": source})
-        sources = [task.source for task in self.finished]
-        if any(sources):
-            self.write_entries(SOURCES_FILE, sources)
+    def write_entries(self) -> None:
+        """Write the files with an entry for each task: times, and where its data came from."""
+        for task, (_, test) in zip(self.finished[len(self.known_tests) :], self.identity.data, strict=True):
+            if task.source is None and self.options.source is not None:
+                task.source = self.options.source | {"test": test}
+        times, sources = [task.timing for task in self.finished], [task.source for task in self.finished]
+        for file, entries in ((TIMINGS_FILE, times), (SOURCES_FILE, sources)):
+            if any(entries):
+                on_main_process(partial(write_record, self.output / file, progress.Entries(tasks=entries)))
 
-    def write_entries(self, file: str, entries: list[Details | None]) -> None:
-        """Write a file of the run's folder that has an entry for each task."""
-        on_main_process(partial(write_record, self.output / file, Entries(tasks=entries)))
-
-    def copy_predictions(self) -> None:
-        """Put the newest task's `predictions.csv` beside the results."""
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Write `results.json`, and put the newest task's `predictions.csv` beside it."""
+        write_json(self.output / RESULTS_FILE, results)
         if (self.newest / PREDICTIONS_FILE).is_file():
             with replacing(self.output / PREDICTIONS_FILE) as temporary:
                 shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
@@ -314,23 +255,22 @@ class Run:
 
 def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
-    before = on_main_process(partial(known_tasks, learner))
-    look = learner.args.teacher == "cached"
-    find = partial(newest_of_run, output, learner.state, own, look, _print_once)
+    before = on_main_process(partial(progress.known_tasks, learner))
+    find = partial(resume.newest_of_run, output, learner.state, own, _print_once)
     found = on_main_process(find) if options.resume else None
     if found is None:
-        identity, finished = _begin(learner, own, output, options.resume), before
+        _check_new(learner, own, output, options.resume)
+        identity, finished = resume.identity_of(learner.state), before
     else:
         folder, identity = found
         learner.state = _restored(learner.state, folder)
         _print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
-        finished = read_finished(folder, output)
+        finished = progress.read_finished(folder, output)
         if [tuple(task.class_names) for task in finished] != learner.tasks:
             raise CheckpointError(f"{folder / PROGRESS_FILE} is of other tasks than those in {folder}")
         # What is written after a commit may be missing; of known tasks the learner may know it.
-        for index, (old, new) in enumerate(zip(before, finished, strict=False)):
-            update = {"timing": new.timing or old.timing, "source": new.source or old.source}
-            finished[index] = new.model_copy(update=update)
+        for old, new in zip(before, finished, strict=False):
+            new.timing, new.source = new.timing or old.timing, new.source or old.source
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)
     if len(tests) != count:
@@ -343,9 +283,9 @@ def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, o
 
 def _restored(state: LearnerState, folder: Path) -> LearnerState:
     """The state in the folder; raises where the learner that is at the same task took something in since then."""
-    own, adapter = beginning(state), adapter_state(state.model)
+    own, adapter = resume.beginning(state), adapter_state(state.model)
     restored = loading.restore(state, folder)
-    if state.tasks == restored.tasks and own != beginning(restored):
+    if state.tasks == restored.tasks and own != resume.beginning(restored):
         if adapter is not None:
             set_adapter_state(state.model, adapter)
         raise ValueError(
@@ -356,20 +296,20 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
     return restored
 
 
-def _begin(learner: ClassIncrementalLearner, own: list[Task], output: Path, resume: bool) -> Identity:
-    """The identity of a run that starts in a folder without a whole task."""
+def _check_new(learner: ClassIncrementalLearner, own: list[Task], output: Path, resumes: bool) -> None:
+    """Raise unless a run can start in a folder, and its tasks have new classes only."""
     old = folders.task_folders(output)
     if old:
-        why = "none of them is valid" if resume else "resume is off"
-        first = old[-1].name
-        raise ValueError(f"{str(output)!r} already holds {first} and {why}: choose another folder or remove them")
-    taken = [name for name in (*OWN_FILES, *PLOTS) if (output / name).exists()]
+        why = "none of them is valid" if resumes else "resume is off"
+        raise ValueError(
+            f"{str(output)!r} already holds {old[-1].name} and {why}: choose another folder or remove them"
+        )
+    taken = [name for name in FILES if (output / name).exists()]
     if taken:
         raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
     seen = list(learner.class_names)
     for task in own:
         seen += check_class_names(task.class_names, seen)
-    return identity_of(learner.state)
 
 
 def _print_once(text: str) -> None:
