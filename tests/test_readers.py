@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -83,11 +81,14 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     (zebra / "again").symlink_to(zebra)
     (folder / "train" / "empty").mkdir()
     os.mkfifo(zebra / "pipe.png")
+    (zebra / "z.png").symlink_to(tmp_path / "gone.png")
     data = ImageFolder(folder, "train")
-    below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG", "more/c.png"]
-    assert [data.relative_name(index) for index in range(2, 8)] == [f"zebra/{name}" for name in below]
-    assert data.labels.tolist() == [0, 0] + [1] * 6 and data.class_names == ("Ant eater", "zebra")
+    below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG", "more/c.png", "z.png"]
+    assert [data.relative_name(index) for index in range(2, 9)] == [f"zebra/{name}" for name in below]
+    assert data.labels.tolist() == [0, 0] + [1] * 7 and data.class_names == ("Ant eater", "zebra")
     assert np.allclose([red(data[index]) for index in range(2, 8)], [70, 60, 50, 10, 20, 80], atol=4)
+    with pytest.raises(ValueError, match=r"image 8 \(.*z\.png is a link to .*gone\.png, which does not exist"):
+        data[8]
     root = folder / "train"
     assert {
         (str(root / ".cache"), "hidden"),
@@ -98,16 +99,6 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
         (str(zebra / "again"), "a link to a folder that is read already"),
         (str(zebra / "pipe.png"), "neither a file nor a folder"),
     } <= set(data.left_out)
-
-
-def test_image_folder_follows_links_and_reports_dangling_ones(folder, tmp_path):
-    link = folder / "train" / "zebra" / "c.png"
-    link.symlink_to(folder / "test" / "zebra" / "b.PNG")
-    assert red(ImageFolder(folder, "train")[-1]) == 20
-    link.unlink()
-    link.symlink_to(tmp_path / "gone.png")
-    with pytest.raises(ValueError, match=r"image 4 \(.*c\.png is a link to .*gone\.png, which does not exist"):
-        ImageFolder(folder, "train")[4]
 
 
 def test_image_folder_says_what_is_missing(folder):
@@ -133,19 +124,6 @@ def test_a_damaged_image_is_named(folder, damage):
         data[3]
     with pytest.raises(ValueError, match=r"image 1 \(.*b\.PNG\) cannot be read"):
         data.select(["zebra"])[1]
-
-
-def first_sample(reader: Any) -> tuple[int, int]:
-    return red(reader[0]), reader[0]["label"]
-
-
-@pytest.mark.slow
-def test_images_go_to_worker_processes(folder):
-    readers = [ImageFolder(folder, "train"), ImageFolder(folder, "test").select(["zebra"])]
-    for reader in readers:
-        assert first_sample(pickle.loads(pickle.dumps(reader))) == first_sample(reader)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map(first_sample, readers) == [first_sample(reader) for reader in readers]
 
 
 def test_load_data_chooses_by_the_path(folder, tmp_path):
@@ -362,8 +340,6 @@ def test_fingerprint_of_plain_datasets():
     assert original == fingerprint([(picture.copy(), label) for picture, label in rows])
     assert fingerprint([(rows[0][0], 1), rows[1]]) != original
     assert fingerprint([rows[0], (Image.fromarray(image + 2), 1)]) != original
-    assert fingerprint([(torch.zeros(3, 2, 2), 0)]) != fingerprint([(torch.zeros(3, 2, 2) + 1e-6, 0)])
-    assert fingerprint([(None, 0)]) == fingerprint([(object(), 0)])
 
 
 def test_fingerprint_of_images_that_differ_each_time():
@@ -374,14 +350,3 @@ def test_fingerprint_of_images_that_differ_each_time():
     data = Augmented([0, 1], [0, 1])
     assert fingerprint(data, look=False) == fingerprint(data, look=False)
     assert fingerprint(data) != fingerprint(data)
-
-
-@pytest.mark.skipif("DULBE_DATA" not in os.environ, reason="DULBE_DATA names no folder with miniimagenet75")
-def test_photographs():
-    path = Path(os.environ["DULBE_DATA"]) / "miniimagenet75"
-    train, test = load_data(path, "train"), load_data(path, "test")
-    assert (len(train), len(test), len(train.class_names)) == (7500, 3000, 75)
-    tasks = class_incremental_tasks(train, test, increment=15, seed=1993)
-    assert [(len(task.train), len(task.test), len(task.class_names)) for task in tasks] == [(1500, 600, 15)] * 5
-    sample = tasks[4].test[-1]
-    assert sample["image"].size == (64, 64) and 0 <= sample["label"] < 15

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_class_name, format_prompts
@@ -121,21 +122,16 @@ def test_orders():
     ("arguments", "error", "message"),
     [
         ({"increment": 0}, ValueError, r"increment is 0; .* 1\.\.3"),
-        ({"increment": 4}, ValueError, r"increment is 4; .* 1\.\.3"),
         ({"increment": True}, TypeError, "increment must be an int, got True"),
-        ({"increment": 1.0}, TypeError, "increment must be an int, got 1.0"),
         ({"increment": 1, "initial_increment": 4}, ValueError, "initial_increment is 4"),
         ({"increment": 1, "seed": 1, "class_order": [0, 1, 2]}, ValueError, "class_order and seed=1 are both given"),
         ({"increment": 1, "seed": 1.5}, TypeError, "seed must be an int, got 1.5"),
         ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is absent"),
         ({"increment": 1, "class_order": [0, 1, 2, 2]}, ValueError, "it has 4 entries"),
-        ({"increment": 1, "class_order": [0, 1, -1]}, ValueError, "2 is absent"),
         ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] is True"),
-        ({"increment": 1, "class_order": [0, "b", "c"]}, TypeError, r"class_order\[1\] is 'b'"),
         ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
         ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
         ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
-        ({"increment": 1, "class_names": ["a", "a", "b"]}, ValueError, "both 'a'"),
         ({"increment": 1, "class_names": letters(2)}, ValueError, r"label of train sample 2 is 2; .* 0\.\.1"),
         ({"increment": 1, "class_names": letters(4)}, ValueError, r"class 3 \('d'\) has no training image"),
         ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in one only"),
@@ -143,17 +139,12 @@ def test_orders():
         ({"increment": 1, "test": Labelled([0, 1], letters(3))}, ValueError, r"task 3 has no test image .*\['c'\]"),
         ({"increment": 1, "test": Labelled([0, 3], letters(3))}, ValueError, "label of test sample 1 is 3"),
         ({"increment": 1, "test": Pairs([])}, ValueError, "test is empty"),
+        ({"increment": 1, "train": Pairs([0, 1])}, ValueError, "pass class_names"),
     ],
 )
 def test_what_no_stream_can_be_made_of(arguments, error, message):
     with pytest.raises(error, match=message):
-        class_incremental_tasks(Labelled([0, 1, 2], letters(3)), **arguments)
-
-
-def test_class_names_must_come_from_somewhere():
-    with pytest.raises(ValueError, match="pass class_names"):
-        class_incremental_tasks(Pairs([0, 1]), increment=1)
-    assert class_incremental_tasks(Pairs([0, 1]), None, ["x", "y"], increment=2)[0].class_names == ("x", "y")
+        class_incremental_tasks(**{"train": Labelled([0, 1, 2], letters(3))} | arguments)
 
 
 def test_labels_are_read_without_images_where_they_can_be():
@@ -165,14 +156,11 @@ def test_labels_are_read_without_images_where_they_can_be():
 
 
 def test_torch_subsets_and_labels():
-    torch = pytest.importorskip("torch")
     decoy = Decoy(labels=torch.tensor([4, 3, 2]), classes=letters(5))
     subset = torch.utils.data.Subset(torch.utils.data.Subset(decoy, [2, 1]), [1, 0])
     assert labelled_images(subset).labels.tolist() == [3, 2]
     assert labelled_images(subset).class_names == tuple("abcde")
     assert labelled_images(Pairs([torch.tensor(1), torch.tensor(0)])).labels.tolist() == [1, 0]
-    with pytest.raises(TypeError, match="sample 0"):
-        labelled_images(Pairs([torch.tensor(True)]))
 
 
 def test_hugging_face_datasets_give_labels_and_names_without_decoding():
@@ -188,8 +176,6 @@ def test_hugging_face_datasets_give_labels_and_names_without_decoding():
     assert [task.test.indices.tolist() for task in tasks] == [[1], [0]]
     with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
         labelled_images(data.rename_column("label", "fine"))
-    with pytest.raises(TypeError, match=r"keys \['train'\]; pass one of its splits"):
-        labelled_images(datasets.DatasetDict(train=data))
 
 
 @pytest.mark.parametrize("labels", [[0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1]])
@@ -197,26 +183,23 @@ def test_labels_that_are_no_ints_are_refused_wherever_they_stand(labels):
     for data in (Pairs(labels), Decoy(labels=labels), Decoy(targets=tuple(labels))):
         with pytest.raises(TypeError, match="int"):
             labelled_images(data)
-    if labels[0] is not None and not isinstance(labels[0], int):
-        with pytest.raises(TypeError, match="int"):
-            labelled_images(Decoy(labels=np.array(labels)))
 
 
-def test_malformed_datasets_are_refused():
-    with pytest.raises(ValueError, match="sample 1 is -1"):
-        labelled_images(Pairs([0, -1]))
-    with pytest.raises(ValueError, match="2 dimensions"):
-        labelled_images(Decoy(labels=np.zeros((2, 1), int)))
-    short = Decoy(labels=[0, 1])
-    short.length = 3
-    with pytest.raises(ValueError, match="2 labels but 3 images"):
-        labelled_images(short)
-    with pytest.raises(TypeError, match="generator"):
-        labelled_images(label for label in [0])
-    with pytest.raises(TypeError, match="sample 0 is a tuple"):
-        labelled_images([("image", 0, "extra")])
-    with pytest.raises(ValueError, match=r"sample 0 has the keys \['image', 'target'\]"):
-        labelled_images([{"image": 0, "target": 1}])
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (Pairs([0, -1]), ValueError, "sample 1 is -1"),
+        (Decoy(labels=np.zeros((2, 1), int)), ValueError, "2 dimensions"),
+        (Decoy(names="abc", labels=[0, 1]), ValueError, "2 labels but 3 images"),
+        ((label for label in [0]), TypeError, "generator"),
+        ([("image", 0, "extra")], TypeError, "sample 0 is a tuple"),
+        ([{"image": 0, "target": 1}], ValueError, r"sample 0 has the keys \['image', 'target'\]"),
+        ({"train": []}, TypeError, r"keys \['train'\]; pass one of its splits"),
+    ],
+)
+def test_malformed_datasets_are_refused(dataset, error, message):
+    with pytest.raises(error, match=message):
+        labelled_images(dataset)
 
 
 def test_select_classes_relabels_by_name():
@@ -234,7 +217,6 @@ def test_class_names_are_data():
     odd = ["naïve", "../../etc/passwd", "🦊" * 3, "x" * 300, "{name} {}", "%s", "\u202eab", np.str_("numpy")]
     checked = check_class_names(odd)
     assert checked == tuple(odd) and all(type(name) is str for name in checked)
-    assert Task(Pairs([0]), None, ["a"]).class_names == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +224,10 @@ def test_class_names_are_data():
     [
         ("cat", TypeError, "single string 'cat'"),
         (["cat", 3], TypeError, r"class_names\[1\] must be a string, got 3"),
-        ([b"cat"], TypeError, "bytes"),
         ([], ValueError, "class_names is empty"),
         (["cat", ""], ValueError, r"class_names\[1\] is ''"),
-        ([" \t"], ValueError, "blank"),
         (["cat", "dog", "cat"], ValueError, r"class_names\[2\] and \[0\] are both 'cat'"),
         (["c\0t"], ValueError, "control characters"),
-        (["a\nb"], ValueError, "control characters"),
         ({"cat", "dog"}, TypeError, "which has no order"),
         (3, TypeError, "got 3"),
         (["\udcff"], ValueError, "UTF-8"),

@@ -102,9 +102,8 @@ def decode_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
 def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = False) -> str | None:
     """Why an image cannot be read, as far as its header and its length say; None where they say that it can.
 
-    A file that ends as its format demands is not decoded. Any other one is decoded in full to be sure: it may be
-    truncated, or it may have other data after the image. What stays unseen is damage between header and end.
-    With `in_full` every file is decoded. A binary file is read from its beginning.
+    A file that does not end as its format demands is decoded to be sure: it may be truncated, or have other data after
+    the image. With `in_full` every file is decoded.
     """
     try:
         with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:

@@ -16,15 +16,9 @@ _SHOWN = 3  # files of a kind that a message names
 
 
 def fingerprint(dataset: Any, look: bool = True) -> str:
-    """Hexadecimal SHA-256 of what a dataset is, to refuse going on with other data.
+    """Hexadecimal SHA-256 of labels, class names, names and sizes of files, and with `look` of four images' pixels.
 
-    It covers the length, the labels, the class names, where the dataset knows them the names and sizes of the files,
-    in their order, and the pixels of four images spread over it. It does not depend on where the data lies. A change
-    of other images that keeps names and sizes goes unseen.
-
-    Args:
-        dataset: any that can be learned from.
-        look: look at the four images; False for data that is augmented anew each time it is read.
+    It does not depend on where the data lies. A change of other images that keeps names and sizes goes unseen.
     """
     digest = hashlib.sha256(b"dulbe_peft dataset 2")
     for chunk in _chunks(labelled_images(dataset), look):

@@ -17,20 +17,12 @@ _MOST_DEEP = 100  # folders within each other; photographs are never so deep, an
 
 
 class FolderContent:
-    """What one folder holds: the images, by their path below it with "/" between the parts, and what is left out.
-
-    Folders within it are read too. Links to folders are followed, and each folder is read once.
-
-    Attributes:
-        images: paths below the folder, sorted by code point.
-        left_out: path and reason of every other file, and of folders that hold nothing.
-        seen: how many files and folders there are that are not hidden.
-    """
+    """What one folder and those within it hold. Links to folders are followed, and each folder is read once."""
 
     def __init__(self, folder: Path) -> None:
-        self.images: list[str] = []
-        self.left_out: list[tuple[str, str]] = []
-        self.seen = 0
+        self.images: list[str] = []  # paths below the folder with "/" between the parts, sorted by code point
+        self.left_out: list[tuple[str, str]] = []  # path and reason of other files, and of folders that hold nothing
+        self.seen = 0  # files and folders that are not hidden
         self._entered: set[tuple[int, int]] = set()
         self._walk(str(folder), "")
         self.images.sort()

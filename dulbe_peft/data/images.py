@@ -23,18 +23,10 @@ from dulbe_peft.data.names import check_class_names
 class LabelledImages:
     """Images, a label for each, and the names of the classes; a slice reads from the same source.
 
-    It is a data set like others: `len`, and items {"image", "label"}, with images upright and in RGB.
-
-    Args:
-        source: `source[i]` is a {"image", "label"} mapping or an (image, label) pair. A path, and what the library
-            `datasets` stores of an image, are decoded here.
-        labels: (n,), int64, what the source's items say; they index `class_names`.
-        class_names: empty where nobody has named the classes.
-        name: what messages call the source; else its own `item_name(i)` names an image.
-        stored: whether all images are files, whose headers can be looked at without decoding them.
-
-    Attributes:
-        indices: (n,), int64, where the images stand in `source`.
+    It is a data set like others: `len`, and items {"image", "label"}, with images upright and in RGB. `labels`, (n,),
+    int64, index `class_names`, which are empty where nobody has named the classes. `indices`, (n,), say where the
+    images stand in `source`. Messages call the source `name`; else its own `item_name(i)` names an image. `stored`
+    images are files, whose headers can be looked at without decoding them.
     """
 
     # Paths of what a folder holds and is no part of the data, with the reasons; the name of the split.
@@ -127,12 +119,7 @@ class LabelledImages:
 
 
 def labelled_images(dataset: Any) -> LabelledImages:
-    """What a user gives as a data set, with its labels and, where it carries them, class names.
-
-    Raises:
-        TypeError: `dataset` has no length or no items, is a mapping of splits, or a label is not an int.
-        ValueError: there is not one label per image, or a label is negative.
-    """
+    """What a user gives as a data set, with its labels and, where it carries them, class names."""
     if isinstance(dataset, LabelledImages) and type(dataset).__getitem__ is LabelledImages.__getitem__:
         return dataset
     if isinstance(dataset, Mapping):
@@ -160,18 +147,9 @@ def labelled_images(dataset: Any) -> LabelledImages:
 def named_images(
     dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
 ) -> LabelledImages:
-    """What a user gives as a data set that is not empty and whose classes have names.
+    """What a user gives as a data set, which must not be empty and whose classes must have names.
 
-    Args:
-        dataset: any data set.
-        class_names: what the labels index; None: the names that the data set carries.
-        default: what the labels index where neither is there.
-        title: what messages call the data set.
-
-    Raises:
-        TypeError: as `labelled_images`.
-        ValueError: as `labelled_images`; the data set is empty; nobody names the classes; the given names contradict
-            those that the data set carries; or a label is out of range.
+    The labels index `class_names`, or else the names that the data set carries, or else `default`.
     """
     images = labelled_images(dataset)
     labels, carried = images.labels, images.class_names
@@ -230,10 +208,7 @@ def _file_of(image: Any) -> Path | IO[bytes] | None:
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     """Image and label of an item of a user's data set."""
-    try:
-        sample = dataset[index]
-    except (IndexError, KeyError) as error:
-        raise ValueError(f"dataset has length {len(dataset)} but no sample {index}: {error!r}") from error
+    sample = dataset[index]
     if isinstance(sample, Mapping):
         if "image" not in sample or "label" not in sample:
             raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
@@ -277,16 +252,11 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise TypeError(f"{source} must hold one int for each image: {error}") from error
+    array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{source} must hold ints, got values of type {array.dtype}, the first is {values[0]!r}")
-    if array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{source} holds {array.max()}; labels must be at most {np.iinfo(np.int64).max}")
     return array.astype(np.int64)
 
 

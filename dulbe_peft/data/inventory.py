@@ -69,11 +69,7 @@ class Inventory:
         return line
 
     def format(self, most: int = 40) -> str:
-        """A table of classes and splits, then what is left out and why, then what cannot be read.
-
-        Args:
-            most: how many classes to print; the last row sums up all of them.
-        """
+        """A table of the first classes and of all, then what is left out and why, then what cannot be read."""
         names = self.class_names
         rows = [("class", *self.counts)]
         rows += [(name, *(str(counts.get(name, 0)) for counts in self.counts.values())) for name in names[:most]]

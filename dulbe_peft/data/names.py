@@ -19,17 +19,7 @@ def normalized(text: str) -> str:
 
 
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
-    """Class names as a tuple of normalized strings; any text will do, for a name is data and never a path.
-
-    Args:
-        names: names of the classes, in the order their labels index.
-        seen: names that are taken already, for example by earlier tasks.
-
-    Raises:
-        TypeError: `names` is a single string or has no order, or a name is not a string.
-        ValueError: there is no name; a name is blank, longer than 1000 characters, holds a control character such as
-            NUL, or cannot be written as UTF-8; or it occurs twice, here or in `seen`.
-    """
+    """Class names as a tuple of normalized strings that differ, also from those in `seen`; a name is never a path."""
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
     if isinstance(names, Set) or not isinstance(names, Iterable):

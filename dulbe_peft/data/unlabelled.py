@@ -21,8 +21,7 @@ from dulbe_peft.data.images import LabelledImages, undecoded
 def unlabelled_images(images: Any) -> LabelledImages:
     """Whatever `ClassIncrementalLearner.predict` takes, in the order given, each image with the label -1.
 
-    A folder's files are sorted by path. What cannot be read raises an error when it is asked for: a file that is not
-    there or is no image, and a folder without an image, which counts as one image.
+    A file that is not there, or a folder without an image, counts as an image that cannot be read.
     """
     source = _Entries(images)
     return LabelledImages(source, np.full(len(source), -1, dtype=np.int64))
