@@ -314,7 +314,7 @@ CONFIGURATION = [
 ]
 
 MODEL = [
-    ("ranks above in_features", lambda w: adapt(w, residual_rank=32), V, "33 in_features 32 lower"),
+    ("ranks above in_features", lambda w: adapt(w, residual_rank=32), V, "33 in_features 32"),
     ("no such target", lambda w: adapt(w, target_modules=["k_prj"]), V, "k_prj 'k_proj'"),
     ("no such block", lambda w: adapt(w, layers_to_transform=[99]), V, "layers_to_transform 99"),
     (

@@ -30,8 +30,9 @@ def fused(x, weight, bias, down, up):
     return updated_linear(x, weight, bias, [(down, up)])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4), ()])
+@pytest.mark.parametrize(
+    ("shape", "bias"), [((7,), True), ((2, 5), False), ((2, 3, 4), True), ((), False), ((0, 4), True)]
+)
 def test_value_and_gradients_equal_the_written_sum(shape, bias):
     arguments = problem(shape, bias=bias)
     cotangent = torch.randn(*shape, 20, generator=torch.Generator().manual_seed(4))
@@ -50,20 +51,8 @@ def test_tokens_without_gradient_are_skipped_and_get_zero():
     for left, right in zip(got, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=2e-5)
     assert not got[1][:, 1:].any()
-
-
-@pytest.mark.parametrize("last", [float("nan"), float("inf")])
-def test_not_finite_gradients_are_not_skipped(last):
-    cotangent = torch.zeros(2, 5, 20)
-    cotangent[0, 0] = last
-    assert not torch.isfinite(gradients(fused, problem((2, 5)), cotangent)[1][0, 0]).any()
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
-def test_no_token_at_all(shape):
-    arguments = problem(shape)
-    result, grad_x, grad_up = gradients(fused, arguments, torch.zeros(*shape, 20))
-    assert result.shape == (*shape, 20) and grad_x.shape == (*shape, 12) and not grad_up.any()
+    cotangent[0, 0] = float("nan")  # is not skipped
+    assert gradients(fused, arguments, cotangent)[1][0, 0].isnan().all()
 
 
 def test_backward_within_autocast_is_that_without():
@@ -73,12 +62,6 @@ def test_backward_within_autocast_is_that_without():
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(result, [arguments[0], arguments[-1]], cotangent)
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
-
-
-def test_an_input_without_gradient_costs_none():
-    x, *rest = problem((2, 5))
-    fused(x.detach(), *rest).sum().backward()
-    assert x.grad is None and rest[-1].grad is not None
 
 
 def test_differentiating_twice_is_an_error_not_a_wrong_number():

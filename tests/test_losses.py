@@ -49,10 +49,7 @@ def test_gradient_of_the_kl_agrees_with_finite_differences():
     ("student", "teacher", "kwargs", "message"),
     [
         (torch.ones(3, 4), torch.ones(3, 5), {}, "(3, 4) and (3, 5)"),
-        (torch.ones(3), torch.ones(3), {}, "old classes"),
-        (torch.ones(3, 0), torch.ones(3, 0), {}, "not empty"),
         (torch.ones(3, 4), torch.ones(3, 4), {"class_temperature": 0.0}, "class_temperature"),
-        (torch.ones(3, 4), torch.ones(3, 4), {"instance_temperature": float("nan")}, "instance_temperature"),
         (torch.ones(3, 4), torch.ones(3, 4), {"reduction": "sum"}, "'sum'"),
     ],
 )
@@ -82,7 +79,3 @@ def test_cross_modal_loss_refuses_what_does_not_fit():
         cross_modal_loss(images, texts, labels[:4], 100.0)
     with pytest.raises(ValueError, match="label 3 is out of range for 3 classes"):
         cross_modal_loss(images, texts, labels + 1, 100.0)
-    with pytest.raises(ValueError, match="label -100"):
-        cross_modal_loss(images, texts, torch.tensor([0, 1, -100, 1, 0]), 100.0)
-    with pytest.raises(TypeError, match="integers"):
-        cross_modal_loss(images, texts, labels.float(), 100.0)

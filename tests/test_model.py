@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils import PeftType
 from torch import nn
-from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
+from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
-from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases, probe_gradients
+from dulbe_peft import DualModeLinear, DualModeLoraConfig, ModeBases
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.model import register
 
@@ -84,83 +81,60 @@ def test_fresh_adapter_is_the_identity(model, pristine):
 
 
 def test_vit_b16_parameter_counts():
-    from transformers import CLIPConfig, CLIPModel
-
     towers = {"num_hidden_layers": 12, "projection_dim": 512}
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16}
     text = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
-    config = CLIPConfig(
-        vision_config={**vision, **towers},
-        text_config={**text, **towers},
-    )
     with torch.device("meta"):
-        clip = CLIPModel(config)
+        clip = CLIPModel(CLIPConfig(vision_config={**vision, **towers}, text_config={**text, **towers}))
     for residual_rank, visual in ((0, 64_512), (8, 580_608)):
         adapted = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=residual_rank))
-        modes = [*adapted.shared_parameters(), *adapted.residual_parameters()]
-        assert sum(p.numel() for p in modes) == visual
+        assert sum(p.numel() for p in (*adapted.shared_parameters(), *adapted.residual_parameters())) == visual
         assert adapted.get_nb_trainable_parameters()[0] == visual + 688_128
 
 
-def test_only_the_vision_tower_has_modes_and_only_the_text_tower_lora(model):
+@pytest.mark.parametrize("fields", [{}, {"target_modules": ["k_proj"], "layers_to_transform": [1]}])
+def test_only_the_vision_tower_has_modes_and_only_the_text_tower_lora(base, fields):
+    model = get_peft_model(base, DualModeLoraConfig(**CONFIG, **fields))
     names = list(model.dual_mode_layers())
-    assert len(names) == 8 and all(name.startswith("vision_model.") for name in names)
+    assert len(names) == 1 if fields else 8 and all(name.startswith("vision_model.encoder.layers.") for name in names)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert all("dulbe_" in name for name in trainable)
-    assert all(("text_model" in name) == ("dulbe_text_" in name) for name in trainable)
+    assert all("dulbe_" in name and ("text_model" in name) == ("dulbe_text_" in name) for name in trainable)
+    assert sum("dulbe_text_A" in name for name in trainable) == 8
     assert not any("lora_" in name for name in model.state_dict())
 
 
-def test_layers_to_transform_applies_inside_the_vision_tower(base):
-    model = get_peft_model(base, DualModeLoraConfig(target_modules=["k_proj"], layers_to_transform=[1], **CONFIG))
-    assert list(model.dual_mode_layers()) == ["vision_model.encoder.layers.1.self_attn.k_proj"]
-    assert any("text_model.encoder.layers.0" in name and "dulbe_text_A" in name for name in model.state_dict())
-
-
-def test_history_grows_only_by_trained_modes(model):
-    assert model.history_rank == 0
-    model.begin_task(random_modes(model))
-    assert model.history_rank == 0
-    randomise(model.shared_parameters())
-    before = image_features(model)
-    model.fold_task()
-    assert model.history_rank == 3
-    torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
-    model.begin_task(random_modes(model))
-    assert model.history_rank == 3 and model.active_peft_config.history_rank == 3
-    torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
-
-
 def test_effective_weight_is_the_paper_s_sum(model):
-    """W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R', against a literal float64 sum."""
+    """W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R', a literal float64 sum. Untrained modes leave no trace."""
     name = next(iter(model.dual_mode_layers()))
     layer = model.dual_mode_layers()[name]
     expected = layer.get_base_layer().weight.double().clone()
-    for _ in range(3):
+    model.begin_task(random_modes(model))
+    for task in range(3):
         modes = random_modes(model)
         model.begin_task(modes)
+        assert model.history_rank == 3 * task
         randomise([*model.shared_parameters(), *model.residual_parameters()])
         expected += layer.dulbe_shared_B["default"].double() @ modes[name].shared.double().T
         expected += layer.dulbe_residual_B["default"].double() @ modes[name].residual.double().T
-    model.fold_task()
-    torch.testing.assert_close(layer.folded_weight("default").double(), expected, atol=1e-6, rtol=0)
-
-
-def test_previous_task_is_the_model_at_the_task_s_beginning(model):
-    model.begin_task(random_modes(model))
-    randomise(p for p in model.parameters() if p.requires_grad)
-    model.fold_task()
     before = image_features(model)
+    model.fold_task()
     model.begin_task(random_modes(model))
-    randomise([*model.shared_parameters(), *model.residual_parameters()])
-    text = text_features(model)
-    assert not torch.allclose(image_features(model), before, atol=1e-4)
-    with model.previous_task():
-        with model.previous_task():
+    torch.testing.assert_close(layer.folded_weight("default").double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
+    assert model.history_rank == 9 and model.active_peft_config.history_rank == 9
+
+
+def test_previous_task_is_the_model_at_the_task_s_beginning(learned):
+    learned.fold_task()
+    before = image_features(learned)
+    learned.begin_task(random_modes(learned))
+    randomise(learned.residual_parameters())
+    text = text_features(learned)
+    with learned.previous_task():
+        with learned.previous_task():
             pass
-        assert torch.equal(image_features(model), before)
-        assert torch.equal(text_features(model), text)
-    assert not torch.allclose(image_features(model), before, atol=1e-4)
+        assert torch.equal(image_features(learned), before) and torch.equal(text_features(learned), text)
+    assert not torch.allclose(image_features(learned), before, atol=1e-4)
 
 
 def test_disable_unmerge_and_unload_give_the_pristine_model(learned, pristine):
@@ -183,17 +157,13 @@ def test_disable_unmerge_and_unload_give_the_pristine_model(learned, pristine):
     assert all(torch.equal(value, pristine.state_dict()[key]) for key, value in base.state_dict().items())
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_state_dict_carries_the_pristine_base_weights(learned, pristine, merged):
-    if merged:
-        learned.merge_adapter()
-    saved = learned.state_dict()
+def test_state_dict_carries_the_pristine_base_weights(learned, pristine):
+    learned.merge_adapter()
+    before, saved = image_features(learned), learned.state_dict()
     state = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in saved.items()}
     assert all(torch.equal(state[key], value) for key, value in pristine.state_dict().items())
-    if merged:  # and loading it into a merged model leaves the same function
-        before = image_features(learned)
-        learned.load_state_dict(learned.state_dict())
-        torch.testing.assert_close(image_features(learned), before, atol=5e-6, rtol=1e-5)
+    learned.load_state_dict(saved)  # unmerges
+    torch.testing.assert_close(image_features(learned), before, atol=5e-6, rtol=1e-5)
 
 
 def test_safe_merge_refuses_nan_and_changes_nothing(learned):
@@ -209,78 +179,44 @@ def test_safe_merge_refuses_nan_and_changes_nothing(learned):
     assert all(torch.equal(layer.base_layer.weight, weight) for layer, weight in zip(layers, before, strict=True))
 
 
-@pytest.mark.slow
-def test_saved_adapter_loads_in_a_fresh_process(learned, pristine, tmp_path):
-    learned.save_pretrained(tmp_path / "adapter")
-    pristine.save_pretrained(tmp_path / "base")
-    torch.save((PIXELS, image_features(learned), text_features(learned)), tmp_path / "expected.pt")
-    script = f"""
-        import sys, torch, dulbe_peft
-        from peft import PeftModel
-        from transformers import CLIPModel
-        sys.path.insert(0, {str(sys.path[0])!r})
-        pixels, images, texts = torch.load({str(tmp_path / "expected.pt")!r})
-        torch.set_num_threads({torch.get_num_threads()})
-        base = CLIPModel.from_pretrained({str(tmp_path / "base")!r})
-        model = PeftModel.from_pretrained(base, {str(tmp_path / "adapter")!r})
-        with torch.no_grad():
-            assert torch.equal(model.get_image_features(pixel_values=pixels).pooler_output, images)
-            ids = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
-            assert torch.equal(model.get_text_features(input_ids=ids).pooler_output, texts)
-        assert model.history_rank == 3
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
-
-
-def test_effective_weight_follows_every_change_of_its_factors(learned, pristine):
+def test_effective_weight_follows_every_change_of_its_factors(learned):
     """In-place changes, another precision and an enclosing autocast: never a stale or a rounded weight."""
     layer = next(iter(learned.dual_mode_layers().values()))
-    before = layer.folded_weight("default").clone()
-    with torch.no_grad():
-        layer.base_layer.weight.mul_(2)
-    torch.testing.assert_close(layer.folded_weight("default"), before + layer.base_layer.weight / 2)
-    layer.base_layer.load_state_dict({k: v / 2 for k, v in layer.base_layer.state_dict().items()})
-    assert torch.equal(layer.folded_weight("default"), before)
+    base, before = layer.base_layer.weight, layer.folded_weight("default").clone()
     with torch.no_grad():
         for factor in (layer.dulbe_history_P, layer.dulbe_history_B):
             factor["default"].mul_(2)
-            torch.testing.assert_close(layer.folded_weight("default") + layer.base_layer.weight, 2 * before)
+            torch.testing.assert_close(layer.folded_weight("default") + base, 2 * before)
             factor["default"] = factor["default"] / 2
             assert torch.equal(layer.folded_weight("default"), before)
-    layer.base_layer.weight.data = layer.base_layer.weight.data + 1  # another tensor in place of the old one
-    torch.testing.assert_close(layer.folded_weight("default"), before + 1)
-    layer.base_layer.weight.data = pristine.get_submodule(next(iter(learned.dual_mode_layers()))).weight.data
+        base.mul_(2)
+        torch.testing.assert_close(layer.folded_weight("default"), before + base / 2)
+        layer.base_layer.load_state_dict({k: v / 2 for k, v in layer.base_layer.state_dict().items()})
+        assert torch.equal(layer.folded_weight("default"), before)
+    base.data = base.data + 1  # another tensor in place of the old one
+    expected = layer.folded_weight("default").clone()
+    torch.testing.assert_close(expected, before + 1)
     layer._folded = None
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer.folded_weight("default"), before)
+        assert torch.equal(layer.folded_weight("default"), expected)
         delta = layer.get_delta_weight("default")
     assert torch.equal(layer.get_delta_weight("default"), delta)
     learned.to(torch.bfloat16)
     assert layer.folded_weight("default").dtype == torch.bfloat16
-    assert torch.isfinite(learned.get_image_features(pixel_values=PIXELS.bfloat16()).pooler_output).all()
 
 
-def test_a_history_made_or_read_in_inference_mode(learned, pristine):
+def test_a_history_made_in_inference_mode_and_a_base_weight_that_is_trained(learned):
     expected = image_features(learned)
     with torch.inference_mode():
         assert torch.equal(image_features(learned), expected)
         learned.fold_task()
         assert torch.equal(image_features(learned), image_features(copy.deepcopy(learned)))
-    torch.testing.assert_close(image_features(learned), expected, rtol=1e-4, atol=1e-5)
     learned.begin_task(random_modes(learned))
-    learned.train()
-    learned.get_image_features(pixel_values=PIXELS).pooler_output.sum().backward()
-    assert all(p.grad is not None for p in learned.shared_parameters())
-
-
-def test_a_base_weight_that_is_trained_gets_its_gradient_past_a_history(learned):
-    layer = next(iter(learned.dual_mode_layers().values()))
-    expected = image_features(learned)
-    layer.base_layer.weight.requires_grad_(True)
+    weight = next(iter(learned.dual_mode_layers().values())).base_layer.weight.requires_grad_(True)
     images = learned.get_image_features(pixel_values=PIXELS).pooler_output
     torch.testing.assert_close(images.detach(), expected, rtol=1e-4, atol=1e-5)
     images.sum().backward()
-    assert layer.base_layer.weight.grad.any()
+    assert weight.grad.any() and all(p.grad is not None for p in learned.shared_parameters())
 
 
 def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned, monkeypatch):
@@ -288,14 +224,8 @@ def test_held_weights_are_those_of_the_moment_and_let_go_on_every_error(learned,
     with learned.held_weights(), learned.held_weights():
         assert torch.equal(image_features(learned), expected)
         twin = copy.deepcopy(learned)
-        held = [layer._held for layer in layers]
-        probe_gradients(
-            learned, [PIXELS], lambda m, x: (m.get_image_features(pixel_values=x).pooler_output.sum(), len(x))
-        )
-        assert all(layer._held is weight for layer, weight in zip(layers, held, strict=True))
     copies = list(twin.dual_mode_layers().values())
     assert all(layer._held is None for layer in [*layers, *copies])
-    assert all(layer._folded is not None for layer in layers) and all(layer._folded is None for layer in copies)
 
     def broken(adapter):
         raise MemoryError(adapter)
@@ -336,10 +266,6 @@ def test_reloading_over_a_history_of_another_length(learned, pristine, tmp_path)
     model.load_adapter(tmp_path / "long", "other")
     model.set_adapter("other")
     assert torch.equal(image_features(model), long)
-    assert (
-        get_peft_model_state_dict(model, adapter_name="default").keys()
-        == get_peft_model_state_dict(model, adapter_name="other").keys()
-    )
 
 
 def test_injection_into_a_plain_module():
@@ -360,12 +286,8 @@ def test_the_configuration_is_the_same_whatever_the_order_of_a_set():
         ({"target_modules": "*"}, ValueError, "target_modules is '.', no regular expression"),
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
         ({"residual_rank": 1.5}, TypeError, "residual_rank must be a valid integer, got 1.5"),
-        ({"text_rank": True}, TypeError, "text_rank must be a valid integer, got True"),
         ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
-        ({"support_rank": 0}, ValueError, "support_rank must be at least 1"),
-        ({"target_modules": []}, ValueError, "empty list"),
         ({"target_modules": ".*fc1", "layers_to_transform": [0]}, ValueError, "layers_to_transform cannot be used"),
-        ({"layers_pattern": "layers"}, ValueError, "without layers_to_transform"),
     ],
 )
 def test_bad_configurations(fields, error, words):
@@ -379,47 +301,16 @@ def test_bad_configurations(fields, error, words):
         ({"residual_rank": 40}, "shared_rank . residual_rank = 41 exceeds in_features = 32 of layer"),
         ({"target_modules": ["k_porj"]}, "not found in the base model.*Closest names.*k_proj"),
         ({"target_modules": ["patch_embedding"]}, "is a Conv2d, only torch.nn.Linear"),
+        ({"target_modules": ["attn"]}, "convert the model to the transformers layout"),
         ({"target_modules": "all-linear", "residual_rank": 39}, "= 40 exceeds in_features"),
     ],
 )
 def test_refused_injection_changes_nothing(base, pristine, fields, words):
-    grads = [p.requires_grad for p in base.parameters()]
+    base.vision_model.attn = nn.MultiheadAttention(8, 2)
+    keys, grads = base.state_dict().keys(), [p.requires_grad for p in base.parameters()]
     with pytest.raises(ValueError, match=words):
         get_peft_model(base, DualModeLoraConfig(**fields))
-    assert base.state_dict().keys() == pristine.state_dict().keys()
-    assert [p.requires_grad for p in base.parameters()] == grads
-
-
-def test_multihead_attention_names_the_way_out():
-    block = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    with pytest.raises(ValueError, match="convert the model to the transformers layout"):
-        get_peft_model(block, DualModeLoraConfig(target_modules=["attn"], **CONFIG))
-
-
-def test_bad_modes_change_nothing(learned):
-    before, rank = image_features(learned), learned.history_rank
-    good = random_modes(learned)
-    name = next(iter(good))
-    skew = ModeBases(2 * good[name].shared, good[name].residual, 0.0, 0.0)
-    wide = ModeBases(good[name].residual, good[name].shared, 0.0, 0.0)
-    for modes, words in (
-        ({k: v for k, v in good.items() if k != name}, "missing"),
-        ({**good, "elsewhere": good[name]}, "unknown"),
-        ({**good, name: skew}, "not orthonormal"),
-        ({**good, name: wide}, "expected"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            learned.begin_task(modes)
-    learned.merge_adapter()
-    with pytest.raises(ValueError, match="unmerge_adapter"):
-        learned.begin_task(good)
-    learned.unmerge_adapter()
-    learned.add_adapter("second", DualModeLoraConfig(**CONFIG))
-    learned.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="one adapter must be active"):
-        learned.begin_task(good)
-    learned.set_adapter("default")
-    assert learned.history_rank == rank and torch.equal(image_features(learned), before)
+    assert base.state_dict().keys() == keys and [p.requires_grad for p in base.parameters()] == grads
 
 
 def test_feature_extraction_task_type_warns():
@@ -427,67 +318,55 @@ def test_feature_extraction_task_type_warns():
         DualModeLoraConfig(task_type="FEATURE_EXTRACTION")
 
 
-@pytest.mark.parametrize("scale", [0, 0.25, 0.7, 1.0])
-def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, scale):
-    learned = learned.double()
-    blend = pristine.double()
-    layers = {name: m for name, m in learned.base_model.model.named_modules() if isinstance(m, DualModeLayer)}
-    assert {type(layer).__name__ for layer in layers.values()} == {"DualModeLinear", "TextLoraLinear"}
-    expected = image_features(learned), text_features(learned)
-    with torch.no_grad():
-        for name, layer in layers.items():
-            blend.get_submodule(name).weight += scale * literal_update(layer)
-    with learned.scaled(0.5), learned.scaled(scale):
-        found = image_features(learned), text_features(learned)
-        saved = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
-        twin = copy.deepcopy(learned)
-    for value, other in zip(found, (image_features(blend), text_features(blend)), strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
-    assert all(torch.equal(saved[name], layer.get_delta_weight("default")) for name, layer in layers.items())
-    for model in (learned, twin):  # afterwards, and in a copy from inside the block
-        assert all(map(torch.equal, (image_features(model), text_features(model)), expected))
-
-
 def literal_update(layer):
     """dW in float64, from the factors."""
     if hasattr(layer, "dulbe_text_A"):
-        return (
-            layer.scaling["default"] * layer.dulbe_text_B["default"].double() @ layer.dulbe_text_A["default"].double()
-        )
+        return layer.scaling["default"] * layer.dulbe_text_B["default"] @ layer.dulbe_text_A["default"]
     history = layer.dulbe_history_B["default"].double() @ layer.dulbe_history_P["default"].double().T
     up = torch.cat([layer.dulbe_shared_B["default"], layer.dulbe_residual_B["default"]], dim=1).double()
     return history + up @ layer.dulbe_P["default"].double().T
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ends_of_the_scale_are_exact(learned, pristine, dtype):
-    learned = learned.to(dtype)
+def outputs(model):
+    return image_features(model), text_features(model)
 
-    def outputs():
-        return image_features(learned), text_features(learned)
 
-    whole = outputs()
+@pytest.mark.parametrize("scale", [0, 0.25, 1.0])
+def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, scale):
+    learned, blend = learned.double(), pristine.double()
+    layers = {name: m for name, m in learned.base_model.model.named_modules() if isinstance(m, DualModeLayer)}
+    assert {type(layer).__name__ for layer in layers.values()} == {"DualModeLinear", "TextLoraLinear"}
+    expected = outputs(learned)
     with learned.disable_adapter():
-        base = outputs()
-    assert not torch.equal(base[0], whole[0]) and not torch.equal(base[1], whole[1])
-    with learned.scaled(0):
-        assert all(map(torch.equal, outputs(), base))
-        with learned.scaled(1):
-            assert all(map(torch.equal, outputs(), whole))
-        assert all(map(torch.equal, outputs(), base))
+        ends = {0: outputs(learned), 1: expected}
+    with torch.no_grad():
+        for name, layer in layers.items():
+            blend.get_submodule(name).weight += scale * literal_update(layer)
+    with learned.scaled(0.5), learned.scaled(scale):
+        found = outputs(learned)
+        twin = copy.deepcopy(learned)
+    for value, other in zip(found, outputs(blend), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
+    assert scale not in ends or all(map(torch.equal, found, ends[scale]))  # both ends are exact
     with pytest.raises(KeyError), learned.scaled(0.5):
         raise KeyError
-    assert all(map(torch.equal, outputs(), whole))
+    for model in (learned, twin):  # afterwards, and in a copy from inside the block
+        assert all(map(torch.equal, outputs(model), expected))
 
 
-def test_what_cannot_be_scaled_is_refused(learned, base):
-    for scale, error in ((1.5, ValueError), (-0.1, ValueError), (float("nan"), ValueError), ("0.5", TypeError)):
+def test_what_cannot_be_done_is_refused(learned):
+    for scale, error in ((1.5, ValueError), (float("nan"), ValueError), ("0.5", TypeError)):
         with pytest.raises(error, match="scale must be"), learned.scaled(scale):
             raise AssertionError
     learned.merge_adapter()
-    with pytest.raises(ValueError, match="call unmerge_adapter"), learned.scaled(0.5):
-        raise AssertionError
+    for refused in (lambda: learned.scaled(0.5), learned.fold_task, lambda: learned.begin_task(random_modes(learned))):
+        with pytest.raises(ValueError, match="call unmerge_adapter"):
+            refused()
     learned.unmerge_adapter()
     learned.active_peft_config.modules_to_save = ["visual_projection"]
-    with pytest.raises(ValueError, match="modules_to_save"), learned.scaled(0.5):
-        raise AssertionError
+    with pytest.raises(ValueError, match="modules_to_save"):
+        learned.scaled(0.5)
+    learned.add_adapter("second", DualModeLoraConfig(**CONFIG))
+    learned.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="one adapter must be active"):
+        learned.fold_task()

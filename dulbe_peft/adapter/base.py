@@ -62,10 +62,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             setattr(self, attribute, before)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Write the adapters' updates (None: of the active ones) into the base weight, and keep the pristine weight.
-
-        `safe_merge` refuses a result that is not finite.
-        """
+        """Write updates, of the active adapters by default, into the base weight, and keep the pristine weight."""
         for name in self.adapters_here(check_adapters_to_merge(self, adapter_names)):
             weight = self._linear.weight
             with torch.no_grad():
@@ -96,8 +93,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         return self._adapted_forward(x)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """True: the update is additive."""
-        return True
+        return True  # the update is additive
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
         if self._pristine_weight is not None:
@@ -107,9 +103,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """New base weights, or new values of a merged adapter, are for the unmerged layer."""
         own = tuple(f".{name}" for name in self.merged_adapters)
-        if any(k == prefix + "base_layer.weight" or (k.startswith(prefix) and k.endswith(own)) for k in state_dict):
-            if self.merged:
-                self.unmerge()
+        keys = (key for key in state_dict if key.startswith(prefix))
+        if self.merged and any(key == prefix + "base_layer.weight" or key.endswith(own) for key in keys):
+            self.unmerge()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __repr__(self) -> str:

@@ -34,12 +34,9 @@ def _holds_only_tensors(path: Path) -> bool:
 class DualModeLoraConfig(AdapterSettings, PeftConfig):
     """Configuration of [`DualModeLoraModel`]: frozen-basis shared and residual modes in a CLIP vision tower.
 
-    The help text of every field stands in its metadata; the command line and the documentation read it from there.
-
     Raises:
         TypeError: a value is of another type, such as a rank that is not an int.
-        ValueError: a rank is negative, both visual ranks are zero, an expression is none, or fields contradict each
-            other.
+        ValueError: a rank is negative, both visual ranks are zero, or fields contradict each other.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".
@@ -70,10 +67,9 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
-        """As PEFT's; PEFT reads it first, so this is where an adapter that is a pickle or damaged is a `ValueError`.
+        """As PEFT's, which reads it before all else: an adapter that is a pickle or damaged ends here.
 
-        A folder's `adapter_model.bin` is read, by PEFT's restricted reader, where it can hold nothing but tensors:
-        that is what `save_pretrained(..., safe_serialization=False)` writes.
+        `adapter_model.bin`, as `safe_serialization=False` writes it, is read where it can hold nothing but tensors.
         """
         where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
         source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
@@ -82,10 +78,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             and has_file(source, prefix + WEIGHTS_NAME, **where)
             and not _holds_only_tensors(Path(source) / prefix / WEIGHTS_NAME)
         ):
-            raise ValueError(
-                f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}: only safetensors "
-                "files are read"
-            )
+            raise ValueError(f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}")
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME
         if file.is_file():  # its header alone, before memory is taken for what the configuration claims

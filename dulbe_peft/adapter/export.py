@@ -43,20 +43,14 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
-        folder: where `adapter_config.json`, `adapter_model.safetensors` and `manifest.json` go; made if it is not
-            there. What an earlier export wrote there is replaced as a whole.
+        folder: where the adapter goes, which is also what is returned. An earlier export there is replaced.
         compress_to: replace every update of a higher rank by its best approximation of this rank, and write
-            `compression.json` beside the adapter: `rank`, the `relative_error` over all layers, and per layer its
-            `rank`, `rank_before` and `relative_error`; an error is |dW - dW_k|_F / |dW|_F.
-
-    Returns:
-        The folder.
+            `compression.json` with the relative errors |dW - dW_k|_F / |dW|_F of all layers together and of each.
 
     Raises:
-        TypeError: `compress_to` is not an int.
         ValueError: `compress_to` is below 1, an update to compress is not finite, or not exactly one adapter is
             active. Nothing is written then.
-        FileExistsError: the folder lies in a saved learner or holds something that no export wrote; it stays as it is.
+        FileExistsError: the folder lies in a saved learner or holds something that no export wrote.
     """
     commit_folder(Path(folder), "export", lambda temporary: write_lora(model, temporary, compress_to))
     return Path(folder)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.checks import check_number, is_int
+from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import evaluating
 
 
@@ -19,8 +19,7 @@ def probe_gradients(
 ) -> dict[str, torch.Tensor]:
     """Gradient of the data set's mean loss with respect to every adapted layer's effective weight, without a step.
 
-    The model runs in evaluation mode as it is, history and current modes on. Parameters, their `.grad` and the mode of
-    every module are left as they were.
+    The model runs in evaluation mode, history and current modes on, and is left as it was.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
@@ -32,8 +31,7 @@ def probe_gradients(
         Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device.
 
     Raises:
-        ValueError: there is no batch, a batch size is not positive, a loss or gradient is not finite, or the loss does
-            not depend on any adapted layer.
+        ValueError: there is no batch, a loss or gradient is not finite, or no loss depends on an adapted layer.
         TypeError: the model is no such model, or `loss_fn` returns no pair.
 
     Reference:
@@ -41,14 +39,9 @@ def probe_gradients(
         "Prospective-gradient estimation".
     """
     if not hasattr(model, "dual_mode_layers"):
-        raise TypeError(
-            f"model must come from get_peft_model(model, DualModeLoraConfig(...)), got {type(model).__name__}"
-        )
+        raise TypeError(f"model must come from get_peft_model, got {type(model).__name__}")
     layers: dict[str, DualModeLinear] = model.dual_mode_layers()  # type: ignore[operator]
-    if not layers:
-        raise ValueError("model has no dual-mode layer to probe")
-    if any(layer.merged for layer in layers.values()):
-        raise ValueError("adapters are merged into the base weights: call unmerge_adapter() before probing")
+    model.check_unmerged()  # type: ignore[operator]
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
@@ -60,7 +53,11 @@ def probe_gradients(
             weights[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
             held.enter_context(layer.holding(weights[name]))
         for batch in batches:
-            loss, size = _checked_loss(loss_fn(model, batch), len(losses))
+            result = loss_fn(model, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                kind = type(result).__name__
+                raise TypeError(f"loss_fn must return the pair (mean loss, batch size), got a {kind}")
+            loss, size = result
             (loss * size).backward(inputs=list(weights.values()))
             losses.append(loss.detach())
             total += size
@@ -79,18 +76,6 @@ def probe_gradients(
     return gradients
 
 
-def _checked_loss(result: Any, index: int) -> tuple[torch.Tensor, int]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        kind = type(result).__name__
-        raise TypeError(f"loss_fn must return the pair (mean loss, batch size), got a {kind} for batch {index}")
-    loss, size = result
-    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
-        raise ValueError(f"loss_fn must return a scalar that depends on the model, got {loss!r} for batch {index}")
-    if not is_int(size) or size < 1:
-        raise ValueError(f"loss_fn must return a positive batch size, got {size!r} for batch {index}")
-    return loss, size
-
-
 def route_gradients(
     model: nn.Module,
     task_loss: torch.Tensor,
@@ -100,7 +85,7 @@ def route_gradients(
     """Accumulate into `.grad` as `backward()` would, each loss into the parameters it is meant for.
 
     `task_loss` reaches every trainable parameter, those outside the model too; `structure_weight * structure_loss`
-    reaches B_S of every layer and nothing else, through all higher layers. Both losses may come from one forward pass.
+    reaches B_S of every layer and nothing else. Both losses may come from one forward pass.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
@@ -109,9 +94,8 @@ def route_gradients(
         structure_weight: lambda, at least 0.
 
     Raises:
-        ValueError: a loss is not a scalar, or (where looking costs no device synchronisation, that is on the CPU) not
-            finite, a loss has no gradient where it is meant to have one, or the weight is negative or not finite. No
-            gradient is touched then.
+        ValueError: a loss is not a scalar, or (on the CPU, where looking is free) not finite, a loss has no gradient
+            where it is meant to have one, or the weight is negative. No gradient is touched then.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".

@@ -46,8 +46,6 @@ class DualModeLinear(DualModeLayer):
     """A linear layer with a frozen history and one shared and one residual mode per adapter.
 
     Attributes:
-        in_features: d_in.
-        out_features: d_out.
         dulbe_P: adapter name -> P = [P_S P_R], (d_in, r_S + r_R), float32, orthonormal columns, frozen.
         dulbe_shared_B: adapter name -> B_S, (d_out, r_S), trainable.
         dulbe_residual_B: adapter name -> B_R, (d_out, r_R), trainable.
@@ -77,12 +75,11 @@ class DualModeLinear(DualModeLayer):
 
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
         """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history."""
-        kind: dict[str, Any] = {"device": self._linear.weight.device, "dtype": torch.float32}
         rank = config.shared_rank + config.residual_rank
         basis = torch.linalg.qr(torch.randn(self.in_features, rank, dtype=torch.float32))[0]
-        self.dulbe_P[adapter_name] = basis.contiguous().to(kind["device"])
-        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, **kind)
-        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, **kind)
+        self.dulbe_P[adapter_name] = basis.contiguous()
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, dtype=torch.float32)
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, dtype=torch.float32)
         modes = (self.dulbe_shared_B, config.shared_rank), (self.dulbe_residual_B, config.residual_rank)
         for container, rank in modes:
             up = torch.zeros(self.out_features, rank, dtype=torch.float32)
@@ -99,14 +96,11 @@ class DualModeLinear(DualModeLayer):
             if adapter_name in buffers:
                 buffers[adapter_name] = buffers[adapter_name].float()
 
-    # ------------------------------------------------------------------ weights
-
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
-        The one place where an effective weight is made. The result is cached until the adapter, the base weight or
-        the history changes; what is written through `.data`, or to tensors of inference mode, is not noticed. Compiled
-        code makes it in every pass, and so does a layer whose base weight is trained.
+        The one place where an effective weight is made, and cached until a factor changes. What is written through
+        `.data`, or to tensors of inference mode, is not noticed.
         """
         base = self._linear.weight
         factors = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
@@ -140,11 +134,6 @@ class DualModeLinear(DualModeLayer):
         """B = [B_S B_R], (d_out, r_S + r_R)."""
         return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
 
-    def basis_shapes(self, adapter: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(d_in, r_S) and (d_in, r_R)."""
-        ranks = self.dulbe_shared_B[adapter].shape[1], self.dulbe_residual_B[adapter].shape[1]
-        return (self.in_features, ranks[0]), (self.in_features, ranks[1])
-
     def history_rank(self, adapter: str) -> int:
         """Rank of `adapter`'s folded history."""
         return int(self.dulbe_history_B[adapter].shape[1])
@@ -153,16 +142,10 @@ class DualModeLinear(DualModeLayer):
         """Whether any current up-projection differs from zero."""
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
-    # ------------------------------------------------------------------ states for the length of a block
-
     def holding(
         self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
     ) -> AbstractContextManager[None]:
-        """Use `weight`, (d_out, d_in), in place of W_0 and all history, and add `updates()` in every forward pass.
-
-        An update is a pair of P, (d_in, r), and B, (d_out, r). Without `modes` the current modes are left out, where
-        `updates` has them in another form.
-        """
+        """Use `weight`, (d_out, d_in), for W_0 and history, and add `updates()`, pairs of P and B, in every pass."""
         return self._temporarily("_held", _Held(weight, updates, modes))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
@@ -173,8 +156,6 @@ class DualModeLinear(DualModeLayer):
     def resting(self) -> AbstractContextManager[None]:
         """Leave out the current modes: the history alone."""
         return self._temporarily("_resting", True)
-
-    # ------------------------------------------------------------------ from task to task
 
     @torch.no_grad()
     def fold(self, adapter: str) -> None:
@@ -202,8 +183,6 @@ class DualModeLinear(DualModeLayer):
         shared_rank = self.dulbe_shared_B[adapter].shape[1]
         self.dulbe_shared_B[adapter].copy_(up[:, :shared_rank])
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
-
-    # ------------------------------------------------------------------ forward and state
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         linear, held = self._linear, self._held
@@ -235,8 +214,7 @@ class DualModeLinear(DualModeLayer):
             for name in list(buffers):
                 saved = state_dict.get(f"{prefix}{attribute}.{name}")
                 if saved is not None and saved.ndim == 2 and saved.shape[0] == size:
-                    if saved.shape != buffers[name].shape:
-                        buffers[name] = buffers[name].new_zeros(saved.shape)
+                    buffers[name] = buffers[name].new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

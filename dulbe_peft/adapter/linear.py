@@ -22,10 +22,9 @@ Updates = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:
-    """x W' + bias + sum_i (x P_i) B_i', (..., d_out), in x's dtype as `torch.nn.functional.linear` has it.
+    """x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in), and pairs P, (d_in, r), B, (d_out, r).
 
-    With x (..., d_in), W (d_out, d_in), and pairs of P, (d_in, r), and B, (d_out, r). Products with an update run in
-    P's dtype.
+    Products with an update run in P's dtype, the others in x's.
     """
     fused = (
         len(updates) == 1

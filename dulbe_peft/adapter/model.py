@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.config import PeftConfig
@@ -31,10 +31,6 @@ class DualModeLoraModel(BaseTuner):
     Made by `peft.get_peft_model(model, DualModeLoraConfig(...))`; the `PeftModel` around it forwards every method
     here. The methods act on the active adapter, of which there must be exactly one. A layer's name is its dotted path
     in the model given to `get_peft_model`.
-
-    Attributes:
-        model: the adapted model.
-        peft_config: adapter name -> [`DualModeLoraConfig`].
     """
 
     prefix = PREFIX
@@ -45,24 +41,18 @@ class DualModeLoraModel(BaseTuner):
         | {model_type: list(ENCODERS["clip"].target_modules) for model_type in CLIP_VISION_TYPES}
     )
 
-    # ------------------------------------------------------------------ injection
-
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(m, DualModeLayer) and m.adapters_here([adapter_name]) for m in model.modules()):
             raise ValueError(
-                f"the model already has the adapter {adapter_name!r}: call its unload() before wrapping it again, or "
-                "add_adapter() with another name"
+                f"the model already has the adapter {adapter_name!r}: call its unload(), or take another name"
             )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
-        if not isinstance(adapter_name, str):
-            raise TypeError(f"adapter name must be a string, got {adapter_name!r}")
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
             raise ValueError(
-                f"adapter name {adapter_name!r} cannot be used: it must not be empty, hold '.', '/' or '\\', or be "
-                "the name of a method of nn.ParameterDict"
+                f"adapter name {adapter_name!r} is empty, has '.', '/' or '\\', or is a method of nn.ParameterDict"
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
@@ -70,8 +60,7 @@ class DualModeLoraModel(BaseTuner):
         return find_target(peft_config, self.model, key)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        """Check every target before the first layer is replaced, so that a refused configuration changes nothing."""
-        check_targets(peft_config, model)
+        check_targets(peft_config, model)  # before the first layer is replaced: a refused one changes nothing
 
     def _create_and_replace(
         self,
@@ -123,8 +112,6 @@ class DualModeLoraModel(BaseTuner):
         """All layers of both towers, with whatever adapters."""
         return [module for module in self.modules() if isinstance(module, DualModeLayer)]
 
-    # ------------------------------------------------------------------ layers and parameters
-
     def _active(self) -> str:
         if len(self.active_adapters) != 1:
             raise ValueError(f"one adapter must be active for this call, got {self.active_adapters}: call set_adapter")
@@ -133,8 +120,7 @@ class DualModeLoraModel(BaseTuner):
     @property
     def active_config(self) -> DualModeLoraConfig:
         """The configuration of the active adapter."""
-        config: Any = self.peft_config[self._active()]
-        return config
+        return cast(DualModeLoraConfig, self.peft_config[self._active()])
 
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
         """Name -> layer for every adapted layer of the vision tower, in the model's order."""
@@ -147,27 +133,19 @@ class DualModeLoraModel(BaseTuner):
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """B_S of every adapted layer, each (d_out, r_S)."""
-        adapter = self._active()
-        return (layer.dulbe_shared_B[adapter] for layer in self.dual_mode_layers().values())
+        return (layer.dulbe_shared_B[self._active()] for layer in self.dual_mode_layers().values())
 
     def residual_parameters(self) -> Iterator[nn.Parameter]:
         """B_R of every adapted layer, each (d_out, r_R)."""
-        adapter = self._active()
-        return (layer.dulbe_residual_B[adapter] for layer in self.dual_mode_layers().values())
+        return (layer.dulbe_residual_B[self._active()] for layer in self.dual_mode_layers().values())
 
     @property
     def history_rank(self) -> int:
         """Rank of the active adapter's folded history, the same in every layer."""
-        adapter = self._active()
-        return max((layer.history_rank(adapter) for layer in self.dual_mode_layers().values()), default=0)
-
-    # ------------------------------------------------------------------ from task to task
+        return max((layer.history_rank(self._active()) for layer in self.dual_mode_layers().values()), default=0)
 
     def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
-        """Fold the finished task's modes into the history, install new bases, and set B = 0.
-
-        Modes whose B are all zero (a fresh adapter, or one that `fold_task` has just folded) leave no trace in the
-        history.
+        """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
 
         Args:
             modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
@@ -175,22 +153,19 @@ class DualModeLoraModel(BaseTuner):
 
         Raises:
             TypeError: `modes` is no mapping to [`ModeBases`].
-            ValueError: a layer is missing or unknown, a basis has the wrong shape, is not finite or not orthonormal,
-                or an adapter is merged. Nothing is changed then.
+            ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed then.
         """
-        adapter = self._active()
-        layers = self.dual_mode_layers()
+        adapter, layers = self._active(), self.dual_mode_layers()
         self.check_unmerged()
-        check_modes(modes, {name: layer.basis_shapes(adapter) for name, layer in layers.items()}, orthonormal)
+        ranks = self.active_config.shared_rank, self.active_config.residual_rank
+        shapes = {name: tuple((layer.in_features, rank) for rank in ranks) for name, layer in layers.items()}
+        check_modes(modes, shapes, orthonormal)
         self.fold_task()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
 
     def fold_task(self) -> None:
-        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
-
-        Raises:
-            ValueError: an adapter is merged.
+        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', unless B = 0, and set B = 0.
 
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
@@ -203,10 +178,7 @@ class DualModeLoraModel(BaseTuner):
             self.active_config.history_rank = self.history_rank
 
     def previous_task(self) -> AbstractContextManager[None]:
-        """The vision tower as it was when this task began: history on, current modes off.
-
-        The text LoRA and `modules_to_save` stay as they are.
-        """
+        """The vision tower as it was when this task began: history on, current modes off. All else stays as it is."""
         self.check_unmerged()
         return _all_of(layer.resting() for layer in self.dual_mode_layers().values())
 
@@ -218,38 +190,31 @@ class DualModeLoraModel(BaseTuner):
         return _all_of(layer.resting() for layer in layers)
 
     def held_weights(self) -> AbstractContextManager[None]:
-        """Hold the effective weights of now, for the training of one task; later changes are not noticed.
+        """Hold the effective weights of now, for the training of one task; later changes of them are not noticed.
 
-        Such changes are those of base weights, of the history (`fold_task`, `begin_task`) and of the active adapter.
-        Compiled code reads held weights as they are, whatever the rank of the history. Without held weights it is
-        compiled anew for each rank, and makes the weights in every pass.
+        Without held weights code is compiled anew for each rank of the history, and makes the weights in every pass.
         """
         adapter, layers = self._active(), self.dual_mode_layers().values()
         frozen = (layer for layer in layers if not layer.base_layer.weight.requires_grad)
         return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
-        """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight.
-
-        1 is the model as it is, 0 the base model, -1 the model from which the finished tasks' updates are subtracted.
-        """
+        """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight."""
         adapter, layers = self._active(), self.dual_mode_layers().values()
         self.check_unmerged()
         return _all_of(layer.holding(layer.scaled_weight(adapter, scale)) for layer in layers)
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
-        """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers.
+        """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers; not for training.
 
-        dW is all that the adapter has learned: the finished tasks' updates, the current modes and the text LoRA. The
-        blend is one of weights, so it costs nothing when the model is used. It is made when the block begins. The
-        block is for using a model, not for training it.
+        dW is all that the adapter has learned: the finished tasks' updates, the current modes and the text LoRA.
 
         Args:
             scale: in [0, 1]. 0 is the base model and 1 the model as it has learned, both bit for bit.
 
         Raises:
-            ValueError: the scale is not in [0, 1], an adapter is merged, several adapters are active, or the adapter
-                has replaced whole modules (`modules_to_save`), which a scale does not blend.
+            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has replaced whole modules
+                (`modules_to_save`), which a scale does not blend.
 
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
@@ -259,8 +224,7 @@ class DualModeLoraModel(BaseTuner):
         self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError(
-                f"the adapter has modules_to_save={list(self.active_config.modules_to_save)}: these replace whole "
-                "modules, and a scale blends the adapter's updates alone"
+                "the adapter has modules_to_save: these replace whole modules, which a scale does not blend"
             )
         return _all_of(layer.scaled(adapter, scale) for layer in self._layers() if layer.adapters_here([adapter]))
 
@@ -287,8 +251,6 @@ class DualModeLoraModel(BaseTuner):
         if any(layer._held is not None for layer in self.dual_mode_layers().values()):
             raise ValueError("the model is scaled for the length of a block: learn before or after it")
 
-    # ------------------------------------------------------------------ state
-
     @classmethod
     def _get_adapter_state_dict(
         cls,
@@ -299,16 +261,11 @@ class DualModeLoraModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
-        layers = (module for module in model.modules() if isinstance(module, DualModeLinear))
-        ranks = [layer.history_rank(adapter_name) for layer in layers if adapter_name in layer.dulbe_P]
-        config.history_rank = max(ranks, default=0)  # type: ignore[attr-defined]
-        return super()._get_adapter_state_dict(
-            model=model,
-            config=config,
-            adapter_name=adapter_name,
-            state_dict=state_dict,
-            unwanted_adapter_names=unwanted_adapter_names,
+        ranks = (
+            value.shape[1] for key, value in state_dict.items() if key.endswith(f"dulbe_history_P.{adapter_name}")
         )
+        config.history_rank = max(ranks, default=0)  # type: ignore[attr-defined]
+        return super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -319,12 +276,8 @@ class DualModeLoraModel(BaseTuner):
         best: dict[str, torch.Tensor] = {}
         found = -1
         for rename in KEY_RENAMES:
-            candidate = super()._remap_adapter_state_dict_for_load(
-                model=model,
-                config=config,
-                adapter_name=adapter_name,
-                state_dict={rename(key): value for key, value in state_dict.items()},
-            )
+            renamed = {rename(key): value for key, value in state_dict.items()}
+            candidate = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, renamed)
             matched = sum(key in known and not in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
             if matched > found:
                 best, found = candidate, matched

@@ -1,8 +1,7 @@
 """The entry of the method in PEFT's table of types.
 
 PEFT keeps its methods in the string enumeration `PeftType` and offers no way to add a member from outside.
-`register_peft_type` adds a real one, so that lookups by value, by name and by call, JSON, pickle and deepcopy all
-work as for PEFT's own methods. Everything that depends on the enumeration's internals is in that one function.
+`register_peft_type` adds a real one: JSON, pickle and deepcopy work as for PEFT's own methods.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from typing import Any
 
 from peft.utils import PeftType
 
-PEFT_TYPE_NAME = "DULBE"
 PREFIX = "dulbe_"
 
 
 def register_peft_type() -> PeftType:
     """Add the method to PEFT's enumeration of methods, once; later calls return the same member."""
-    name = PEFT_TYPE_NAME
+    name = "DULBE"
     if name in PeftType.__members__:
         return PeftType[name]
     kind: Any = PeftType

@@ -25,10 +25,7 @@ def in_text_tower(key: str) -> bool:
 
 
 def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
-    """What PEFT asks of a tuner: whether a module is a target, and PEFT's own mark where it is excluded.
-
-    Visual targets are as in PEFT, but lists of names leave the pooling head alone. Text LoRA has a list of its own.
-    """
+    """What PEFT asks of a tuner: whether a module is a target, and PEFT's own mark where it is excluded."""
     found = check_target_module_exists(config, key)
     if isinstance(found, _ExcludedModule):
         return found
@@ -40,6 +37,7 @@ def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
             endings = record.text_targets if record else CLIP_TEXT_TARGETS
             targeted = re.fullmatch(rf"(.*\.)?({endings})", key) is not None
         return config.text_rank > 0 and targeted
+    # A list of names leaves the pooling head alone; an expression does not.
     if not isinstance(config.target_modules, str) and record is not None and record.pooling_head in key.split("."):
         return False
     return found
@@ -52,16 +50,10 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
     """
     modules = {name: module for name, module in model.named_modules() if name and ".base_layer" not in name}
     if config.target_modules == "all-linear" and find_record(model) is not None:
-        config.target_modules = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in modules.items()
-                if isinstance(module, (nn.Linear, DualModeLayer))
-                # The blocks are the numbered modules.
-                and any(part.isdigit() for part in name.split("."))
-                and not in_text_tower(name)
-            }
-        )
+        linear = [n for n, m in modules.items() if isinstance(m, (nn.Linear, DualModeLayer)) and not in_text_tower(n)]
+        # The blocks are the numbered modules.
+        inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
+        config.target_modules = sorted({name.rpartition(".")[2] for name in inside})
     every = config.target_modules == "all-linear"
     visual = False
     for name, module in modules.items():
@@ -88,24 +80,15 @@ def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> N
     else:
         ranks, rank = "shared_rank + residual_rank", config.shared_rank + config.residual_rank
     if rank > linear.in_features:
-        raise ValueError(
-            f"{ranks} = {rank} exceeds in_features = {linear.in_features} of layer {name!r}: lower the rank or leave "
-            "the layer out"
-        )
+        raise ValueError(f"{ranks} = {rank} exceeds in_features = {linear.in_features} of layer {name!r}")
 
 
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
-    message = (
-        f"Target modules {config.target_modules} not found in the base model. "
-        "Please check the target modules and try again."
-    )
+    message = f"Target modules {config.target_modules} not found in the base model."
     if config.layers_to_transform is not None:
         message += f" They are looked for in layers_to_transform={config.layers_to_transform}."
     if any(check_target_module_exists(config, name) for name in names):
-        message += (
-            " They name parts of the text tower, and target_modules is for the vision tower; text_target_modules is "
-            "for the text tower."
-        )
+        message += " They name parts of the text tower, which text_target_modules is for."
     wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
     endings = sorted({name.rpartition(".")[2] for name in names})
     close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})

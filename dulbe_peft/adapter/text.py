@@ -18,9 +18,7 @@ from dulbe_peft.utils.precision import without_autocast
 class TextLoraLinear(DualModeLayer):
     """A linear layer of the text tower with plain LoRA: y = W x + (text_alpha / text_rank) B A x.
 
-    Attributes:
-        dulbe_text_A: adapter name -> A, (text_rank, d_in), Xavier-uniform at the start, trained over all tasks.
-        dulbe_text_B: adapter name -> B, (d_out, text_rank), zero at the start, trained over all tasks.
+    A, (text_rank, d_in), and B, (d_out, text_rank), are trained over all tasks.
 
     Reference:
         Appendix, "Training schedule and text adaptation".

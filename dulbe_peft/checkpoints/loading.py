@@ -18,7 +18,6 @@ from torch import nn
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
-from dulbe_peft.adapter.saved import check_file
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, learner_file
 from dulbe_peft.checkpoints.learner_file import LearnerFile
@@ -115,8 +114,6 @@ def loaded_state(
     _check_base_model(base_model)
     base_models.check(base_model, saved.base_model, folder)
     with load_errors(folder):
-        if config is not None:
-            check_file(folder / ADAPTER_FILE, config, base_model)
         _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     with _restored_on_error(base_model):
