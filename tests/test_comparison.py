@@ -24,6 +24,7 @@ from dulbe_peft.metrics.accuracy import average_accuracy
 from dulbe_peft.metrics.bootstrap import image_shares, paired_difference
 from dulbe_peft.metrics.features import Answers
 from dulbe_peft.strategies import STRATEGIES
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,6 +131,24 @@ def test_the_table_says_what_the_runs_measured(copied):
     assert entry.means["last"] == pytest.approx(np.mean([block["last_accuracy"] for block in measured]))
     assert entry.means["average"] == pytest.approx(np.mean([block["average_accuracy"] for block in measured]))
     assert entry.trainable_parameters == 0 and entry.kept_bytes > 0
+
+
+def test_the_table_s_accuracies_are_those_of_the_answers(copied):
+    """The digits are easy: some answers are made wrong, so that the two measures differ."""
+    folder, plan = copied[0] / "out", read_plan(copied[0] / "plan.yaml")
+    row, accuracies = Row("frozen", "lda"), []
+    for seed in (0, 1):
+        run = folder / "runs" / "digits" / "frozen" / f"seed-{seed}"
+        tensors, metadata = read_tensors(answers_path(run, row))
+        tensors["predicted 1"] = 1 - tensors["truth 1"]
+        tensors["predicted 2"][seed] = 3 - tensors["truth 2"][seed]
+        write_tensors(answers_path(run, row), tensors, metadata)
+        answers, _ = read_answers(run, row, read_cell(run))
+        accuracies.append([float(step.right.float().mean()) for step in answers])
+    entry = next(entry for entry in make_entries(plan, folder, plan.cells()) if entry.row == row)
+    assert entry.means["last"] == pytest.approx(np.mean([last for _, last in accuracies]))
+    assert entry.means["average"] == pytest.approx(np.mean(accuracies))
+    assert entry.means["last"] > entry.means["average"] + 0.1
 
 
 def test_what_is_finished_is_not_run_again(copied, content):
