@@ -94,18 +94,3 @@ def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
 def test_any_text_comes_back_from_a_table(tmp_path, text):
     write_csv(tmp_path / "t.csv", ["name"], [[text, 1], ["x", -0.5]])
     assert read_csv(tmp_path / "t.csv") == [["name"], [text, "1"], ["x", "-0.5"]]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "begins with the columns"),
-        ("image,class\n", "begins with the columns"),
-        ("image,class,predicted,probability,task\na,b,c,high,1\n", "line 2 of .* is not as a run writes it"),
-        ("image,class,predicted,probability,task,predicted_lda\na,b,c,0.5,1\n", "line 2"),
-    ],
-)
-def test_another_file_is_refused_by_name(tmp_path, content, words):
-    (tmp_path / "p.csv").write_text(content)
-    with pytest.raises(ValueError, match=words):
-        read_predictions(tmp_path / "p.csv")

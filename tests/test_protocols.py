@@ -25,6 +25,7 @@ from dulbe_peft.runs.settings import StreamArguments, pick
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
+from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.protocols import check_counts, rename_classes
 from dulbe_peft.utils.specs import split_specs
 
@@ -49,11 +50,6 @@ TABLE = {
     "b-half-cars": (B, 100, 4_114, 4_062, 50, 10, 10, PHOTO, "spaces", 76.4),
     "b-half-food101": (B, 100, 75_000, 25_000, 50, 10, 10, FOOD, "spaces", 81.9),
 }
-ICARL = """
-87 0 52 58 44 91 68 97 51 15 94 92 10 72 49 78 61 14 8 86 84 96 18 24 32 45 88 11 4 67 69 66 77 47 79 93 29 50 57 83
-17 81 41 12 37 59 25 20 80 73 1 28 6 46 62 82 53 9 31 75 38 63 33 74 27 22 36 3 16 21 60 19 70 90 89 43 5 42 65 76 40
-30 23 85 2 95 56 48 71 64 98 13 99 7 34 55 54 26 35 39
-"""
 HYPER_PARAMETERS = {
     **{"batch_size": 32, "learning_rate": 1e-3, "class_temperature": 5.0, "instance_temperature": 0.1},
     **{"structure_weight": 0.5, "num_depths": 10, "reliability_temperature": 0.05, "mixed_precision": "no"},
@@ -133,7 +129,7 @@ def test_orders(name, hundred):
     tasks = stream_tasks(pick(StreamArguments, settings_from(name, *flags)))
     expected = np.random.RandomState(1993).permutation(100)
     if name.startswith("a-cifar"):
-        expected = np.array(ICARL.split(), dtype=int)
+        expected = np.array(ICARL_CIFAR100_ORDER)
     assert classes_of(tasks) == expected.tolist()
     assert [len(task.class_names) for task in tasks] == ([50] + [10] * 5 if "half" in name else [10] * 10)
 

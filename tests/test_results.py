@@ -85,11 +85,6 @@ def test_accuracies_over_tasks_equal_loops_over_the_images():
     assert results["seed"] == 3 and results["tasks"][2]["images"] == {"a": 2}
 
 
-def test_a_stream_without_tests_has_no_accuracies():
-    results = results_of([FinishedTask(class_names=["a", "b"], row=measured_row([None]))])
-    assert not {"classifiers", "classes", "zero_shot", "text"} & results.keys() and results["tasks"] == [None]
-
-
 def test_tasks_that_were_not_tested_are_no_figures():
     """A learner that had learned before: its first task has no tests."""
     steps = stream()

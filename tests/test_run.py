@@ -60,10 +60,8 @@ class Noisy:
         return len(self.dataset)
 
     def __getitem__(self, index):
-        sample = self.dataset[index]
-        noise = np.random.default_rng().integers(0, 9, 3)
-        image = Image.fromarray((np.asarray(sample["image"]) // 2 + noise).astype(np.uint8))
-        return {"image": image, "label": sample["label"]}
+        pixels = np.random.default_rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        return {"image": Image.fromarray(pixels), "label": int(self.labels[index])}
 
 
 class Breaking:
