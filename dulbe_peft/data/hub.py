@@ -25,11 +25,9 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
     kind = type(dataset.features[image_column]).__name__
     if kind != "Image":
         raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
-    columns = dataset.with_format(None).select_columns([image_column, label_column])
-    for old, new in ((image_column, "image"), (label_column, "label")):
-        if old != new:
-            columns = columns.rename_column(old, new)
-    images = labelled_images(columns)
+    names = {image_column: "image", label_column: "label"}
+    renamed = {old: new for old, new in names.items() if old != new}
+    images = labelled_images(dataset.with_format(None).select_columns(list(names)).rename_columns(renamed))
     return LabelledImages(images.source, images.labels, images.class_names, name, stored=True)
 
 
@@ -48,7 +46,7 @@ def load_hub_images(
             raise ValueError(f"{path_or_name} needs a split, got None")
         data = datasets.load_dataset(path_or_name.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, path_or_name, image_column, label_column)
-    data = _saved_splits(datasets, path)
+    data = _parquet_files(path) or datasets.load_from_disk(str(path))  # the latter may have no splits
     if isinstance(data, dict):
         if split not in data:
             raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {sorted(data)}")
@@ -68,15 +66,10 @@ def hub_splits(path_or_name: str) -> list[str]:
     datasets = _import_datasets(path_or_name)
     if path_or_name.startswith(HUB_PREFIX):
         return list(datasets.get_dataset_split_names(path_or_name.removeprefix(HUB_PREFIX)))
-    data = _saved_splits(datasets, Path(path_or_name))
+    data = _parquet_files(Path(path_or_name)) or datasets.load_from_disk(path_or_name)
     if isinstance(data, dict):
         return list(data)
     return [] if data.split is None else [str(data.split)]
-
-
-def _saved_splits(datasets: Any, path: Path) -> Any:
-    """Split -> parquet files or dataset, or one dataset that was saved without splits."""
-    return _parquet_files(path) or datasets.load_from_disk(str(path))
 
 
 def _parquet_files(path: Path) -> dict[str, list[str]]:

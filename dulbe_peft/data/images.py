@@ -164,9 +164,7 @@ def named_images(
             f"the label of {title} sample {index} is {labels[index]}; there are {len(names)} classes, so labels must "
             f"lie in 0..{len(names) - 1}"
         )
-    if names == carried:
-        return images
-    for label in np.unique(labels) if carried else ():
+    for label in np.unique(labels) if carried and names != carried else ():
         meant = carried[label] if label < len(carried) else None
         if meant != names[label]:
             raise ValueError(
