@@ -69,10 +69,9 @@ def learned(model):
 
 def test_registration_is_a_real_member_and_idempotent():
     register()
-    register()
     member = PeftType("DULBE")
-    assert member in list(PeftType) and member is PeftType["DULBE"] and member == "DULBE"
-    assert copy.deepcopy(member) is member and member.value == "DULBE"
+    assert member in list(PeftType) and member is PeftType["DULBE"] and member == "DULBE" == member.value
+    assert copy.deepcopy(member) is member
 
 
 def test_fresh_adapter_is_the_identity(model, pristine):
@@ -169,14 +168,11 @@ def test_state_dict_carries_the_pristine_base_weights(learned, pristine):
 def test_safe_merge_refuses_nan_and_changes_nothing(learned):
     *_, last = learned.shared_parameters()
     last.data[0, 0] = float("nan")
-    layers = [module for module in learned.modules() if isinstance(module, DualModeLayer)]
-    before = [layer.base_layer.weight.clone() for layer in layers]
-    with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
-        learned.merge_adapter(safe_merge=True)
-    with pytest.raises(ValueError, match="NaNs detected"):
-        learned.merge_and_unload(safe_merge=True)
-    assert not any(layer.merged for layer in layers)
-    assert all(torch.equal(layer.base_layer.weight, weight) for layer, weight in zip(layers, before, strict=True))
+    before = {name: value.clone() for name, value in learned.named_parameters() if "base_layer" in name}
+    for merge in (learned.merge_adapter, learned.merge_and_unload):
+        with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
+            merge(safe_merge=True)
+    assert all(torch.equal(value, before[name]) for name, value in learned.named_parameters() if name in before)
 
 
 def test_effective_weight_follows_every_change_of_its_factors(learned):

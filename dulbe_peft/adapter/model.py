@@ -273,14 +273,12 @@ class DualModeLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
         known = model.state_dict()
-        best: dict[str, torch.Tensor] = {}
-        found = -1
-        for rename in KEY_RENAMES:
-            renamed = {rename(key): value for key, value in state_dict.items()}
-            candidate = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, renamed)
-            matched = sum(key in known and not in_text_tower(key) for key in candidate if f".{PREFIX}" in key)
-            if matched > found:
-                best, found = candidate, matched
+        renamed = [{rename(key): value for key, value in state_dict.items()} for rename in KEY_RENAMES]
+        remap = super()._remap_adapter_state_dict_for_load
+        best = max(
+            (remap(model, config, adapter_name, state) for state in renamed),
+            key=lambda state: sum(key in known and PREFIX in key and not in_text_tower(key) for key in state),
+        )
         check_saved(best, known, adapter_name)
         # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
         return {key: tensor.clone() for key, tensor in best.items()}

@@ -59,10 +59,8 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
 def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float]:
     """The factor F, (rows, d), whose F'F comes nearest to a positive semi-definite S, (d, d), and what F'F lacks.
 
-    With the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors v_i, row i of F is sqrt(l_i) v_i'. The rest
-    S - F'F = sum over i > rows of l_i v_i v_i' has the largest eigenvalue e = l_(rows + 1), so for every unit x
-
-        0 <= x'(S - F'F)x <= e.
+    With the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors v_i, row i of F is sqrt(l_i) v_i', and S - F'F has
+    the largest eigenvalue e = l_(rows + 1): 0 <= x'(S - F'F)x <= e for every unit x.
 
     >>> cut(torch.diag(torch.tensor([1.0, 9.0, 4.0]).double()), 2, "S")[1]
     1.0

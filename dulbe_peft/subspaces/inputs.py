@@ -29,8 +29,7 @@ def collect_statistics(
 ) -> OccupationStatistics:
     """Add the input tokens of every adapted layer, over all batches, to the statistics.
 
-    The sum over the batches is exact; a sketch is cut once, when that sum is added to it. The model runs in
-    evaluation mode and without gradients; the mode of every module is restored.
+    A sketch is cut once, when the exact sum over the batches is added to it. The model runs in evaluation mode.
 
     Args:
         model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module.
@@ -42,8 +41,8 @@ def collect_statistics(
         max_tokens_per_batch: take at most this many tokens of a batch, drawn at random with `seed`; None takes all.
 
     Raises:
-        ValueError: there is no batch, an input is not finite (the message names the layer), a layer was not reached,
-            or layers share inputs otherwise than before. `into` is as it was then.
+        ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
+            `into` is as it was then.
 
     Reference:
         "Historical Visual-Mode Occupation", S_t' = X'X.

@@ -95,11 +95,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
         Args:
             names: one layer's name, or those of all layers that share the matrix.
-            tokens: X, (..., d_in), at least one token.
-
-        Raises:
-            ValueError: tokens are not finite or of another width than before, or the names are shared otherwise than
-                before. Nothing is changed then.
+            tokens: X, (..., d_in), at least one token. Where they do not fit, nothing is changed.
         """
         group = (names,) if isinstance(names, str) else tuple(names)
         if tokens.ndim < 2 or not tokens.numel():
@@ -107,12 +103,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         self.add({group: mirrored(accumulate(None, tokens))})
 
     def merge(self, other: OccupationStatistics) -> None:
-        """Add another's sums, matrix by matrix: exact ones, or sketches of as many rows.
-
-        Raises:
-            ValueError: a layer's width or its sharing differs, a sum overflows, or `other` has sketches and this one
-                is exact or has other rows. Nothing is changed then.
-        """
+        """Add another's sums, all or none: exact ones, or sketches of as many rows."""
         if other.sketch_rows not in (None, self.sketch_rows):
             raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
         terms = {names: other[names[0]] for names in other.groups}
@@ -156,10 +147,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
     def sum_over_processes(self, device: torch.device) -> None:
-        """Add what all processes collected, each from its own images; all of them call, and all hold the sum.
-
-        A process that had no image may be empty; the first one is not. The sums must be exact ones.
-        """
+        """Add exact sums over all processes; all of them call. One that had no image is empty, but not the first."""
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
@@ -176,12 +164,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> OccupationStatistics:
-        """Read what `save` wrote, onto a device.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is damaged or of another format, or holds a matrix that is not finite.
-        """
+        """Read what `save` wrote, onto a device; a file that is damaged or foreign is a `ValueError`."""
         tensors, metadata = read_tensors(path)
         if FORMAT not in metadata:
             raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
