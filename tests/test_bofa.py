@@ -115,13 +115,3 @@ def test_the_first_task_chooses_the_weight():
     classifier.add_classes(["e", "f"], *features(2, 9, 5), texts)
     assert float(classifier.image_weight) == pytest.approx(chosen)
     assert classifier.prototypes.shape == (6, 6)
-
-
-def test_further_images_join_the_prototypes():
-    texts = torch.randn(3, 6, generator=torch.Generator().manual_seed(9))
-    x, y = features(3, 12, 2)
-    parts, whole = BofaClassifier(6), BofaClassifier(6)
-    parts.add_classes(list("abc"), x[:6], y[:6], texts)
-    whole.add_classes(list("abc"), x, y, texts)
-    parts.update_classes(x[6:], y[6:])
-    torch.testing.assert_close(parts.visual_prototypes, whole.visual_prototypes)

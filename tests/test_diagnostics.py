@@ -26,7 +26,7 @@ from dulbe_peft.metrics.features import TaskFeatures, read_features
 from dulbe_peft.report import read_effects, read_run, write_report
 from dulbe_peft.report.diagnostic_plots import capture_figure, layer_figure, relevance_figure
 from dulbe_peft.report.html import percent
-from dulbe_peft.report.inspection import inspect_task, relevance_maps, token_relevance
+from dulbe_peft.report.inspection import inspect_task, token_relevance
 from dulbe_peft.runs.progress import known_tasks
 
 
@@ -88,12 +88,6 @@ def test_accuracy_of_depths_equals_loops_over_images(head):
     ends = depth_accuracy(head, features, labels, depths=torch.tensor([1.0, 0.0]))
     assert ends.alone.tolist() == [found.alone[-1], found.alone[0]]
     assert ends.uniform == found.uniform
-
-
-def test_a_class_without_images_has_no_curve(head):
-    head, features, labels = head
-    found = depth_accuracy(head, features[labels < 4], labels[labels < 4])
-    assert found.classes[4].isnan().all() and not found.classes[:4].isnan().any()
 
 
 def test_depths_of_a_whitened_head_are_compared_in_its_own_space():
@@ -273,18 +267,6 @@ def test_every_served_encoder_has_maps(model_type):
     width = unit_image_embeds(model, pixels).shape[1]
     maps = token_relevance(model, pixels, unit(2, width))
     assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
-
-
-def test_maps_of_a_learner_follow_its_training_and_refuse_other_widths(trained):
-    learner, folder, tasks = trained
-    image = tasks[0].test[0]["image"]
-    texts = learner.text_embeds(learner.class_names)
-    after = relevance_maps(learner, [image, image], texts)
-    before = relevance_maps(ClassIncrementalLearner.from_pretrained(folder / "task-001"), image, texts)
-    assert after.shape[:2] == (2, 4) and torch.equal(after[0], after[1])
-    assert not torch.allclose(before[0, 0], after[0, 0], atol=1e-3 * after.abs().amax().item())
-    with pytest.raises(ValueError, match="as the features"):
-        relevance_maps(learner, image, texts[:, :3])
 
 
 def test_the_page_has_what_training_changed(trained, tmp_path):

@@ -161,16 +161,6 @@ def classifier():
     return made
 
 
-def test_the_seed_decides(classifier):
-    twin = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True)
-    other = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True, seed=1)
-    for one in (twin, other):
-        with torch.inference_mode():
-            one.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
-            one.add_classes(["c", "d"], *features(2, 8, 4), normal(4, DIM, seed=8))
-    assert torch.equal(twin.map, classifier.map) and not torch.equal(other.map, classifier.map)
-
-
 def test_gaussians_move_with_the_features(classifier):
     matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
     means, factors = classifier.means.double(), classifier.factors.double()

@@ -56,12 +56,3 @@ def test_a_run_keeps_features_only_where_it_is_asked_to(run, tmp_path):
     kept[0].write(path)
     again = TaskFeatures.read(path)
     assert torch.equal(again.closing.features, kept[0].closing.features) and again.tests.keys() == kept[0].tests.keys()
-
-
-def test_drift_without_features_from_before_is_refused(run):
-    kept = read_features(run[1])
-    tasks = [copy.copy(task) for task in kept]
-    object.__setattr__(tasks[1], "closing", copy.copy(tasks[1].closing))
-    object.__setattr__(tasks[1].closing, "before", None)
-    with pytest.raises(ValueError, match="train with drift linear"):
-        learn_from_features(tasks, "lda", 100.0, "linear")

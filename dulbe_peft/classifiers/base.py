@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
-from dulbe_peft.classifiers.checks import check_labels, check_map, unit_features
+from dulbe_peft.classifiers.checks import check_labels, unit_features
 from dulbe_peft.classifiers.files import load_classifier, save_classifier
 from dulbe_peft.classifiers.formula import affine, linear
 from dulbe_peft.classifiers.state import GrowingState
@@ -218,7 +218,9 @@ class Classifier(GrowingState):
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
         """Move what is stored of old images by M, (d, d), see `linear_map`: an old feature z is now about z M."""
-        self.install(self.moved(check_map(matrix, self.embed_dim)))
+        if matrix.shape != (self.embed_dim, self.embed_dim) or not torch.isfinite(matrix).all():
+            raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
+        self.install(self.moved(matrix.cpu().double()))
 
     def _fit_held_back(
         self, names: list[str], images: Tensor, labels: Tensor, texts: Tensor | None

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import added_sums
+from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.utils.checks import check_int
 
 
-class BofaClassifier(Classifier):
+class BofaClassifier(PrototypeClassifier):
     """logits = tau z . p_c, with p_c = (1 - lambda) e_c + lambda v_c, not normalised again.
 
     v_c is the direction of the class's mean unit feature. lambda is the one of `grid` values from 0 to 1 with the best
@@ -35,14 +34,12 @@ class BofaClassifier(Classifier):
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)
         self.grid = check_int("grid", grid, 2)
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("sums", embed_dim, dtype=torch.float64)
         self.register_rows("text_embeds", embed_dim)
         self.register_buffer("image_weight", torch.zeros(()))
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
-        changes = added_sums(self.with_new_rows(len(names)), images, labels + len(self._class_names), names)
+        changes = super().learn(names, images, labels, texts)
         if not self._class_names:
             by_text, by_image = images @ texts.T, images @ F.normalize(changes["sums"], dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
@@ -51,14 +48,6 @@ class BofaClassifier(Classifier):
             changes["image_weight"] = weights[best[len(best) // 2]]
         return changes | {"text_embeds": texts}
 
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return added_sums(self.tensors(), images, labels)
-
-    @property
-    def visual_prototypes(self) -> Tensor:
-        """v_c, (C, d), float32 unit vectors."""
-        return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
-
     @property
     def prototypes(self) -> Tensor:
         """p_c, (C, d), float32."""
@@ -66,8 +55,3 @@ class BofaClassifier(Classifier):
 
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes.T
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
-        directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
-        return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}

@@ -224,12 +224,7 @@ class BridgeEnsembleHead(Classifier):
 def _depths(num_depths: int, depths: Sequence[float] | Tensor | None) -> Tensor:
     if depths is None:
         return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))
-    if len(depths) > MAX_DEPTHS:
-        raise ValueError(f"depths must be at most {MAX_DEPTHS} numbers, got {len(depths)}")
-    try:
-        values = torch.as_tensor(depths, dtype=torch.float32, device="cpu").clone()
-    except (RuntimeError, ValueError) as error:
-        raise TypeError(f"depths must be numbers, got {depths!r:.100}") from error
-    if values.ndim != 1 or not len(values) or not ((values >= 0) & (values <= 1)).all():
-        raise ValueError(f"depths must be a non-empty list of numbers in [0, 1], got {depths!r:.100}")
+    values = torch.tensor(list(depths), dtype=torch.float32)
+    if values.ndim != 1 or not 0 < len(values) <= MAX_DEPTHS or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"depths must be 1 to {MAX_DEPTHS} numbers in [0, 1], got {depths!r:.100}")
     return values

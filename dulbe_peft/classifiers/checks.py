@@ -52,16 +52,6 @@ def check_labels(labels: Any, count: int, classes: int) -> Tensor:
     return indices
 
 
-def check_map(matrix: Any, width: int) -> Tensor:
-    """A map of features, (width, width), finite; in float64 on the CPU."""
-    if not isinstance(matrix, Tensor) or not matrix.is_floating_point() or matrix.shape != (width, width):
-        got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise ValueError(f"the map must be floating-point {(width, width)}, got {got}")
-    if not torch.isfinite(matrix).all():
-        raise ValueError("the map holds NaN or infinity")
-    return matrix.cpu().double()
-
-
 def check_directions(sums: Tensor, names: Sequence[str]) -> None:
     """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
     cancelled = sums.norm(dim=1) < 1e-4

@@ -16,7 +16,48 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge
 
 
-class RidgeClassifier(Classifier):
+class RidgeRegression(Classifier):
+    """Ridge regression from h to one-hot classes; a subclass says what h is. `unit` is the middle of lambda's grid."""
+
+    unit = 1.0
+
+    def _keep_sums(self, width: int, dtype: torch.dtype, ridge: float | str) -> None:
+        """Register the empty sums, for an h of this width and a G of this type."""
+        self.ridge = check_ridge(ridge, ["auto"])
+        RegressionSums.register(self, width, dtype)
+        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
+
+    def lifted(self, images: Tensor) -> Tensor:
+        """h of unit features z, (n, d) to (n, M), in the type of `images`."""
+        return images
+
+    def _kept(self) -> RegressionSums:
+        return RegressionSums(self.gram, self.sums, self.counts, self.lifted)
+
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        return self._kept().added(images, labels + len(self._class_names), len(names))
+
+    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self._kept().added(images, labels)
+
+    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Add the held-back squared error of every ridge."""
+        if self.ridge != "auto":
+            return {}
+        return {"errors": self.errors + self._kept().errors(images, labels, [ridge * self.unit for ridge in RIDGES])}
+
+    def strength(self) -> float:
+        """lambda."""
+        return self.unit * best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
+
+    def _solve(self) -> Tensor:
+        return self._kept().solution(self.strength()).float().to(self.device)
+
+
+class RidgeClassifier(RidgeRegression):
     """Least squares with a ridge from the unit features themselves to one-hot classes.
 
     G and C are exact sums in float64, so the solution for a lambda is the one on all data at once, whatever the order
@@ -45,32 +86,7 @@ class RidgeClassifier(Classifier):
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, ridge: float | Literal["auto"] = "auto") -> None:
         super().__init__(embed_dim, logit_scale)
-        self.ridge = check_ridge(ridge, ["auto"])
-        RegressionSums.register(self, embed_dim, torch.float64)
-        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
-
-    def _kept(self) -> RegressionSums:
-        return RegressionSums(self.gram, self.sums, self.counts, lambda images: images)
-
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        return self._kept().added(images, labels + len(self._class_names), len(names))
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self._kept().added(images, labels)
-
-    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Add the held-back squared error of every ridge."""
-        return {} if self.ridge != "auto" else {"errors": self.errors + self._kept().errors(images, labels, RIDGES)}
-
-    def strength(self) -> float:
-        """lambda."""
-        return best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
-
-    def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ self.derived("solution", self._solve)
-
-    def _solve(self) -> Tensor:
-        return self._kept().solution(self.strength()).float().to(self.device)
+        self._keep_sums(embed_dim, torch.float64, ridge)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         return self._kept().moved(matrix)
