@@ -12,7 +12,8 @@ import sys
 
 from dulbe_peft.commands.main import COMMANDS
 
-ERRORS = (["predcit"], [], ["run", "--epochs", "many"], ["run", "--lerning-rate", "1"], ["run"], ["forget", "june"])
+WRONG_VALUES = (["run", "--epochs", "many"], ["run", "--epochs", "0"], ["run", "--lerning-rate", "1"])
+ERRORS = (["predcit"], [], ["run"], ["forget", "june"], *WRONG_VALUES)
 
 
 def cpu_seconds(command: list[str], repeats: int) -> float:

@@ -43,8 +43,8 @@ def _table(module: str, name: str) -> str:
     for node in cls.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
             continue
-        arguments = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        text = ast.literal_eval(arguments["metadata"])["help"]
-        cells = [ast.unparse(node.target), ast.unparse(node.annotation), ast.unparse(arguments["default"])]
+        default, help_text = node.value.args[:2]
+        cells = [ast.unparse(node.target), ast.unparse(node.annotation), ast.unparse(default)]
+        text = ast.literal_eval(help_text)
         rows.append("| " + " | ".join(f"`{cell.replace(' | ', ' or ')}`" for cell in cells) + f" | {text} |")
     return "\n".join(rows)

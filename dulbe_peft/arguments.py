@@ -6,12 +6,12 @@ The command line reads the flags from these classes, so this file imports nothin
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from dulbe_peft.utils.settings import check_settings
+from dulbe_peft.utils.settings import check_settings, setting
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
@@ -32,58 +32,47 @@ _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "
 class AdapterSettings:
     """The settings of the adapter, which [`DualModeLoraConfig`] checks and hands to PEFT."""
 
-    shared_rank: Annotated[int, Ge(0)] = field(
-        default=1, metadata={"help": "Rank r_S of the shared mode, inside the historically used directions."}
+    shared_rank: Annotated[int, Ge(0)] = setting(
+        1, "Rank r_S of the shared mode, inside the historically used directions."
     )
-    residual_rank: Annotated[int, Ge(0)] = field(
-        default=8, metadata={"help": "Rank r_R of the residual modes, outside the historically used directions."}
+    residual_rank: Annotated[int, Ge(0)] = setting(
+        8, "Rank r_R of the residual modes, outside the historically used directions."
     )
-    support_rank: Annotated[int, Ge(1)] = field(
-        default=128,
-        metadata={
-            "help": "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to "
-            "what a layer and its data allow."
-        },
+    support_rank: Annotated[int, Ge(1)] = setting(
+        128,
+        "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a layer "
+        "and its data allow.",
     )
-    target_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. "
-            "None: keys, values and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only "
-            "the vision tower is adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the "
-            "projections."
-        },
+    target_modules: list[str] | str | None = setting(
+        None,
+        "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. None: keys, values "
+        "and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only the vision tower is "
+        "adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the projections.",
     )
-    exclude_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "Names (list of endings, or a regular expression) of layers to leave alone."}
+    exclude_modules: list[str] | str | None = setting(
+        None, "Names (list of endings, or a regular expression) of layers to leave alone."
     )
-    text_rank: Annotated[int, Ge(0)] = field(
-        default=8, metadata={"help": "Rank of the plain LoRA in the text tower, where there is one; 0 turns it off."}
+    text_rank: Annotated[int, Ge(0)] = setting(
+        8, "Rank of the plain LoRA in the text tower, where there is one; 0 turns it off."
     )
-    text_alpha: Annotated[float, Ge(-MOST), Le(MOST)] = field(
-        default=1.0, metadata={"help": "Numerator of the text LoRA's scale, text_alpha / text_rank."}
+    text_alpha: Annotated[float, Ge(-MOST), Le(MOST)] = setting(
+        1.0, "Numerator of the text LoRA's scale, text_alpha / text_rank."
     )
-    text_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, "
-            "v_proj, fc1 and fc2 in CLIP."
-        },
+    text_target_modules: list[str] | None = setting(
+        None,
+        "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, v_proj, fc1 "
+        "and fc2 in CLIP.",
     )
-    init_weights: bool = field(
-        default=True,
-        metadata={"help": "True: every B starts at zero, the output is the base model's. False: random B."},
+    init_weights: bool = setting(
+        True, "True: every B starts at zero, the output is the base model's. False: random B."
     )
-    layers_to_transform: list[int] | int | None = field(
-        default=None, metadata={"help": "Indices of the vision tower's blocks to adapt; None adapts all."}
+    layers_to_transform: list[int] | int | None = setting(
+        None, "Indices of the vision tower's blocks to adapt; None adapts all."
     )
-    layers_pattern: list[str] | str | None = field(
-        default=None,
-        metadata={"help": "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found."},
+    layers_pattern: list[str] | str | None = setting(
+        None, "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found."
     )
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Further modules to train in full and to save with the adapter."}
-    )
+    modules_to_save: list[str] | None = setting(None, "Further modules to train in full and to save with the adapter.")
 
     def __post_init__(self) -> None:
         for name in (*_LISTS_OF_NAMES, "layers_to_transform"):
@@ -98,10 +87,10 @@ class AdapterSettings:
         if self.target_modules == []:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
-        for setting, names in (("layers_pattern", patterns), ("modules_to_save", self.modules_to_save or [])):
+        for field, names in (("layers_pattern", patterns), ("modules_to_save", self.modules_to_save or [])):
             for name in names:  # PEFT puts each into an expression of its own
                 if not re.fullmatch(r"[\w.]+", name):
-                    raise ValueError(f"{setting} has {name!r}: a name has letters, digits, _ and dots")
+                    raise ValueError(f"{field} has {name!r}: a name has letters, digits, _ and dots")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             if self.layers_to_transform is not None:
                 raise ValueError(
@@ -124,115 +113,72 @@ class LearnerArguments:
         "Implementation Details"; where the paper is silent, `docs/decisions.md`.
     """
 
-    epochs: Annotated[int, Ge(1)] = field(default=2, metadata={"help": "Passes over a task's images."})
-    batch_size: Annotated[int, Ge(1)] = field(default=32, metadata={"help": "Images per training step."})
-    eval_batch_size: Annotated[int, Ge(1)] = field(
-        default=64, metadata={"help": "Images per batch where nothing is trained."}
+    epochs: Annotated[int, Ge(1)] = setting(2, "Passes over a task's images.")
+    batch_size: Annotated[int, Ge(1)] = setting(32, "Images per training step.")
+    eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch where nothing is trained.")
+    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = setting(
+        1e-3, "Adam's learning rate at the start of each task."
     )
-    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = field(
-        default=1e-3, metadata={"help": "Adam's learning rate at the start of each task."}
+    lr_schedule: Literal["step", "epoch"] = setting(
+        "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."
     )
-    lr_schedule: Literal["step", "epoch"] = field(
-        default="step",
-        metadata={
-            "help": "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate.",
-        },
+    structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "lambda, the weight of the structure loss.")
+    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(5.0, "tau_C, softmax over the old classes.")
+    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(
+        0.1, "tau_I, softmax over the batch's images."
     )
-    structure_weight: Annotated[float, Ge(0), Le(1e6)] = field(
-        default=0.5, metadata={"help": "lambda, the weight of the structure loss."}
+    kl_reduction: Literal["mean", "batchmean"] = setting(
+        "mean", "Mean over images and over old classes, or both sums divided by the batch size."
     )
-    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = field(
-        default=5.0, metadata={"help": "tau_C, softmax over the old classes."}
+    teacher: Literal["cached", "online"] = setting(
+        "cached", "Teacher features from the probe pass, or computed at every step (for augmented data)."
     )
-    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = field(
-        default=0.1, metadata={"help": "tau_I, softmax over the batch's images."}
+    statistics_tokens: Literal["all", "cls", "patch"] = setting("all", "Which tokens enter the input statistics.")
+    statistics: Literal["exact", "sketch"] = setting(
+        "exact",
+        "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are cut to their 2 "
+        "K_h leading directions. A bound on what is lost is tracked.",
     )
-    kl_reduction: Literal["mean", "batchmean"] = field(
-        default="mean",
-        metadata={
-            "help": "Mean over images and over old classes, or both sums divided by the batch size.",
-        },
+    prompt_template: str | tuple[str, ...] = setting(
+        "a photo of a {}.",
+        "Prompt; {} takes the class name. Of several (a list, a text file with one a line, or one flag each), "
+        "classifiers take the mean of the unit text embeddings.",
+        repeated=True,
     )
-    teacher: Literal["cached", "online"] = field(
-        default="cached",
-        metadata={
-            "help": "Teacher features from the probe pass, or computed at every step (for augmented data).",
-        },
+    training_template: str | None = setting(
+        None, "Prompt that training uses. None: prompt_template, of several the first."
     )
-    statistics_tokens: Literal["all", "cls", "patch"] = field(
-        default="all",
-        metadata={"help": "Which tokens enter the input statistics."},
+    class_name_style: Literal["verbatim", "spaces"] = setting(
+        "verbatim", "Class names as they are, or underscores as spaces."
     )
-    statistics: Literal["exact", "sketch"] = field(
-        default="exact",
-        metadata={
-            "help": "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are "
-            "cut to their 2 K_h leading directions. A bound on what is lost is tracked.",
-        },
+    image_resize: Literal["processor", "crop", "squash"] = setting(
+        "processor",
+        "How an image gets the model's size: as the model's processor does it, by the short side and a centre crop, "
+        "or the whole image as a square.",
     )
-    prompt_template: str | tuple[str, ...] = field(
-        default="a photo of a {}.",
-        metadata={
-            "help": "Prompt; {} takes the class name. Of several (a list, a text file with one a line, or one flag "
-            "each), classifiers take the mean of the unit text embeddings.",
-            "repeated": True,
-        },
+    text_embeds: Literal["current", "at_introduction"] = setting(
+        "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
     )
-    training_template: str | None = field(
-        default=None, metadata={"help": "Prompt that training uses. None: prompt_template, of several the first."}
+    drift: Literal["none", "linear"] = setting(
+        "none",
+        "When a task closes: leave what classifiers store as it is, or move it along with the features by a linear "
+        "map.",
     )
-    class_name_style: Literal["verbatim", "spaces"] = field(
-        default="verbatim",
-        metadata={"help": "Class names as they are, or underscores as spaces."},
+    num_depths: Annotated[int, Ge(2), Le(1000)] = setting(10, "K_b, bridge depths from 0 (visual) to 1 (text).")
+    reliability_temperature: Annotated[float, Gt(0), Le(1e6)] = setting(0.05, "beta, softmax over bridge depths.")
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed of the initial weights and of the order of images.")
+    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(
+        0, "Processes that read images; 0 reads in the main process."
     )
-    image_resize: Literal["processor", "crop", "squash"] = field(
-        default="processor",
-        metadata={
-            "help": "How an image gets the model's size: as the model's processor does it, by the short side and a "
-            "centre crop, or the whole image as a square.",
-        },
+    pixel_cache_mb: Annotated[int, Ge(0)] = setting(
+        1024, "Keep a task's preprocessed images in memory up to so many MiB; 0: read every pass."
     )
-    text_embeds: Literal["current", "at_introduction"] = field(
-        default="current",
-        metadata={
-            "help": "Encode all seen classes anew after each task, or keep each as it was when its class arrived.",
-        },
-    )
-    drift: Literal["none", "linear"] = field(
-        default="none",
-        metadata={
-            "help": "When a task closes: leave what classifiers store as it is, or move it along with the features by "
-            "a linear map.",
-        },
-    )
-    num_depths: Annotated[int, Ge(2), Le(1000)] = field(
-        default=10, metadata={"help": "K_b, bridge depths from 0 (visual) to 1 (text)."}
-    )
-    reliability_temperature: Annotated[float, Gt(0), Le(1e6)] = field(
-        default=0.05, metadata={"help": "beta, softmax over bridge depths."}
-    )
-    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = field(
-        default=0, metadata={"help": "Seed of the initial weights and of the order of images."}
-    )
-    num_workers: Annotated[int, Ge(0), Le(1000)] = field(
-        default=0, metadata={"help": "Processes that read images; 0 reads in the main process."}
-    )
-    pixel_cache_mb: Annotated[int, Ge(0)] = field(
-        default=1024,
-        metadata={"help": "Keep a task's preprocessed images in memory up to so many MiB; 0: read every pass."},
-    )
-    device: str = field(default="auto", metadata={"help": "auto, cpu, or an accelerator's type such as cuda."})
-    mixed_precision: Literal["no", "bf16"] = field(
-        default="no", metadata={"help": "Autocast in training and inference."}
-    )
-    torch_compile: bool = field(
-        default=False, metadata={"help": "Compile the image tower with torch.compile; needs a C++ compiler."}
-    )
-    profile: bool = field(default=False, metadata={"help": "Print where the time of each task went."})
-    log_with: str | None = field(
-        default=None, metadata={"help": "Tracker known to accelerate, such as tensorboard; needs its package."}
-    )
-    progress: bool = field(default=True, metadata={"help": "Show progress bars."})
+    device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
+    mixed_precision: Literal["no", "bf16"] = setting("no", "Autocast in training and inference.")
+    torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
+    profile: bool = setting(False, "Print where the time of each task went.")
+    log_with: str | None = setting(None, "Tracker known to accelerate, such as tensorboard; needs its package.")
+    progress: bool = setting(True, "Show progress bars.")
 
     def portable(self) -> dict[str, Any]:
         """The settings without the machine's: what a saved learner, its model card and a run's identity hold."""

@@ -1,19 +1,43 @@
-"""One check of ints and one of numbers, for every argument."""
+"""What a number may be: ints and numbers of arguments, and the declared limits of every setting."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
+from annotated_types import Ge, Gt, Le
 
-from dulbe_peft import DualModeLoraConfig
+from dulbe_peft import DualModeLoraConfig, LearnerArguments
+from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.settings import field_types
 
 
-@pytest.mark.parametrize("value", [1, 3, np.int64(2), np.uint8(2)])
-def test_ints_of_numpy_become_python_s(value):
-    assert type(check_int("n", value, 1, 3)) is int and check_int("n", value, 1, 3) == value
+def limits():
+    """Every setting with its type and one of its limits."""
+    for kind, declared in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
+        for name, hint in field_types(declared).items():
+            for part in (hint, *get_args(hint)):
+                for limit in getattr(part, "__metadata__", ()):
+                    yield pytest.param(kind, name, part.__origin__, limit, id=f"{name} {limit}")
+
+
+@pytest.mark.parametrize(("kind", "name", "number", "limit"), list(limits()))
+def test_a_setting_is_taken_at_its_limit_and_refused_beyond(kind, name, number, limit):
+    (edge,) = (getattr(limit, key) for key in ("ge", "gt", "le") if hasattr(limit, key))
+    down = -1 if isinstance(limit, (Ge, Gt)) else 1
+    beyond = edge + down if number is int else np.nextafter(float(edge), down * math.inf).item()
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        kind(**{name: edge if isinstance(limit, Gt) else beyond})
+    taken = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
+    assert getattr(kind(**{name: taken}), name) == taken
+
+
+def test_the_settings_have_limits():
+    assert len(list(limits())) > 25 and {type(case.values[3]) for case in limits()} == {Ge, Gt, Le}
 
 
 @pytest.mark.parametrize(
@@ -21,14 +45,13 @@ def test_ints_of_numpy_become_python_s(value):
     [
         (0, ValueError, "n must be at least 1, got 0"),
         (4, ValueError, "n must be at most 3, got 4"),
-        (True, TypeError, "n must be an int, got True of type bool"),
         (np.True_, TypeError, "n must be an int"),
         (2.0, TypeError, "n must be an int, got 2.0 of type float"),
-        ("2", TypeError, "n must be an int, got '2' of type str"),
         (None, TypeError, "n must be an int"),
     ],
 )
 def test_what_is_no_int_or_out_of_range(value, error, words):
+    assert type(check_int("n", np.uint8(2), 1, 3)) is int
     with pytest.raises(error, match=words):
         check_int("n", value, 1, 3)
 
@@ -39,21 +62,15 @@ def test_what_is_no_int_or_out_of_range(value, error, words):
         (0, {"positive": True}, ValueError, "x must be finite and positive, got 0"),
         (-0.5, {"least": 0}, ValueError, "x must be finite and at least 0, got -0.5"),
         (math.nan, {}, ValueError, "x must be finite, got nan"),
-        (-math.inf, {}, ValueError, "x must be finite, got -inf"),
         (10**400, {"positive": True}, ValueError, "x must be finite"),
         (False, {"least": 0}, TypeError, "x must be a number, got False of type bool"),
-        ("1", {}, TypeError, "x must be a number, got '1' of type str"),
     ],
 )
 def test_what_is_no_number_or_out_of_range(value, range, error, words):
-    with pytest.raises(error, match=words):
-        check_number("x", value, **range)
-
-
-def test_numbers_in_range():
-    check_number("x", -1.5)
     check_number("x", 0, least=0)
     check_number("x", 1e-30, positive=True)
+    with pytest.raises(error, match=words):
+        check_number("x", value, **range)
 
 
 def test_a_configuration_with_numpy_s_ints_can_be_saved(tmp_path):

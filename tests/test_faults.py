@@ -295,19 +295,12 @@ NAN, INF = math.nan, math.inf
 V, T, C, F = ValueError, TypeError, CheckpointError, FileNotFoundError
 
 CONFIGURATION = [
-    ("shared_rank negative", lambda w: DualModeLoraConfig(shared_rank=-1), V, "shared_rank at least 0 -1"),
-    ("support_rank 0", lambda w: DualModeLoraConfig(support_rank=0), V, "support_rank at least 1"),
     ("rank a float", lambda w: DualModeLoraConfig(residual_rank=8.0), T, "residual_rank int 8.0"),
-    ("rank a text", lambda w: DualModeLoraConfig(support_rank="128"), T, "support_rank int '128'"),
     ("both ranks 0", lambda w: DualModeLoraConfig(shared_rank=0, residual_rank=0), V, "both 0"),
-    ("text_alpha NaN", lambda w: DualModeLoraConfig(text_alpha=NAN), V, "text_alpha finite nan"),
     ("no targets", lambda w: DualModeLoraConfig(target_modules=[]), V, "target_modules empty"),
-    ("targets numbers", lambda w: DualModeLoraConfig(target_modules=[1, "a"]), T, "target_modules string 1"),
     ("targets no expression", lambda w: adapt(w, target_modules="fc1("), V, "target_modules 'fc1('"),
     ("history huge", lambda w: adapt(w, history_rank=10**12), V, "history_rank 1000000000000"),
     ("text_rank huge", lambda w: adapt(w, text_rank=10**9), V, "text_rank 1000000000 in_features"),
-    ("learning_rate NaN", lambda w: LearnerArguments(learning_rate=NAN), V, "learning_rate finite nan"),
-    ("schedule unknown", lambda w: LearnerArguments(lr_schedule="linear"), V, "lr_schedule 'step' 'linear'"),
     ("template without {}", lambda w: LearnerArguments(prompt_template="a photo"), V, "prompt_template {} 'a photo'"),
     ("device unknown", lambda w: new_learner(w.base, device="quantum"), V, "device 'quantum'"),
     ("tracker unknown", lambda w: new_learner(w.base, log_with="nothing"), V, "nothing"),

@@ -19,33 +19,18 @@ class Settings:
     pair: tuple[int, ...] = ()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("lora", ("lora", {})),
-        (" inflora : energy = 0.97 , rank=4", ("inflora", {"energy": "0.97", "rank": "4"})),
-        ("a:b=c=d", ("a", {"b": "c=d"})),
-    ],
-)
-def test_names_and_settings_are_told_apart(text, expected):
-    assert parse_spec(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("", ValueError, "names nothing"),
-        (":rank=4", ValueError, "names nothing"),
-        ("lora:", ValueError, "'' in 'lora:' is no setting"),
-        ("lora:rank", ValueError, "'rank' in 'lora:rank' is no setting"),
-        ("lora:=4", ValueError, "is no setting"),
-        ("lora:rank=4,rank=5", ValueError, "gives the setting 'rank' twice"),
-        (None, TypeError, "must be a string"),
-    ],
-)
-def test_texts_that_are_no_specs_are_refused(text, error, message):
-    with pytest.raises(error, match=message):
-        parse_spec(text)
+def test_names_and_settings_are_told_apart():
+    assert parse_spec("lora") == ("lora", {})
+    assert parse_spec(" inflora : energy = 0.97 , rank=4") == ("inflora", {"energy": "0.97", "rank": "4"})
+    assert parse_spec("a:b=c=d") == ("a", {"b": "c=d"})
+    for text, message in (
+        (":rank=4", "names nothing"),
+        ("lora:rank", "'rank' in 'lora:rank' is no setting"),
+        ("lora:=4", "is no setting"),
+        ("lora:rank=4,rank=5", "gives the setting 'rank' twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_spec(text)
 
 
 def test_values_take_the_types_of_the_parameters():
@@ -73,10 +58,7 @@ def test_values_take_the_types_of_the_parameters():
     [
         ({"ranks": "4"}, r"Settings has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
         ({"name": "4"}, "no setting 'name'"),
-        ({"rank": "4.5"}, "rank must be a valid integer.*, got '4.5'"),
-        ({"energy": "high"}, "energy must be a valid number.*, got 'high'"),
         ({"keep": "maybe"}, "keep must be a valid boolean.*, got 'maybe'"),
-        ({"steps": "x"}, "steps must be a valid integer.*, got 'x'"),
         ({"mode": "x"}, "mode must be a valid number.* or 'auto', got 'x'"),
         ({"depths": "0/x"}, r"depths must be a valid number.*, got \['0', 'x'\]"),
     ],

@@ -20,7 +20,7 @@ _HIDDEN = (
 _SHOWN = ("model", "data", "increment", "images_per_class", "epochs", "prompt_template", "device")
 
 
-@command("Say what to use for one's own images.", EXAMPLE, "--model MODEL --data DATA [OPTIONS]", resumes=True)
+@command(EXAMPLE, "--model MODEL --data DATA [OPTIONS]", resumes=True)
 @option("--output", default="advice", help="folder for the runs and advice.json (advice)")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
 @option("--no-training", is_flag=True, help="try the classifiers alone, which takes a few minutes")

@@ -17,7 +17,7 @@ goes on.
 """
 
 
-@command("Run methods and classifiers side by side.", EXAMPLE, resumes=True)
+@command(EXAMPLE, resumes=True)
 @argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
 @option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")

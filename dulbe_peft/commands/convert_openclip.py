@@ -17,7 +17,7 @@ number of heads: those of the towers are their widths / 64 unless you give other
 """
 
 
-@command("Bring an OpenCLIP checkpoint into the layout of transformers.", EXAMPLE)
+@command(EXAMPLE)
 @argument("checkpoint", "open_clip's .safetensors file, or .bin or .pt with tensors alone")
 @argument("output", "folder for the model and its processor")
 @option("--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16")

@@ -20,7 +20,7 @@ Of the model its config.json alone is read. All adapter settings of `run` apply.
 _SHOWN = ("model", "revision", "strategy", "classifiers")
 
 
-@command("Count parameters, multiply-adds and memory.", EXAMPLE)
+@command(EXAMPLE)
 @option("--classes", type=int, help="how many classes (expected_classes of the file, or 100)")
 @option("--tasks", type=int, default=10, help="how many tasks (10)")
 @option("--json", "file", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dulbe_peft.commands.options import command, option
 
 
-@command("Learn ten handwritten digits in five tasks, offline, in half a minute.", resumes=True)
+@command(resumes=True)
 @option("--output", default="dulbe-demo", help="folder for results, plot and report (dulbe-demo)")
 @option("--seed", type=int, default=0, help="seed of the learner (0)")
 def demo(output: str, seed: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,23 @@ from dulbe_peft.runs.setup import Setup
 
 def describe(setup: Setup) -> None:
     """Print what a run would do, and what it would take."""
-    if setup.tasks:
-        print(describe_tasks(setup.tasks))
-    print(describe_model(setup.model, setup.strategy))
-    if setup.tasks:
-        print(describe_stream(setup.make_learner, setup.args, setup.tasks))
-
-
-def describe_tasks(tasks: Sequence[Any]) -> str:
-    """One line for each task: its classes and how many images it has."""
     from dulbe_peft.data.inventory import counted
 
-    lines = []
-    for number, task in enumerate(tasks, 1):
+    for number, task in enumerate(setup.tasks, 1):
         tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
         classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
-        counts = f"{classes}, {images} to learn from, {tested}"
-        lines.append(f"task {number}: {counts}: {names}")
-    return "\n".join(lines)
+        print(f"task {number}: {classes}, {images} to learn from, {tested}: {names}")
+    if setup.strategy.adapts:
+        _describe_model(setup.model, setup.strategy)
+    else:
+        print("nothing is trained, no layer is adapted")
+    if setup.tasks:
+        _describe_stream(setup)
 
 
-def describe_model(model: Any, strategy: Any) -> str:
+def _describe_model(model: Any, strategy: Any) -> None:
     """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
-    if not strategy.adapts:
-        return "nothing is trained, no layer is adapted"
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.cost import shared_inputs, statistics_bytes, trainable_parameters
 
@@ -48,52 +40,45 @@ def describe_model(model: Any, strategy: Any) -> str:
     # Raises where an image does not pass through a layer: better now than after the first task.
     statistics = statistics_bytes(shared_inputs(model).values(), config.support_rank)
     kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
-    lines = []
     for (kind, width, height), count in kinds.items():
         support = min(config.support_rank, width - config.residual_rank)
-        lines.append(
-            f"{kind}  {width} -> {height}  {counted(count, 'layer')}  shared {config.shared_rank}  "
-            f"residual {config.residual_rank}  support <= {support}"
-        )
+        ranks = f"shared {config.shared_rank}  residual {config.residual_rank}  support <= {support}"
+        print(f"{kind}  {width} -> {height}  {counted(count, 'layer')}  {ranks}")
     trained = trainable_parameters(model, strategy)
     total, other = trained["total"], trained["other"]
-    lines.append(f"adapted visual layers: {len(layers)}")
-    lines.append(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
+    print(f"adapted visual layers: {len(layers)}")
+    print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
     if strategy.remembers_inputs:
-        lines.append(f"statistics: {statistics['exact'] / 2**20:.2f} MiB")
-    return "\n".join(lines)
+        print(f"statistics: {statistics['exact'] / 2**20:.2f} MiB")
 
 
-def describe_stream(make_learner: Callable[[Any], Any], args: Any, tasks: Sequence[Any]) -> str:
+def _describe_stream(setup: Setup) -> None:
     """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.encoders.loading import image_size
     from dulbe_peft.metrics.cost import memory_bytes
 
-    most = max(len(task.train) for task in tasks)
-    reads_once = args.num_workers == 0 and args.teacher == "cached"
+    args, tasks = setup.args, setup.tasks
     quick = dataclasses.replace(args, epochs=1, num_workers=0, progress=False, profile=False, log_with=None)
-    learner = make_learner(quick)
-    pixels = most * 3 * 4 * image_size(learner.clip, learner.processor) ** 2
+    learner = setup.make_learner(quick)
+    pixels = max(len(task.train) for task in tasks) * 3 * 4 * image_size(learner.clip, learner.processor) ** 2
+    reads_once = args.num_workers == 0 and args.teacher == "cached"
     cached = reads_once and pixels <= args.pixel_cache_mb * 2**20
     if not cached:
-        learner = make_learner(dataclasses.replace(quick, pixel_cache_mb=0))
+        learner = setup.make_learner(dataclasses.replace(quick, pixel_cache_mb=0))
     parts = _small_tasks(tasks, max(args.batch_size, 16))  # of fewer, what a pass costs by itself would count too much
     for part in parts:
         learner.learn_task(part)
     seconds = _estimate(learner, parts[-1], args, tasks)
+    print(f"pixel cache: {pixels / 2**20:.1f} MiB" if cached else "pixel cache: none, images are read each time")
+    kept = f"{memory_bytes(learner.memory) / 2**20:.2f} MiB after {counted(len(parts), 'task')}"
+    print(f"kept from task to task beside the adapter: {kept}")
     classes = sum(len(task.class_names) for task in tasks)
-    lines = [f"pixel cache: {pixels / 2**20:.1f} MiB" if cached else "pixel cache: none, images are read each time"]
-    kept = memory_bytes(learner.memory)
-    lines.append(
-        f"kept from task to task beside the adapter: {kept / 2**20:.2f} MiB after {counted(len(parts), 'task')}"
-    )
     for name, classifier in learner.classifiers.items():
         size = classifier.nbytes_with(classes)
-        lines.append(f"classifier {name}: {size / 2**20:.2f} MiB with {counted(classes, 'class')}")
+        print(f"classifier {name}: {size / 2**20:.2f} MiB with {counted(classes, 'class')}")
     workers = "; images were read in this process alone" if args.num_workers else ""
-    lines.append(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
-    return "\n".join(lines)
+    print(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
@@ -114,21 +99,19 @@ def _estimate(learner: Any, part: Any, args: Any, tasks: Sequence[Any]) -> float
     """Seconds of the whole run, from the phases of the task that was just learned."""
     from dulbe_peft.encoders.loading import has_text
 
-    spent, size = dict(learner.profile.seconds), len(part)
+    spent, size, adapts = learner.profile.seconds, len(part), learner.strategy.adapts
     read, again = _passes(learner, part)
-    adapts = learner.strategy.adapts
     closing = (again if adapts else read) / size
     fixed = spent.get("allocate", 0.0) + max(0.0, spent["close"] - closing * size)
     step = spent.get("train", 0.0) / math.ceil(size / args.batch_size)
-    total, tested = 0.0, 0
+    total = tested = 0.0
     for task in tasks:
         images = len(task.train)
         steps = args.epochs * math.ceil(images / args.batch_size) if adapts else 0
-        total += fixed + steps * step + images * (spent.get("probe", 0.0) / size + closing)
-        tested += 0 if task.test is None else len(task.test)
-        total += tested * read / size  # after each task, all seen classes
-    zero_shot = tested if has_text(learner.clip) and all(task.test is not None for task in tasks) else 0
-    return total + zero_shot * read / size
+        tested += 0 if task.test is None else len(task.test)  # after each task, all seen classes
+        total += fixed + steps * step + images * (spent.get("probe", 0.0) / size + closing) + tested * read / size
+    zero_shot = has_text(learner.clip) and all(task.test is not None for task in tasks)
+    return total + (tested * read / size if zero_shot else 0.0)
 
 
 def _passes(learner: Any, part: Any) -> tuple[float, float]:
@@ -137,12 +120,11 @@ def _passes(learner: Any, part: Any) -> tuple[float, float]:
 
     images = learner.encoder.images(part, keep=True)
     trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
-    times = []
+    times = [time.perf_counter()]
     for collect in (False, learner.strategy.remembers_inputs):
-        started = time.perf_counter()
         trainer.encode(images, "close", collect)
-        times.append(time.perf_counter() - started)
-    return times[0], times[1]
+        times.append(time.perf_counter())
+    return times[1] - times[0], times[2] - times[1]
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import platform
 from dulbe_peft.commands.options import command
 
 
-@command("Print versions and the accelerator, for a bug report.")
+@command()
 def env() -> int:
     """Print versions and the accelerator."""
     import torch

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import (
-    command,
-    labelled_options,
-    learner_options,
-    load_labelled,
-    load_learner,
-    option,
-)
+from dulbe_peft.commands.options import command, labelled_options, learner_options, option
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -32,72 +26,75 @@ go there as JSON: dulbe-peft evaluate out --data photos > figures.json
 """
 
 
-@command("Test a saved learner on images.", EXAMPLE)
+@command(EXAMPLE)
 @learner_options()
 @labelled_options
 @option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
 @option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
 @option(
-    "--scale",
-    type=float,
-    multiple=True,
-    metavar="S...",
-    help="for --zero-shot: shares of what was learned, in [0, 1]",
+    "--scale", type=float, multiple=True, metavar="S...", help="for --zero-shot: shares of what was learned, 0 to 1"
 )
 def evaluate(
     learner: str,
-    model: str | None,
+    load: Callable[[], ClassIncrementalLearner],
     data: str,
-    split: str,
-    class_names: str | None,
+    open_images: Callable[[], LabelledImages],
     reject: float | None,
     zero_shot: bool,
-    scale: tuple[float, ...],
-    **machine: Any,
+    scale: Sequence[float],
 ) -> int:
     """Print the figures."""
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    from dulbe_peft.data.inventory import counted
-    from dulbe_peft.metrics.evaluation import BASELINES
-
-    loaded, images = load_learner(learner, model, machine), load_labelled(data, split, class_names)
+    loaded, images = load(), open_images()
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     if zero_shot:
         if not unknown:
             raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
-        _print_in_full(_zero_shot(loaded, images, known, unknown, list(scale) or [1.0]))
-        return 0
-    if not known:
-        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}")
+        figures = _zero_shot(loaded, images, known, unknown, list(scale) or [1.0])
+    else:
+        if not known:
+            raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}")
+        figures = _accuracy(loaded, images, known, unknown, reject)
+    if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _accuracy(
+    learner: ClassIncrementalLearner,
+    images: LabelledImages,
+    known: list[str],
+    unknown: list[str],
+    reject: float | None,
+) -> dict[str, Any]:
+    """How right every classifier is about the classes that were learned."""
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.metrics.evaluation import BASELINES
+
     chosen = images.select(known)
-    found = loaded.evaluate_images(chosen)
-    figures = found.figures() | {
-        "num_classes": len(known),
-        "not_learned": {"classes": unknown, "num_images": len(images) - len(chosen)},
-    }
+    found, left_out = learner.evaluate_images(chosen), len(images) - len(chosen)
+    not_learned = {"classes": unknown, "num_images": left_out}
+    figures = found.figures() | {"num_classes": len(known), "not_learned": not_learned}
     print(f"{counted(len(chosen), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
     baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
     for name, accuracy in (figures["classifiers"] | baselines).items():
         print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
     if unknown:
-        left_out = figures["not_learned"]["num_images"]
         listed = f"{', '.join(unknown)} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
-    if reject is not None:
-        others: Any = images.select(unknown) if unknown else []
-        figures["rejection"] = _rejection(loaded, reject, found, others)
-    _print_in_full(figures)
-    return 0
-
-
-def _print_in_full(figures: dict[str, Any]) -> None:
-    """As JSON, where a program or a file reads it; somebody at a terminal has read the lines for people."""
-    if not sys.stdout.isatty():
-        print(json.dumps(figures, indent=2, ensure_ascii=False))
+    if reject is None:
+        return figures
+    threshold = learner.classifier.rejection_threshold(reject)
+    refused = (found.probability < threshold).double().mean().item()
+    rows = learner.predictions(images.select(unknown), reject=reject) if unknown else []
+    share = sum(not row.known for row in rows) / len(rows) if rows else None
+    others = "" if share is None else f", {100 * share:.2f} % of those of other classes"
+    print(f"none of these: {100 * refused:.2f} % of the images of known classes{others}", file=sys.stderr)
+    return figures | {"rejection": {"asked_for": reject, "refused": refused, "found": share}}
 
 
 def _zero_shot(
@@ -115,14 +112,3 @@ def _zero_shot(
         beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % of the learned classes"
         print(f"  scale {row['scale']:<5g} {100 * row['unlearned']:6.2f} % right{beside}", file=sys.stderr)
     return found | {"not_learned": unknown, "learned": known}
-
-
-def _rejection(learner: ClassIncrementalLearner, share: float, known: Any, unknown: Any) -> dict[str, Any]:
-    """How many images are answered "none of these", of classes that were learned and of those that were not."""
-    threshold = learner.classifier.rejection_threshold(share)
-    refused = (known.probability < threshold).double().mean().item()
-    rows = learner.predictions(unknown, reject=share)
-    found = sum(not row.known for row in rows) / len(rows) if rows else None
-    others = "" if found is None else f", {100 * found:.2f} % of those of other classes"
-    print(f"none of these: {100 * refused:.2f} % of the images of known classes{others}", file=sys.stderr)
-    return {"asked_for": share, "refused": refused, "found": found}

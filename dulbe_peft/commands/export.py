@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
+from dulbe_peft.commands.options import argument, command, learner_options, option
 
 EXAMPLE = """example:
   dulbe-peft export out exported --format onnx
@@ -17,23 +18,22 @@ onnx:          one graph from pixels to probabilities; first: pip install 'dulbe
 
 Each format holds the learner's classifier, and a README.md with the lines of code that use it.
 """
-FORMATS = ("lora", "transformers", "onnx")
 
 
-@command("Write a learner in a form that works without this package.", EXAMPLE)
+@command(EXAMPLE)
 @learner_options()
 @argument("output", "folder for the export; only an earlier export is replaced")
-@option("--format", "kind", type=click.Choice(FORMATS), default="lora", help="what to write (lora)")
+@option(
+    "--format",
+    "kind",
+    type=click.Choice(("lora", "transformers", "onnx")),
+    default="lora",
+    help="what to write (lora)",
+)
 @option("--classifier", metavar="NAME", help="which of the learner's classifiers; none: the first")
 @option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
 def export(
-    learner: str,
-    model: str | None,
-    output: str,
-    kind: str,
-    classifier: str | None,
-    compress_to: int | None,
-    **machine: Any,
+    learner: str, load: Callable[[], Any], output: str, kind: str, classifier: str | None, compress_to: int | None
 ) -> int:
     """Write the export."""
     if compress_to is not None and kind != "lora":
@@ -43,17 +43,15 @@ def export(
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
-    folder = export_learner(load_learner(learner, model, machine), output, kind, classifier, compress_to)
+    folder = export_learner(load(), output, kind, classifier, compress_to)
     if compress_to is not None:
         report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}
         worst = max(errors, key=errors.__getitem__)
         print(f"relative error {report['relative_error']:.2e} over all layers, most in {worst}: {errors[worst]:.2e}")
     if kind == "onnx":
-        facts = read_json(folder / GRAPH_FACTS_FILE)
-        print(
-            f"largest difference of a probability from PyTorch's, on random pixels: {facts['largest_difference']:.1e}"
-        )
+        difference = read_json(folder / GRAPH_FACTS_FILE)["largest_difference"]
+        print(f"largest difference of a probability from PyTorch's, on random pixels: {difference:.1e}")
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
     return 0

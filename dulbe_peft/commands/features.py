@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import (
-    command,
-    labelled_options,
-    learner_options,
-    load_labelled,
-    load_learner,
-    option,
-)
+from dulbe_peft.commands.options import command, labelled_options, learner_options, option
 from dulbe_peft.commands.outputs import check_outputs
 
 if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
 
 EXAMPLE = """examples:
@@ -29,7 +24,7 @@ embeddings have length 1. Read it with numpy.load.
 """
 
 
-@command("Write the features of images to a file.", EXAMPLE)
+@command(EXAMPLE)
 @learner_options(optional=True)
 @labelled_options
 @option("--output", required=True, metavar="FILE", help="the .npz file to write")
@@ -37,14 +32,12 @@ embeddings have length 1. Read it with numpy.load.
 @option("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (1.0)")
 def features(
     learner: str | None,
-    model: str | None,
+    load: Callable[..., ClassIncrementalLearner],
     data: str,
-    split: str,
-    class_names: str | None,
+    open_images: Callable[[], LabelledImages],
     output: str,
     prompt_template: str | None,
     scale: float,
-    **machine: Any,
 ) -> int:
     """Write the file."""
     if output == "-":
@@ -55,34 +48,21 @@ def features(
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
+    from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.utils.files import replacing
 
-    images = load_labelled(data, split, class_names)
+    images = open_images()
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
-    arrays = feature_arrays(load_learner(learner, model, machine, **template), images, scale)
+    loaded = load(**template)
+    with loaded.scaled(scale):
+        arrays: dict[str, Any] = {"features": loaded.image_embeds(images).cpu().numpy()}
+        if has_text(loaded.clip):
+            arrays["text_embeds"] = loaded.text_embeds(images.class_names).detach().cpu().numpy()
+    arrays |= {"labels": images.labels, "class_names": np.array(images.class_names)}
+    arrays["image_names"] = np.array([images.item_name(index) for index in range(len(images))])
     with replacing(Path(output).resolve()) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
     count, width = arrays["features"].shape
-    what = f"{counted(count, 'image')} of {counted(len(arrays['class_names']), 'class')}, {width} numbers each"
+    what = f"{counted(count, 'image')} of {counted(len(images.class_names), 'class')}, {width} numbers each"
     print(f"written: {output}, {what}", file=sys.stderr)
     return 0
-
-
-def feature_arrays(learner: ClassIncrementalLearner, data: Any, scale: float = 1.0) -> dict[str, Any]:
-    """What the file holds, as arrays of numpy; `scale` is the share of what was learned, in [0, 1]."""
-    import numpy as np
-
-    from dulbe_peft.data.images import named_images
-    from dulbe_peft.encoders.loading import has_text
-
-    data = named_images(data)
-    with learner.scaled(scale):
-        arrays = {"features": learner.image_embeds(data).cpu().numpy()}
-        if has_text(learner.clip):
-            arrays["text_embeds"] = learner.text_embeds(data.class_names).detach().cpu().numpy()
-    images = [data.item_name(index) for index in range(len(data))]
-    return arrays | {
-        "labels": data.labels,
-        "class_names": np.array(data.class_names),
-        "image_names": np.array(images),
-    }

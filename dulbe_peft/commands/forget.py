@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
+from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import check_other_folder
 
 EXAMPLE = """example:
@@ -14,14 +15,14 @@ No image is called by a forgotten class any more. The model stays as it is. june
 """
 
 
-@command("Take classes out of a learner.", EXAMPLE)
+@command(EXAMPLE)
 @learner_options()
 @argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
-def forget(learner: str, model: str | None, classes: tuple[str, ...], output: str, **machine: Any) -> int:
+def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str) -> int:
     """Write the learner without the classes."""
     check_other_folder(learner, output)
-    loaded = load_learner(learner, model, machine)
+    loaded = load()
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
     loaded.save_pretrained(output)

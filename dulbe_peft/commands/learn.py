@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import command, field_options, learner_options, load_learner, option
+from dulbe_peft.commands.options import command, field_options, learner_options, option
 from dulbe_peft.commands.outputs import check_other_folder
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.runs.sources import DATA_FIELDS, open_source, reopen_tests, say, source_of
+from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen_tests, source_of
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -27,7 +28,7 @@ was stopped.
 _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 
 
-@command("Give a finished learner new classes, and more images of known ones.", EXAMPLE, resumes=True)
+@command(EXAMPLE, resumes=True)
 @learner_options()
 @option("--data", required=True, help="images, as for run")
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
@@ -36,7 +37,7 @@ _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class
 @field_options(StreamArguments, _DATA)
 def learn(
     learner: str,
-    model: str | None,
+    load: Callable[[], ClassIncrementalLearner],
     data: str,
     output: str,
     increment: int | None,
@@ -52,8 +53,8 @@ def learn(
 
     check_other_folder(learner, output)
     check_run_folder(data, output)
-    loaded = load_learner(learner, model, flags)
-    given = {name: flags[name] for name in _DATA if flags[name] is not None}
+    loaded = load()
+    given = {name: value for name, value in flags.items() if value is not None}
     source = {
         name: value for name, value in source_of(StreamArguments(data=data, **given)).items() if name in DATA_FIELDS
     }
@@ -74,7 +75,7 @@ def learn(
             )
         _update(loaded, train, known)
     elif known:
-        say(f"left out: images of known classes ({', '.join(known)})")
+        print_once(f"left out: images of known classes ({', '.join(known)})")
     tests = reopen_tests(past, look=loaded.args.teacher == "cached")
     tasks = _tasks(train, test, new, increment) if new else []
     results = loaded.run(tasks, output, known_tests=tests, source=source)
@@ -126,7 +127,7 @@ def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list
     images = train.select(known)
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
-    say(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
+    print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 
 
@@ -137,6 +138,6 @@ def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], i
     held_out = None if test is None else test.select(new)
     left_out = 0 if test is None or held_out is None else len(test) - len(held_out)
     if left_out:
-        say(f"test images of known classes are not used: {left_out}; evaluate tests on them")
+        print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     size = len(new) if increment is None else min(increment, len(new))
     return class_incremental_tasks(train.select(new), held_out or None, increment=size)

@@ -48,7 +48,7 @@ class Commands(click.Group):
             return None
         name = cmd_name.replace("-", "_")
         made: click.Command = getattr(import_module(f"dulbe_peft.commands.{name}"), name)
-        made.name = cmd_name
+        made.name, made.help = cmd_name, COMMANDS[cmd_name].capitalize() + "."
         return made
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

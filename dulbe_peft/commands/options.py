@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import click
+from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.runs.settings import GROUPS, read_settings
+from dulbe_peft.utils.settings import field_types
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.data.images import LabelledImages
@@ -26,6 +29,10 @@ class Option(click.Option):
     def __init__(self, *names: Any, group: str = "options", **settings: Any) -> None:
         super().__init__(*names, **settings)
         self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Nothing: a line says itself what it takes, and limits such as 1.2e-38 would hide it."""
+        return {}
 
 
 class Command(click.Command):
@@ -60,12 +67,12 @@ class Command(click.Command):
         formatter.write(f"\n{self.epilog or ''}")
 
 
-def command(help: str, example: str = "", usage: str | None = None, resumes: bool = False) -> Decorator:
+def command(example: str = "", usage: str = "[OPTIONS]", resumes: bool = False) -> Decorator:
     """Make a function a command; its parameters are those that the decorators below it declare."""
 
     def make(function: Callable[..., int]) -> Command:
-        made: Command = click.command(cls=Command, help=help, epilog=example)(function)
-        made.resumes, made.options_metavar = resumes, usage or "[OPTIONS]"
+        made: Command = click.command(cls=Command, epilog=example)(function)
+        made.resumes, made.options_metavar = resumes, usage
         return made
 
     return make
@@ -103,11 +110,10 @@ def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Dec
 
 def field_options(kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()) -> Decorator:
     """The named fields of a dataclass as options. One that is not given is None."""
-    hints = get_type_hints(kind)
 
     def add(function: Any) -> Any:
         for field in reversed([field for field in fields(kind) if field.name in names]):
-            facts = _option_facts(field, hints[field.name])
+            facts = _option_facts(field, field_types(kind)[field.name])
             flag = facts.pop("flag", "--" + field.name.replace("_", "-"))
             function = option(flag, field.name, group=group, hidden=field.name in rare, **facts)(function)
         return function
@@ -118,7 +124,7 @@ def field_options(kind: Any, names: Collection[str], group: str = "options", rar
 def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
     default = "" if field.default in (None, "", False) else f" (default: {field.default})"
     facts: dict[str, Any] = {"help": field.metadata["help"] + default, "default": None}
-    kinds = get_args(hint) or (hint,)  # of list[int] | int | None: list[int], int and None's type
+    kinds = [hint] if get_origin(hint) is Annotated else get_args(hint) or [hint]  # list[int] | None: two kinds
     flag = field.name.replace("_", "-")
     if hint is bool:
         return facts | {"flag": f"--{flag}/--no-{flag}"}
@@ -131,7 +137,17 @@ def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
     if list[str] in kinds:  # a text with other characters is a regular expression where the field takes one
         names = (lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text) if str in kinds else None
         return facts | {"type": names or (lambda text: text.split(",")), "metavar": "A,B,..."}
-    return facts | {"type": kinds[0]}
+    return facts | _number(kinds[0]) if get_origin(kinds[0]) is Annotated else facts | {"type": kinds[0]}
+
+
+def _number(hint: Any) -> dict[str, Any]:
+    """The click type of a number between the limits of its annotation, so that a wrong flag costs no pydantic."""
+    kind, *limits = get_args(hint)
+    least = next((limit for limit in limits if isinstance(limit, (Ge, Gt))), None)
+    most: Any = next((limit.le for limit in limits if isinstance(limit, Le)), None)
+    low: Any = least.gt if isinstance(least, Gt) else None if least is None else least.ge
+    between = click.IntRange if kind is int else click.FloatRange
+    return {"type": between(low, most, min_open=isinstance(least, Gt)), "metavar": between.name.split()[0].upper()}
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -151,27 +167,35 @@ def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def learner_options(optional: bool = False) -> Decorator:
-    """The argument that names a learner, and the options of its machine; `--model` alone is a pristine model."""
+    """The learner, and the options of its machine; the command gets `learner`, and `load` to make it.
+
+    Where a learner is `optional`, `--model` alone is a pristine model.
+    """
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
 
     def add(function: Any) -> Any:
-        function = field_options(LearnerArguments, _MACHINE, "machine")(function)
+        @wraps(function)
+        def call(learner: str | None, model: str | None, **flags: Any) -> int:
+            machine = {name: value for name in _MACHINE if (value := flags.pop(name)) is not None}
+            status: int = function(learner=learner, load=partial(_load_learner, learner, model, machine), **flags)
+            return status
+
+        made = field_options(LearnerArguments, _MACHINE, "machine")(call)
         what = f"the base model, where it is not where it was{alone}"
-        function = option("--model", metavar="MODEL", help=what)(function)
+        made = option("--model", metavar="MODEL", help=what)(made)
         what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
-        return argument("learner", what, required=not optional)(function)
+        return argument("learner", what, required=not optional)(made)
 
     return add
 
 
-def load_learner(
-    learner: str | None, model: str | None, flags: dict[str, Any], **defaults: Any
+def _load_learner(
+    learner: str | None, model: str | None, machine: dict[str, Any], **defaults: Any
 ) -> ClassIncrementalLearner:
-    """The learner that the options name; `defaults` are settings that count where no flag gives them."""
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    given = defaults | {name: flags[name] for name in _MACHINE if flags[name] is not None}
+    given = defaults | machine
     if learner is not None:
         base = None if model is None else load_dual_encoder(model)[0]
         return ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
@@ -182,15 +206,20 @@ def load_learner(
 
 
 def labelled_options(function: Any) -> Any:
-    """The options that name labelled images to look at, and not to learn from."""
+    """The options that name labelled images to look at; the command gets `data`, and `open_images` to open them."""
+
+    @wraps(function)
+    def call(data: str, split: str, class_names: str | None, **flags: Any) -> int:
+        status: int = function(data=data, open_images=partial(_load_labelled, data, split, class_names), **flags)
+        return status
+
     names = option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-    split = option("--split", default="test", help="split of the data (test); '' for a folder of classes")
+    splits = option("--split", default="test", help="split of the data (test); '' for a folder of classes")
     data = "images: a folder of classes or of parquet files, or hf:NAME"
-    return option("--data", required=True, help=data)(split(names(function)))
+    return option("--data", required=True, help=data)(splits(names(call)))
 
 
-def load_labelled(data: str, split: str, class_names: str | None) -> LabelledImages:
-    """The images that `labelled_options` name."""
+def _load_labelled(data: str, split: str, class_names: str | None) -> LabelledImages:
     from dulbe_peft.data.readers import load_data
     from dulbe_peft.streams.protocols import rename_classes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -12,43 +12,24 @@ from typing import IO
 def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | None] = ()) -> None:
     """Refuse files that were most likely named by mistake, before any work is done.
 
-    Each file is its flag, path and suffix; a path of None is not written, and "-" is standard output. A new file may
-    have any suffix. `inputs` are paths that the command reads.
+    Each file is its flag, path and suffix. A path of None is not written, and "-" is standard output. `inputs` are
+    paths that the command reads.
     """
     read = {Path(path).resolve() for path in inputs if path}
     flags: dict[Path, str] = {}
     for flag, path, suffix in files:
         if path is None:
             continue
-        file = Path(path) if path == "-" else _checked(flag, path, suffix)
+        file = Path(path) if path == "-" else Path(path).resolve()
+        if path != "-":
+            from dulbe_peft.utils.folders import check_answer_file
+
+            check_answer_file(path, suffix)
         if file in read:
             raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
         if file in flags:
             raise ValueError(f"{flags[file]} and {flag} both name {path}: give each a file of its own")
         flags[file] = flag
-
-
-def _checked(flag: str, path: str, suffix: str) -> Path:
-    if not path:
-        raise ValueError(f"{flag} is '', expected the path of a {suffix} file")
-    from dulbe_peft.utils import folders
-
-    # What runs, learners, comparisons and models keep under these names, wherever that is.
-    kept = {folders.LEARNER_FILE, folders.MANIFEST, folders.PROGRESS_FILE, folders.RESULTS_FILE, folders.TIMINGS_FILE}
-    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
-    file = Path(path).resolve()
-    if file.is_dir():
-        raise ValueError(f"{flag} {path} is a folder, expected a {suffix} file")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"{flag} {path}: the folder {file.parent} does not exist")
-    folders.check_outside_learners(file.parent, f"{flag}: write")
-    exported = file.is_file() and (file.parent / folders.MANIFEST).is_file()
-    of_a_run = file.name == "predictions.csv" and (file.parent / folders.RESULTS_FILE).is_file()
-    if file.name in kept or exported or of_a_run:
-        raise ValueError(f"{flag} {path}: a run, a model or an export keeps its own file here, choose another name")
-    if file.is_file() and file.suffix.lower() != suffix:
-        raise ValueError(f"{flag} {path} exists and is no {suffix} file: it is not overwritten, choose another name")
-    return file
 
 
 def check_other_folder(learner: str, output: str) -> None:
@@ -73,12 +54,6 @@ def output_file(path: str) -> Iterator[IO[str]]:
     from dulbe_peft.utils.files import replacing
 
     file = Path(path).resolve()
-    if file.exists() and not file.is_file():
-        with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
-            yield opened
-        return
-    with (
-        replacing(file) as temporary,
-        temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened,
-    ):
+    whole = nullcontext(file) if file.exists() and not file.is_file() else replacing(file)
+    with whole as place, place.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         yield opened

@@ -6,13 +6,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import argument, command, learner_options, load_learner, option
+from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import check_outputs, output_file
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
 EXAMPLE = """examples:
@@ -28,28 +29,21 @@ measures how many images of known classes that refuses.
 NONE = "none of these"
 
 
-@command("Name the classes of images.", EXAMPLE)
+@command(EXAMPLE)
 @learner_options()
-@argument(
-    "paths",
-    "image files or folders; - reads an image, or paths, from standard input",
-    nargs=-1,
-    required=True,
-    metavar="PATH...",
-)
+@argument("paths", "image files or folders; -: an image or paths on standard input", nargs=-1, required=True)
 @option("--top-k", type=int, default=1, help="how many classes for each image (1)")
 @option("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
 @option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
 @option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
 def predict(
     learner: str,
-    model: str | None,
+    load: Callable[..., ClassIncrementalLearner],
     paths: tuple[str, ...],
     top_k: int,
     csv: str | None,
     json_file: str | None,
     reject: float | None,
-    **machine: Any,
 ) -> int:
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.data.inventory import counted
@@ -60,8 +54,7 @@ def predict(
         raise ValueError("standard input is empty: neither an image nor a path is there")
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
-    loaded = load_learner(learner, model, machine, num_workers=workers if many else 0)
-    rows = loaded.predictions(images, top_k, reject)
+    rows = load(num_workers=workers if many else 0).predictions(images, top_k, reject)
     for row in rows:
         if row.error is not None:
             print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
@@ -71,8 +64,7 @@ def predict(
             _write_csv(file, read)
     if json_file:
         with output_file(json_file) as file:
-            json.dump([_as_json(row) for row in rows], file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     if not csv and not json_file:
         for row in read:
             print(_line(row))

@@ -17,7 +17,7 @@ The page is one file that any browser opens, also without a network.
 """
 
 
-@command("Write a page about runs or a comparison.", EXAMPLE)
+@command(EXAMPLE)
 @argument("runs", "folders that run or compare has written", nargs=-1, required=True, metavar="RUN...")
 @option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
 @option("--csv", metavar="FILE", help="write the table of results, too, with full figures")

@@ -23,9 +23,7 @@ ESSENTIAL = (
 )
 
 
-@command(
-    "Learn a class-incremental stream.", EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", resumes=True
-)
+@command(EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", resumes=True)
 @setting_options(ESSENTIAL)
 def run(config: str | None, **flags: Any) -> int:
     """Learn, or say what would be learned."""

@@ -6,114 +6,77 @@ Flags win over the file, the file over the defaults.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.utils.settings import check_settings, check_value, field_types
+from dulbe_peft.utils.settings import check_settings, check_value, field_types, setting
 
 
 @dataclass(frozen=True)
 class StreamArguments:
     """Where a stream comes from and where it goes."""
 
-    model: str = field(
-        default="", metadata={"help": "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required."}
+    model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required.")
+    data: str = setting(
+        "", "Images: a folder with train/class/*.jpg, class/*.jpg or train*.parquet, or hf:NAME of the Hub. Required."
     )
-    data: str = field(
-        default="",
-        metadata={
-            "help": "Images: a folder with train/class/*.jpg, class/*.jpg or train*.parquet, or hf:NAME of the Hub. "
-            "Required."
-        },
+    output: str = setting("", "Folder for checkpoints and results. Required.")
+    strategy: str = setting("dulbe", "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing.")
+    classifiers: str | None = setting(
+        None, "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."
     )
-    output: str = field(default="", metadata={"help": "Folder for checkpoints and results. Required."})
-    strategy: str = field(
-        default="dulbe",
-        metadata={"help": "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing."},
+    increment: Annotated[int, Ge(1)] | None = setting(
+        None, "Classes per task. None: 10, or about half of the classes where there are fewer than 20."
     )
-    classifiers: str | None = field(
-        default=None,
-        metadata={"help": "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."},
+    initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
+    train_split: str = setting("train", "Name of the split to learn from.")
+    test_split: str = setting("test", "Name of the split to test on, where there is one.")
+    test_fraction: float | None = setting(None, "Without a test split: how much of each class to hold back for tests.")
+    validation_fraction: float | None = setting(
+        None,
+        "Test on this share of each class's training images, which are then not learned, and leave the test images "
+        "alone: for choosing settings.",
     )
-    increment: Annotated[int, Ge(1)] | None = field(
-        default=None,
-        metadata={"help": "Classes per task. None: 10, or about half of the classes where there are fewer than 20."},
+    images_per_class: Annotated[int, Ge(1)] | None = setting(
+        None, "Learn from at most so many images of each class, drawn at random."
     )
-    initial_increment: Annotated[int, Ge(1)] | None = field(
-        default=None, metadata={"help": "Classes of the first task, where it differs."}
+    draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
+    skip_unreadable: bool = setting(
+        False, "Leave images out that cannot be read, instead of stopping. Decodes all images first."
     )
-    train_split: str = field(default="train", metadata={"help": "Name of the split to learn from."})
-    test_split: str = field(default="test", metadata={"help": "Name of the split to test on, where there is one."})
-    test_fraction: float | None = field(
-        default=None, metadata={"help": "Without a test split: how much of each class to hold back for tests."}
+    class_names: str | None = setting(
+        None,
+        "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name for each "
+        "class in the order of the data. None: the names that the data carries.",
     )
-    validation_fraction: float | None = field(
-        default=None,
-        metadata={
-            "help": "Test on this share of each class's training images, which are then not learned, and leave the "
-            "test images alone: for choosing settings."
-        },
+    max_tasks: Annotated[int, Ge(1)] | None = setting(None, "Learn the first so many tasks alone.")
+    class_order: str | None = setting(
+        None, "Order of the classes: icarl, or a text file with a name or number a line."
     )
-    images_per_class: Annotated[int, Ge(1)] | None = field(
-        default=None, metadata={"help": "Learn from at most so many images of each class, drawn at random."}
+    order_seed: int | None = setting(None, "Seed of a random class order (1993 in the paper); none: as in the data.")
+    expected_classes: int | None = setting(
+        None, "Stop before anything else where the data has another number of classes."
     )
-    draw_seed: int = field(
-        default=0, metadata={"help": "Seed of the images that are drawn, or held back for --validation-fraction."}
+    expected_train: int | None = setting(None, "Stop where there are not so many images to learn from.")
+    expected_test: int | None = setting(None, "Stop where there are not so many images to test on.")
+    expected_zero_shot: float | None = setting(
+        None, "Stop before training where the pristine model has another accuracy, in percent, over all classes."
     )
-    skip_unreadable: bool = field(
-        default=False,
-        metadata={"help": "Leave images out that cannot be read, instead of stopping. Decodes all images first."},
+    zero_shot_tolerance: Annotated[float, Ge(0)] = setting(
+        1.0, "How far from expected_zero_shot it may be, in points of percent."
     )
-    class_names: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name "
-            "for each class in the order of the data. None: the names that the data carries."
-        },
+    revision: str | None = setting(None, "Revision of a model on the Hub.")
+    attn_implementation: str | None = setting(
+        None, "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."
     )
-    max_tasks: Annotated[int, Ge(1)] | None = field(
-        default=None, metadata={"help": "Learn the first so many tasks alone."}
-    )
-    class_order: str | None = field(
-        default=None, metadata={"help": "Order of the classes: icarl, or a text file with a name or number a line."}
-    )
-    order_seed: int | None = field(
-        default=None, metadata={"help": "Seed of a random class order (1993 in the paper); none: as in the data."}
-    )
-    expected_classes: int | None = field(
-        default=None, metadata={"help": "Stop before anything else where the data has another number of classes."}
-    )
-    expected_train: int | None = field(
-        default=None, metadata={"help": "Stop where there are not so many images to learn from."}
-    )
-    expected_test: int | None = field(
-        default=None, metadata={"help": "Stop where there are not so many images to test on."}
-    )
-    expected_zero_shot: float | None = field(
-        default=None,
-        metadata={
-            "help": "Stop before training where the pristine model has another accuracy, in percent, over all classes."
-        },
-    )
-    zero_shot_tolerance: Annotated[float, Ge(0)] = field(
-        default=1.0, metadata={"help": "How far from expected_zero_shot it may be, in points of percent."}
-    )
-    revision: str | None = field(default=None, metadata={"help": "Revision of a model on the Hub."})
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."}
-    )
-    test_ahead: bool = field(
-        default=False,
-        metadata={"help": "After each task, test by class names also on the tasks that are still to come."},
-    )
-    resume: bool = field(default=True, metadata={"help": "Go on after the newest valid task folder."})
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Print tasks, adapted layers, parameters, memory and an estimate of the time, and exit."},
+    test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
+    resume: bool = setting(True, "Go on after the newest valid task folder.")
+    dry_run: bool = setting(
+        False, "Print tasks, adapted layers, parameters, memory and an estimate of the time, and exit."
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.runs.settings import StreamArguments, validated
-from dulbe_peft.runs.sources import open_source, say, source_of
+from dulbe_peft.runs.sources import open_source, print_once, source_of
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
     from peft import PeftModel
@@ -37,10 +37,10 @@ def fit_increment(increment: int | None, num_classes: int) -> int:
         if num_classes >= 20:
             return 10
         chosen = max(1, -(-num_classes // 2))
-        say(f"increment is not set: tasks of {chosen}, about half of the {num_classes} classes")
+        print_once(f"increment is not set: tasks of {chosen}, about half of the {num_classes} classes")
         return chosen
     if increment > num_classes:
-        say(f"increment is {increment}, there are {num_classes} classes: they are learned as one task")
+        print_once(f"increment is {increment}, there are {num_classes} classes: they are learned as one task")
         return num_classes
     return increment
 

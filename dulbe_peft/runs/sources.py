@@ -35,11 +35,11 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[LabelledIm
     fraction, skip = source.get("test_fraction"), bool(source.get("skip_unreadable"))
     train, test, found = open_stream_data(source["data"], source["train_split"], source["test_split"], fraction, skip)
     if report:
-        say(found.format() if found.left_out or found.unreadable else found.summary())
+        print_once(found.format() if found.left_out or found.unreadable else found.summary())
         if found.unreadable:
-            say("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
+            print_once("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
         if test is None:
-            say(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
+            print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
     if names:
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
@@ -50,7 +50,7 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[LabelledIm
         train = draw_per_class(train, count, seed or 0)
     if report and (fraction is not None or count is not None):
         tested = "" if test is None else f", tested on {len(test)}" + (" of the training images" if fraction else "")
-        say(f"learned from {len(train)} images{tested}")
+        print_once(f"learned from {len(train)} images{tested}")
     return train, test
 
 
@@ -83,7 +83,7 @@ def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImag
     return tests
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print in the first of several processes alone, also before they have found each other."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

@@ -4,7 +4,8 @@ A folder is written under a temporary name beside its place. `manifest.json` com
 every file. One rename then puts the folder in place. Reading checks every file against the manifest first.
 
 One rule protects what others wrote: a folder is written where there is none, where it is empty, or where its manifest
-says that an earlier call of the same kind wrote it.
+says that an earlier call of the same kind wrote it. A file that a person names for an answer replaces one of the same
+suffix alone, and none that a run, a model or an export keeps.
 """
 
 from __future__ import annotations
@@ -101,6 +102,24 @@ def check_outside_learners(folder: Path, what: str) -> None:
     for place in (folder.resolve(), *folder.resolve().parents):
         if (place / LEARNER_FILE).is_file():
             raise FileExistsError(f"{place} holds a saved learner: {what} to a folder outside of it")
+
+
+def check_answer_file(path: str, suffix: str) -> None:
+    """Raise where `path` cannot be a new file for an answer, or one that an earlier answer of this suffix may be."""
+    file = Path(path).resolve()
+    if not path or file.is_dir():
+        raise ValueError(f"{path!r} is no file's name: expected the path of a {suffix} file")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {file.parent} does not exist")
+    check_outside_learners(file.parent, f"write {path}")
+    kept = {LEARNER_FILE, MANIFEST, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE}
+    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
+    exported = file.is_file() and (file.parent / MANIFEST).is_file()
+    of_a_run = file.name == "predictions.csv" and (file.parent / RESULTS_FILE).is_file()
+    if file.name in kept or exported or of_a_run:
+        raise FileExistsError(f"{path} is where a run, a model or an export keeps its own file: choose another name")
+    if file.is_file() and file.suffix.lower() != suffix:
+        raise FileExistsError(f"{path} exists and is no {suffix} file: it is not overwritten, choose another name")
 
 
 def _files_of_others(folder: Path, kind: str) -> list[Path]:

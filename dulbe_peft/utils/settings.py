@@ -5,10 +5,15 @@ pydantic checks them. It is imported with the first check, so that a command's f
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import field, fields
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_type_hints
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text, from which the command line and the documentation are made."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 @cache
