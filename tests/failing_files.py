@@ -1,4 +1,4 @@
-"""File operations that fail: the n-th one below a folder raises an OSError, as a full or a protected disk does."""
+"""File operations that fail: the n-th one below a folder raises an error, as a full or a protected disk does."""
 
 from __future__ import annotations
 
@@ -12,34 +12,22 @@ from typing import Any
 
 import pytest
 
-# Of `os`, by what they take: a path below the folder, or the number of an open file.
 BY_PATH = "chmod link listdir lstat mkdir open readlink remove rename replace rmdir scandir stat symlink unlink utime"
-BY_NUMBER = "fsync"
-ERRORS = (errno.ENOSPC, errno.EACCES, errno.EINTR)
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Failing:
-    """While the block runs, file operations below a folder are counted; the chosen one fails.
+    """While the block runs, operations below `root` are counted in `done`; number `at` raises `error`."""
 
-    Args:
-        root: the folder.
-        at: number of the operation that fails, from 0; None: none does.
-        number: of the error, as `errno` has it.
-
-    Attributes:
-        done: name and path of every operation.
-    """
-
-    def __init__(self, root: Path, at: int | None = None, number: int = errno.ENOSPC) -> None:
-        self.root, self.at, self.number = str(root), at, number
-        self.done: list[tuple[str, str]] = []
+    def __init__(self, root: Path, at: int | None = None, error: BaseException = FULL) -> None:
+        self.root, self.at, self.error = str(root), at, error
+        self.done: list[str] = []
         self.patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> Failing:
         for name in BY_PATH.split():
             self.patch.setattr(os, name, self.failing(name, getattr(os, name)))
-        for name in BY_NUMBER.split():
-            self.patch.setattr(os, name, self.failing(name, getattr(os, name), everywhere=True))
+        self.patch.setattr(os, "fsync", self.failing("fsync", os.fsync, everywhere=True))
         for module in (builtins, io):
             self.patch.setattr(module, "open", self.opening(io.open))
         return self
@@ -47,10 +35,10 @@ class Failing:
     def __exit__(self, *_: Any) -> None:
         self.patch.undo()
 
-    def happens(self, name: str, path: str) -> None:
-        self.done.append((name, path))
+    def happens(self, name: str, path: str | None = None) -> None:
+        self.done.append(name)
         if len(self.done) - 1 == self.at:
-            raise OSError(self.number, os.strerror(self.number), path or None)
+            raise OSError(*self.error.args, path) if isinstance(self.error, OSError) and path else self.error
 
     def below(self, path: Any) -> bool:
         return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(self.root)
@@ -58,7 +46,7 @@ class Failing:
     def failing(self, name: str, function: Callable[..., Any], everywhere: bool = False) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if everywhere or (args and self.below(args[0])):
-                self.happens(name, "" if everywhere else os.fspath(args[0]))
+                self.happens(name, None if everywhere else os.fspath(args[0]))
             return function(*args, **kwargs)
 
         return call
@@ -69,16 +57,16 @@ class Failing:
                 return function(file, mode, *args, **kwargs)
             self.happens(f"open {mode}", os.fspath(file))
             opened = function(file, mode, *args, **kwargs)
-            return opened if mode in ("r", "rb") else _Written(self, opened, os.fspath(file))
+            return opened if mode in ("r", "rb") else _Written(self, opened)
 
         return call
 
 
 class _Written:
-    """An open file of which writing and closing can fail; that which fails to close is closed, as the system does."""
+    """An open file of which writing can fail."""
 
-    def __init__(self, failing: Failing, file: Any, path: str) -> None:
-        self.failing, self.file, self.path = failing, file, path
+    def __init__(self, failing: Failing, file: Any) -> None:
+        self.failing, self.file = failing, file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
@@ -87,12 +75,8 @@ class _Written:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close()
+        self.file.close()
 
     def write(self, content: Any) -> Any:
-        self.failing.happens("write", "")  # the system's error for it names no path
+        self.failing.happens("write")
         return self.file.write(content)
-
-    def close(self) -> None:
-        self.file.close()
-        self.failing.happens("close", "")

@@ -84,12 +84,6 @@ def test_what_a_program_has_set_changes_nothing(beginning, learner, name, tmp_pa
     assert not differences(everything(learner), everything(calm))
 
 
-def test_a_learner_is_made_in_float32_whatever_the_default(beginning):
-    with default_dtype():
-        found = tiny_learner()
-    assert {tensor.dtype for tensor in found.model.state_dict().values()} <= {torch.float32, torch.int64}
-
-
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
 def test_a_copy_lives_on_its_own(beginning, learner, twin):
     other, before = twin(learner), everything(learner)
@@ -178,18 +172,6 @@ def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monke
         learner.learn_task(*TASK)
     assert not differences(everything(learner), before)
     live(learner)
-
-
-def test_threads_that_learn_at_once_lose_nothing(learner):
-    def act(number):
-        learner.learn_task(images_of(0, 1, seed=number), [f"x{'abc'[number]}", f"y{'abc'[number]}"])
-
-    threads = [threading.Thread(target=act, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(learner.tasks) == 4 and learner.head.class_names == list(learner.class_names)
 
 
 def test_a_thread_that_saves_waits_for_one_that_learns(learner, tmp_path):

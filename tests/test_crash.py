@@ -17,7 +17,6 @@ import pytest
 
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.runs.run import LOCK_FILE
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, commit_folder, read_manifest
 
 pytestmark = pytest.mark.slow
@@ -187,32 +186,10 @@ def test_sigterm_stops_it_with_the_command_that_goes_on(arguments, reference, tm
     assert content(output) == reference[0]
 
 
-def test_sigint_stops_it_and_the_same_command_goes_on(start, arguments, reference, tmp_path):
-    child = start(tmp_path / "run")
-    wait_for(tmp_path / "run" / "task-001", child.is_alive)
-    os.kill(child.pid, signal.SIGINT)
-    assert ended(child) == 130
-    command = [sys.executable, "-m", "dulbe_peft", *arguments, "--output", str(tmp_path / "run")]
-    said = (tmp_path / "log").read_text()
-    assert said.endswith(f"dulbe-peft: stopped by SIGINT\nfinished tasks are kept; to go on:\n{shlex.join(command)}\n")
-    assert ended(start(tmp_path / "run")) == 0
-    assert content(tmp_path / "run") == reference[0]
-
-
 def test_of_two_on_one_folder_one_is_refused_by_name(start, reference, tmp_path):
     children = [start(tmp_path / "run") for _ in range(2)]
     assert sorted(ended(child) for child in children) == [0, 2], (tmp_path / "log").read_text()
     assert f"output_dir {str(tmp_path / 'run')!r} is in use" in (tmp_path / "log").read_text()
-    assert content(tmp_path / "run") == reference[0]
-
-
-def test_a_killed_run_s_lock_is_free(start, reference, tmp_path):
-    child = start(tmp_path / "run")
-    wait_for(tmp_path / "run" / "task-001", child.is_alive)
-    child.kill()
-    ended(child)
-    assert (tmp_path / "run" / LOCK_FILE).exists()
-    assert ended(start(tmp_path / "run")) == 0
     assert content(tmp_path / "run") == reference[0]
 
 

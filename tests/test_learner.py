@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -27,10 +25,9 @@ from dulbe_peft import (
     OccupationStatistics,
     allocate_modes,
     class_incremental_tasks,
-    load_clip,
 )
 from dulbe_peft.checkpoints import loading
-from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.demo import DigitImages
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
@@ -86,15 +83,6 @@ def plain(base, digits):
     """What it says with no option set."""
     torch.set_num_threads(1)  # as every test has it, but this comes before them
     return outcome(base, digits)
-
-
-@pytest.fixture(scope="module")
-def finished(base, digits, tmp_path_factory):
-    """The folder of a run of three tasks."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    make_learner(base).run(stream(digits, 3), folder)
-    return folder
 
 
 # ---------------------------------------------------------------------- the method
@@ -237,18 +225,6 @@ def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
     assert torch.equal(outcome(base, digits, **fields), plain)
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
-def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
-    schedules = []
-    real = torch.optim.lr_scheduler.CosineAnnealingLR
-    monkeypatch.setattr(
-        torch.optim.lr_scheduler, "CosineAnnealingLR", lambda *a, **k: schedules.append(real(*a, **k)) or schedules[-1]
-    )
-    task = stream(digits, 1)[0]
-    make_learner(base, epochs=2, learning_rate=1e-3, lr_schedule=schedule).learn_task(task.train, task.class_names)
-    assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
-
-
 def test_accuracy_rises_and_predictions_are_names(base, digits):
     learner = make_learner(base, epochs=3)
     for task in stream(digits, 5):
@@ -302,59 +278,9 @@ def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp
     assert torch.equal(logits(learner, digits), logits(again, digits))
 
 
-class _Pulled:
-    """A dataset whose reader breaks when the third image is read, as a pulled plug would."""
-
-    def __init__(self, dataset):
-        self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        if index == 2:
-            raise RuntimeError("pulled")
-        return self.dataset[index]
-
-    def content_id(self, index):
-        return self.dataset.content_id(index)
-
-
-def test_an_error_that_cannot_be_pickled_reaches_the_user(base, digits):
-    """Its class lives in a function; handed on as it is by a process that reads images, it would hang the learner."""
-
-    class Local(_Pulled):
-        def __getitem__(self, index):
-            class StrangeError(Exception):
-                pass
-
-            raise StrangeError("no such thing")
-
-    task = stream(digits, 1)[0]
-    learner = make_learner(base, num_workers=1)
-    with pytest.raises(ValueError, match="cannot be preprocessed: StrangeError: no such thing"):
-        learner.learn_task(Local(task.train), task.class_names)
-    assert learner.tasks == []
-
-
 def test_trackers_of_accelerate(base, digits, tmp_path):
     make_learner(base, log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_resume_steps_over_a_damaged_folder_and_says_so(base, digits, finished, tmp_path, capsys):
-    tasks = stream(digits, 3)
-    shutil.copytree(finished, tmp_path / "run")
-    expected = (tmp_path / "run" / "results.json").read_bytes()
-    with (tmp_path / "run" / "task-003" / "head.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
-    make_learner(base).run(tasks, tmp_path / "run")
-    said = capsys.readouterr().out
-    assert "stepping over" in said and "head.safetensors" in said and "resuming after task-002" in said
-    assert (tmp_path / "run" / "results.json").read_bytes() == expected
 
 
 @pytest.fixture(scope="module")
@@ -409,16 +335,6 @@ def test_bad_tasks_change_nothing(base, digits, data, names, error, words):
     assert [p.requires_grad for p in learner.model.parameters()] == flags and len(learner.tasks) == 1
 
 
-def test_a_diverging_task_is_taken_back(base, digits):
-    learner = make_learner(base)
-    object.__setattr__(learner.args, "learning_rate", 1e30)  # more than a user may ask for
-    before = state(learner.model)
-    task = stream(digits, 1)[0]
-    with pytest.raises(ValueError, match="nan|inf|NaN"):
-        learner.learn_task(task.train, task.class_names)
-    assert same(state(learner.model), before) and not learner.tasks and not learner.head.class_names
-
-
 def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
     """Also what an interrupted step left in `.grad`: the task learned again equals one learned in peace."""
     learner, calm = make_learner(base), make_learner(base)
@@ -436,15 +352,6 @@ def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
     for one in (learner, calm):
         one.learn_task(second.train, second.class_names)
     assert torch.equal(logits(learner, digits), logits(calm, digits))
-
-
-def test_a_bf16_learner_and_its_reload_agree(base, digits, tmp_path):
-    learner = make_learner(base, mixed_precision="bf16", learning_rate=1e-2)
-    for task in stream(digits, 2):
-        learner.learn_task(task.train, task.class_names)
-    learner.save_pretrained(tmp_path / "learner")
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
-    assert torch.equal(logits(learner, digits), logits(again, digits))
 
 
 def test_restoring_what_does_not_fit_changes_nothing(learned_folder, base):
@@ -465,18 +372,6 @@ def test_the_machine_s_settings_do_not_travel(digits, base, tmp_path):
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
     assert (again.args.num_workers, again.args.pixel_cache_mb, again.args.device) == (0, 1024, "auto")
     assert again.args.batch_size == learner.args.batch_size
-
-
-def test_a_damaged_image_processor_is_no_reason_for_another_one(tmp_path, base):
-    import shutil
-
-    folder = tmp_path / "model"
-    shutil.copytree(demo_model_folder(), folder)
-    (folder / "preprocessor_config.json").write_text("{")
-    with pytest.raises((OSError, ValueError)):
-        load_clip(folder)
-    (folder / "preprocessor_config.json").unlink()
-    assert load_clip(folder)[1].image_processor.crop_size["height"] == base[0].config.vision_config.image_size
 
 
 def test_refused_constructions(base, digits):
@@ -553,15 +448,6 @@ def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monk
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
 
 
-def test_the_time_of_a_task_is_split_into_its_phases(base, digits, tmp_path, capsys):
-    learner = make_learner(base, profile=True)
-    learner.run(stream(digits, 2), tmp_path)
-    phases = json.loads((tmp_path / "timings.json").read_text())["tasks"]
-    assert [sorted(task["phases"]) for task in phases] == [["allocate", "close", "probe", "save", "test", "train"]] * 2
-    assert 0 < learner.profile.waiting["train"] <= learner.profile.seconds["train"]
-    assert "waiting for images" in capsys.readouterr().out
-
-
 def test_a_learner_works_on_the_default_adapter_alone(base, digits):
     clip, processor = base
     config = DualModeLoraConfig(residual_rank=2, support_rank=8)
@@ -593,14 +479,3 @@ def test_a_failed_load_gives_back_also_modules_to_save(base, digits, tmp_path):
             tmp_path / "learner", pristine, args=LearnerArguments(**{**QUICK, "device": "xpu"})
         )
     assert same(state(pristine), before) and not any("modules_to_save" in name for name in before)
-
-
-@pytest.mark.parametrize(("given", "error"), [("a/path", TypeError), ("wrapped", ValueError), ("vision", ValueError)])
-def test_a_base_model_that_is_none_is_named(base, digits, tmp_path, given, error):
-    learner = make_learner(base)
-    task = stream(digits, 1)[0]
-    learner.learn_task(task.train, task.class_names)
-    learner.save_pretrained(tmp_path / "learner")
-    wrong = {"wrapped": learner.model, "vision": base[0].vision_model}.get(given, given)
-    with pytest.raises(error, match="base_model|the served types are"):
-        ClassIncrementalLearner.from_pretrained(tmp_path / "learner", wrong)

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from lives import differences, everything
 from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
@@ -46,21 +47,6 @@ def taught(base, data, count=2, **options):
     for task in class_incremental_tasks(data, increment=2)[:count]:
         learner.learn_task(task.train)
     return learner
-
-
-def everything(learner):
-    """All that a learner is, as plain values and copies of tensors."""
-    state = learner.state
-    tensors = {f"model {name}": value.clone() for name, value in state.model.state_dict().items()}
-    for name, classifier in state.classifiers.items():
-        tensors |= {f"{name} {key}": value.clone() for key, value in classifier.state_dict().items()}
-    tensors |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
-    return tensors, (state.tasks, state.step, state.source, state.incomplete)
-
-
-def assert_same(found, expected):
-    assert found[1] == expected[1] and found[0].keys() == expected[0].keys()
-    assert all(torch.equal(value, expected[0][name]) for name, value in found[0].items())
 
 
 # ---------------------------------------------------------------------- further images
@@ -106,14 +92,6 @@ def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits
     assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
     learner.learn_task(class_incremental_tasks(first, increment=2)[2].train)
     assert len(learner.tasks) == 3
-
-
-def test_a_sketch_takes_them_too(base, digits):
-    learner = taught(base, digits[0], strategy="dulbe", statistics="sketch")
-    before = {name: float(matrix.square().sum()) for name, matrix in learner.memory.items()}
-    learner.update_classes(select_classes(digits[1], ("one",)))
-    assert learner.memory.sketch_rows == 16
-    assert all(float(matrix.square().sum()) > before[name] for name, matrix in learner.memory.items())
 
 
 @pytest.mark.parametrize("strategy", ["inflora", "keeplora", "merged_lora"])
@@ -164,7 +142,7 @@ def test_an_error_leaves_everything_as_it_was(base, digits, strategy):
     with pytest.raises(ValueError, match="label 7 is out of range|there are 4 classes"):
         learner.update_classes([(digits[1][0]["image"], 7)])
     assert learner.state is state
-    assert_same(everything(learner), before)
+    assert not differences(everything(learner), before)
     with pytest.raises(ValueError, match="no task has been learned yet"):
         make_learner(base).update_classes(digits[1])
 
@@ -175,7 +153,7 @@ def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits,
     before = everything(learner)
     with pytest.raises(ValueError, match=f"the '{name}' classifier cannot learn more images of a known class"):
         learner.update_classes(Unreadable(digits[1], 0))
-    assert_same(everything(learner), before)
+    assert not differences(everything(learner), before)
 
 
 def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, tmp_path):
@@ -192,16 +170,6 @@ def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, t
     assert again.head.counts.tolist() == [6, 12, 6, 6] and not again.memory
     with pytest.raises(ValueError, match="it can predict and evaluate, but not learn"):
         again.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
-
-
-def test_an_updated_learner_that_was_saved_is_the_same(base, digits, tmp_path):
-    learner = taught(base, digits[0], strategy="dulbe")
-    learner.update_classes(select_classes(digits[1], ("one", "three")))
-    learner.save_pretrained(tmp_path / "saved")
-    found = everything(ClassIncrementalLearner.from_pretrained(tmp_path / "saved"))[0]
-    expected = everything(learner)[0]
-    assert found.keys() == expected.keys() and any(name.startswith("memory ") for name in found)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
@@ -258,10 +226,10 @@ def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_
     learner.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert loaded.tasks == learner.tasks
-    assert_same(everything(loaded), everything(learner))
+    assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     for one in (loaded, learner):
         one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
-    assert_same(everything(loaded), everything(learner))
+    assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     assert loaded.tasks == [(), ("two", "three"), ("four", "five")]
 
 
@@ -270,7 +238,7 @@ def test_what_cannot_be_forgotten(base, digits):
     before = everything(learner)
     with pytest.raises(ValueError, match="class 'two' has not been learned"):
         learner.forget_class("two")
-    assert_same(everything(learner), before)
+    assert not differences(everything(learner), before)
     learner.forget_class("one")
     with pytest.raises(ValueError, match="class 'zero' is the only one that is left"):
         learner.forget_class("zero")
