@@ -7,8 +7,7 @@ import torch
 from stepping import SCALE, adapted, begin, end, features, images, learn, new_task, step_of, texts, train
 
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.strategies.blocks import block_of, early_exit, lower_and_upper
-from dulbe_peft.strategies.cl_lora import row_scales
+from dulbe_peft.strategies.cl_lora import block_of, early_exit, lower_and_upper, row_scales
 
 LOWER = "vision_model.encoder.layers.0.mlp.fc1"
 UPPER = "vision_model.encoder.layers.1.mlp.fc1"

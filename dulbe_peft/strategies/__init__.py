@@ -8,7 +8,7 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
-from dulbe_peft.strategies.frozen import Frozen
+from dulbe_peft.strategies.frozen import Frozen, Rapf
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.loda import Loda
@@ -16,7 +16,6 @@ from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
-from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 
@@ -24,34 +23,12 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 
 S = TypeVar("S", bound=type[Strategy])
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind
-    for kind in (
-        Dulbe,
-        Frozen,
-        Lora,
-        MergedLora,
-        OLora,
-        InfLora,
-        KeepLora,
-        LoraSub,
-        Loda,
-        SdLora,
-        ClLora,
-        MgClip,
-        Rapf,
-        Bofa,
-    )
-}
+_KINDS = (Dulbe, Frozen, Lora, MergedLora, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Rapf, Bofa)
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 
 def register_strategy(kind: S) -> S:
-    """Make a strategy known under its name; works as a decorator.
-
-    Raises:
-        TypeError: `kind` is no frozen dataclass derived from [`Strategy`].
-        ValueError: it has no name, or the name is taken by another class.
-    """
+    """Make a strategy, a frozen dataclass with a name of its own, known under that name; works as a decorator."""
     if not (isinstance(kind, type) and issubclass(kind, Strategy)) or "__dataclass_fields__" not in vars(kind):
         raise TypeError(f"a strategy must be a class derived from Strategy with @dataclass(frozen=True), got {kind!r}")
     name = getattr(kind, "name", None)
@@ -64,16 +41,7 @@ def register_strategy(kind: S) -> S:
 
 
 def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
-    """A strategy from its text, "name" or "name:key=value,key=value", or from what `settings` saved beside "name".
-
-    Raises:
-        ValueError: there is no such strategy or setting, or a value is out of its range.
-        TypeError: `spec` is something else.
-
-    Example:
-        >>> make_strategy("lora").name
-        'lora'
-    """
+    """A strategy from its text, "name" or "name:key=value,key=value", or from what `settings` saved beside "name"."""
     if isinstance(spec, Strategy):
         return spec
     if isinstance(spec, str):

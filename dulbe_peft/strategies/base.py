@@ -14,13 +14,15 @@ A method that only chooses other bases overrides `plan`; everything else has a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.subspaces.modes import ModeBases
@@ -32,32 +34,35 @@ Memory = OccupationStatistics | dict[str, torch.Tensor]
 GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
 
 
+@contextmanager
+def replaced_updates(
+    task: NewTask, weights: Mapping[str, torch.Tensor], updates: Callable[[str], Updates]
+) -> Iterator[None]:
+    """Let the layers named in `weights` use those weights and `updates(name)` in place of history and modes."""
+    with ExitStack() as stack:
+        for name, weight in weights.items():
+            stack.enter_context(task.layers[name].holding(weight.detach(), partial(updates, name), modes=False))
+        yield
+
+
 @dataclass
 class NewTask:
-    """What a strategy may look at while one task is learned.
+    """What a strategy may look at while one task is learned."""
 
-    Attributes:
-        index: how many tasks were finished before this one.
-        adapter: the tuner, with its layers; the strategy may read and, in `finish`, write them.
-        args: the learner's settings.
-        memory: what `remember` returned at the end of the last task; None before the first.
-        gradients: layer name -> G, (d_out, d_in), where `needs` has "gradients"; else empty.
-        inputs: layer name -> X'X, (d_in, d_in), of the new task's images, where `needs` has "inputs"; else empty.
-        notes: numbers or tensors that one hook of the strategy leaves for a later one of the same task. `plan` runs in
-            the first process alone; every process gets the notes that it left, tensors on the model's device.
-    """
-
-    index: int
-    adapter: DualModeLoraModel
+    index: int  # how many tasks were finished before this one
+    adapter: DualModeLoraModel  # the tuner; a strategy may read its layers and, in `finish`, write them
     args: LearnerArguments
-    memory: Memory | None = None
+    memory: Memory | None = None  # what `remember` returned last
+    # Layer name -> G, (d_out, d_in), where `needs` has "gradients".
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # Layer name -> X'X, (d_in, d_in), of the task's images, where `needs` has "inputs".
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
+    # What one hook leaves for a later one. `plan` runs in the first process alone; all processes get its notes.
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def adapter_name(self) -> str:
-        """Under which name the layers hold the adapter's tensors."""
+        """The name under which the layers hold the adapter's tensors."""
         return self.adapter.active_adapters[0]
 
     @property
@@ -86,27 +91,16 @@ class NewTask:
 
 @dataclass
 class Step:
-    """One training step: a batch's loss and what it was computed from.
+    """One training step: a batch's loss and what it was computed from."""
 
-    Attributes:
-        task_loss: cross-entropy over the current classes, a scalar.
-        features: (n, d), unit image features of the batch.
-        labels: (n,), indices of the task's classes.
-        text: (classes, d), unit text embeddings of the task's classes.
-        old_text: (old classes, d) by the model before this task, where `needs` has "teacher"; else None.
-        encode: returns the features of the same images by the model as it is at the call, (n, d).
-        teacher: returns the features of the same images by the model before this task, (n, d).
-        logit_scale: tau.
-    """
-
-    task_loss: torch.Tensor
-    features: torch.Tensor
-    labels: torch.Tensor
-    text: torch.Tensor
-    old_text: torch.Tensor | None
-    encode: Callable[[], torch.Tensor]
-    teacher: Callable[[], torch.Tensor]
-    logit_scale: float
+    task_loss: torch.Tensor  # cross-entropy over the current classes, a scalar
+    features: torch.Tensor  # (n, d), unit image features
+    labels: torch.Tensor  # (n,), indices of the task's classes
+    text: torch.Tensor  # (classes, d), unit text embeddings of the task's classes
+    old_text: torch.Tensor | None  # (old classes, d) by the model before this task, where `needs` has "teacher"
+    encode: Callable[[], torch.Tensor]  # the features of the same images by the model as it is at the call
+    teacher: Callable[[], torch.Tensor]  # the features of the same images by the model before this task
+    logit_scale: float  # tau
 
 
 @dataclass(frozen=True)
@@ -120,8 +114,8 @@ class Strategy:
         trains_bases: whether P is trained beside B, as LoRA does.
         folds: whether the update joins the frozen history when the task ends. If not, it is trained on.
         remembers_inputs: whether `remember` needs X'X of the task's images by the finished model.
-        remembers_more: whether `remember` is called for further images of known classes, too. Its memory is then a
-            sum over images. Nothing is trained on them, and `inputs` are those of the model as it is.
+        remembers_more: whether `remember` is called for further images of known classes, too; nothing is trained on
+            them, and the memory must be a sum over images.
         orthonormal: whether the planned bases have orthonormal columns.
         classifiers: the classifiers of a learner whose user names none.
         target_modules: the layers to adapt where the user names none; None: the adapter's default.
@@ -153,12 +147,10 @@ class Strategy:
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         """A context around all steps of a task; yields the tensors to train beside the adapter's own."""
-        with task.adapter.held_weights():
-            if not self.trains_bases:
-                yield []
-                return
-            with task.adapter.trained_bases() as bases:
-                yield bases
+        none: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        trained = task.adapter.trained_bases() if self.trains_bases else none
+        with task.adapter.held_weights(), trained as bases:
+            yield bases
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
         """A scalar that is added to the loss of every step; None adds nothing."""
@@ -182,10 +174,7 @@ class Strategy:
     def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
         """Whether to end training after `epoch` epochs; called before each epoch and after the last one.
 
-        Args:
-            task: the task.
-            epoch: how many epochs are done, 0 before the first one.
-            wrong_logit: makes a pass over the task's images and returns the mean logit of their wrong classes.
+        `wrong_logit` makes a pass over the task's images and returns the mean logit of their wrong classes.
         """
         return False
 
@@ -193,20 +182,13 @@ class Strategy:
         """Called once after training, without gradients, before the update joins the history."""
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
-        """What to keep for later tasks; it must not write to `task.memory`.
+        """What to keep for later tasks; `task.memory` must stay as it is.
 
-        Args:
-            task: the finished task.
-            inputs: X'X of its images by the finished model, where `remembers_inputs`; else empty.
+        `inputs` is X'X of the task's images by the finished model, where `remembers_inputs`; else empty.
         """
         return task.memory
 
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        """Raise a `ValueError` where a memory from a file does not fit this strategy and the model's layers.
-
-        Args:
-            memory: what was read from the file.
-            widths: layer name -> d_in of the model's adapted layers.
-        """
+        """Raise a `ValueError` where a file's memory does not fit the strategy and `widths`, layer name -> d_in."""
         if memory:
             raise ValueError(f"the strategy {self.name!r} keeps nothing, the file holds {sorted(memory)[:3]}")

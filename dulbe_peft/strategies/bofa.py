@@ -5,17 +5,13 @@
     W = W_0 + (1 / t) sum over s <= t of dW_s
 
 Each task is trained on W_0 alone; the earlier updates are switched off meanwhile. The input of the projection is
-frozen, so S never goes stale. At task 1 there is no earlier input and the paper trains the whole projection. Here the
-update has rank r at every task; at task 1 P is trained beside B, from random orthonormal columns. Where the earlier
-tasks have fewer images than x has dimensions, several directions have no energy; rounding then chooses among them.
+frozen, so S never goes stale. At task 1 the paper trains the whole projection; here P is trained beside B, from random
+orthonormal columns.
 
-What differs: the authors train the whole projection first, project the update on P afterwards, and then train B for
-two epochs at a learning rate that has reached 0. Here B is trained in P from the start. The loss here is the common
-one, cross-entropy over the current classes' texts. The paper's has the classifier's mixed prototypes over all seen
-classes; the old ones' need class means of the unprojected feature, which no strategy keeps. The auxiliary heads of
-the tasks are left out for the same reason, and so is the Gaussian discriminant on the unprojected feature, because
-classifiers see projected features; `lda` is the nearest to it. Set residual_rank=64 and text_rank=0 for the authors'
-rank and their frozen text tower.
+What differs: the authors train the whole projection, project the update on P afterwards, and then train B. Here B is
+trained in P from the start, with the common loss. Left out is what needs the unprojected feature, which no strategy
+keeps: the loss's mixed prototypes, the auxiliary heads and the Gaussian discriminant, to which `lda` is the nearest.
+Set residual_rank=64 and text_rank=0 for the authors' rank and their frozen text tower.
 
 Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
 """
@@ -23,7 +19,7 @@ Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-I
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +31,7 @@ from dulbe_peft.subspaces.modes import ModeBases
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
-    """The eigenvectors of S, (d, d) in float64, of the smallest eigenvalues, the smallest first, (d, count)."""
+    """The eigenvectors of S, (d, d) in float64, of the `count` smallest eigenvalues, the smallest first."""
     _, vectors = eigh(statistic, name)
     return fix_signs(vectors.flip(1)[:, :count])
 
@@ -60,12 +56,10 @@ class Bofa(OccupationStrategy):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        with task.adapter.scaled_history(0):
-            if task.index:
-                yield []
-                return
-            with task.adapter.trained_bases() as bases:
-                yield bases
+        none: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        trained = none if task.index else task.adapter.trained_bases()
+        with task.adapter.scaled_history(0), trained as bases:
+            yield bases
 
     def finish(self, task: NewTask) -> None:
         """The old updates' mean over t - 1 tasks becomes their part of the mean over t, and so does the new update."""

@@ -9,18 +9,11 @@
 Each upper layer has one mu_t; the penalty takes all of them as one vector. Teacher and student are logits at the early
 exit, as in the published code: the tower ends after the lower blocks, with its own last norm and projection. The
 teacher has B as the last task left it. The distillation reaches the lower B alone, and row i of its gradient is scaled
-by d_out |B_old[i]| / sum over j of |B_old[j]|.
+by d_out |B_old[i]| / sum over j of |B_old[j]|. The update is merged after each task, that of an upper layer with mu.
 
-The update of an upper layer is merged with mu, and that of a lower one as it is. B then starts at 0 on the merged
-weight, which is the same as training it on.
-
-What differs:
-- The paper keeps one branch a task through the upper blocks at test, and compares class c with its own task's branch.
-  A merged model has one branch. Later tasks are trained on the weights with all earlier updates in them.
-- The paper makes a step for the distillation, and then one for the rest. Here one step takes both gradients.
-- The logits are those of the text classifier, and the distillation does not train the text tower. The paper's logits
-  are those of a trained cosine classifier, which its distillation trains too.
-- The paper adapts q and v; here mu has an entry for each adapted layer.
+What differs: the paper keeps one branch a task through the upper blocks at test, makes a step for the distillation and
+one for the rest, takes the logits of a trained cosine classifier, and adapts q and v. Here the merged model has one
+branch, one step takes both gradients, and the logits are the text classifier's.
 
 Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free Class-Incremental Learning",
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
@@ -28,23 +21,55 @@ arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
-from dulbe_peft.strategies.blocks import early_exit, lower_and_upper
+from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_updates
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.checks import check_number
 
 WEIGHTS = "block_weights"
+
+
+def block_of(name: str) -> int:
+    """The number of the block in a layer's dotted name, -1 where there is none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
+def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list[str], int]:
+    """The layers of the lower blocks, all other layers, and how many blocks are lower ones: `share`, rounded down."""
+    blocks = {name: block_of(name) for name in names}
+    count = int(share * (1 + max(blocks.values(), default=-1)))
+    lower = [name for name, block in blocks.items() if 0 <= block < count]
+    return lower, [name for name in blocks if name not in lower], count
+
+
+@contextmanager
+def early_exit(model: nn.Module, name: str, count: int) -> Iterator[None]:
+    """Let the tower that has the layer `name` end after `count` blocks, with its own last norm and projection."""
+    path, _, attribute = name[: name.index(f".{block_of(name)}.")].rpartition(".")
+    parent = model.get_submodule(path)
+    blocks: nn.ModuleList = getattr(parent, attribute)
+    setattr(parent, attribute, blocks[:count])
+    try:
+        yield
+    finally:
+        setattr(parent, attribute, blocks)
+
+
+def row_scales(old_up: torch.Tensor) -> torch.Tensor:
+    """d_out |B_old[i]| / sum_j |B_old[j]|, (d_out, 1), of mean 1; all 1 where B_old, (d_out, r), is 0."""
+    norms = old_up.norm(dim=1, keepdim=True)
+    mean = norms.mean()
+    return torch.where(mean > 0, norms / torch.where(mean > 0, mean, 1.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -85,18 +110,16 @@ class ClLora(Strategy):
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         adapter, upper = task.adapter_name, self._upper(task)
         start = 0.5 + torch.rand(len(upper), generator=task.generator(salt=1))
-        weights = start.to(next(iter(upper.values())).dulbe_P[adapter].device).requires_grad_()
-        task.notes[WEIGHTS] = weights
+        task.notes[WEIGHTS] = start.to(next(iter(upper.values())).dulbe_P[adapter].device).requires_grad_()
+        weights, places = task.notes[WEIGHTS], {name: index for index, name in enumerate(upper)}
 
-        def weighted_pair(layer: DualModeLinear, index: int) -> Updates:
-            return [(layer.dulbe_P[adapter], weights[index] * layer.current_up(adapter))]
+        def weighted_pair(name: str) -> Updates:
+            return [(upper[name].dulbe_P[adapter], weights[places[name]] * upper[name].current_up(adapter))]
 
-        with ExitStack() as stack:
-            stack.enter_context(task.adapter.held_weights())
-            for index, layer in enumerate(upper.values()):
-                pair = partial(weighted_pair, layer, index)
-                stack.enter_context(layer.holding(layer.folded_weight(adapter).detach(), pair, modes=False))
-            yield [*stack.enter_context(task.adapter.trained_bases(upper)), weights]
+        merged = {name: layer.folded_weight(adapter) for name, layer in upper.items()}
+        held, replaced = task.adapter.held_weights(), replaced_updates(task, merged, weighted_pair)
+        with held, replaced, task.adapter.trained_bases(upper) as bases:
+            yield [*bases, weights]
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
         if not isinstance(task.memory, dict):
@@ -115,7 +138,7 @@ class ClLora(Strategy):
                     teacher = step.encode()
             logits = [step.logit_scale * z @ step.text.detach().T / self.temperature for z in (student, teacher)]
             loss = -(logits[1].softmax(dim=1) * logits[0].log_softmax(dim=1)).sum(dim=1).mean()
-            self._add_lower_gradients(self.distillation * loss, [task.layers[name] for name in lower], task)
+            self._add_lower_gradients(self.distillation * loss, task, lower)
 
     def finish(self, task: NewTask) -> None:
         for layer, weight in zip(self._upper(task).values(), task.notes[WEIGHTS], strict=True):
@@ -136,23 +159,14 @@ class ClLora(Strategy):
 
     def _upper(self, task: NewTask) -> dict[str, DualModeLinear]:
         """The layers with a pair for each task."""
-        layers = task.layers
-        return {name: layers[name] for name in lower_and_upper(layers, self.shared_blocks)[1]}
+        return {name: task.layers[name] for name in lower_and_upper(task.layers, self.shared_blocks)[1]}
 
-    def _add_lower_gradients(self, loss: torch.Tensor, layers: list[DualModeLinear], task: NewTask) -> None:
+    def _add_lower_gradients(self, loss: torch.Tensor, task: NewTask, lower: list[str]) -> None:
         """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
         adapter, rank = task.adapter_name, sum(task.ranks)
-        ups = [[layer.dulbe_shared_B[adapter], layer.dulbe_residual_B[adapter]] for layer in layers]
-        gradients = iter(torch.autograd.grad(loss, [up for pair in ups for up in pair]))
-        for layer, pair in zip(layers, ups, strict=True):
+        layers = [task.layers[name] for name in lower]
+        ups = [(layer, up[adapter]) for layer in layers for up in (layer.dulbe_shared_B, layer.dulbe_residual_B)]
+        for (layer, up), gradient in zip(ups, torch.autograd.grad(loss, [up for _, up in ups]), strict=True):
             # All tasks have the same A, so the B of the last task is the sum of what they folded.
-            scales = row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
-            for up in pair:
-                up.grad = next(gradients) * scales if up.grad is None else up.grad.add_(next(gradients) * scales)
-
-
-def row_scales(old_up: torch.Tensor) -> torch.Tensor:
-    """d_out |B_old[i]| / sum_j |B_old[j]|, (d_out, 1), of mean 1; all 1 where B_old, (d_out, r), is 0."""
-    norms = old_up.norm(dim=1, keepdim=True)
-    mean = norms.mean()
-    return torch.where(mean > 0, norms / torch.where(mean > 0, mean, 1.0), 1.0)
+            gradient *= row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
+            up.grad = gradient if up.grad is None else up.grad.add_(gradient)

@@ -23,8 +23,7 @@ class Dulbe(OccupationStrategy):
     """The paper's method. Its weights and temperatures are fields of `LearnerArguments`.
 
     Attributes:
-        routing: "shared" lets the structure loss reach the shared mode alone; "both" is the paper's ablation, in which
-            it reaches the residual modes, too.
+        routing: "shared": the structure loss reaches the shared mode alone; "both", an ablation: residual ones too.
     """
 
     routing: Literal["shared", "both"] = "shared"

@@ -10,19 +10,14 @@ of squared singular values of C reaches eps_t; t counts from 0, and T is the num
 
     eps_t = energy + (final_energy - energy) t / T
 
-The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. The paper
-takes the mean of x x' where C is the sum; the vectors and the shares are the same. 1 / sqrt(3) gives A the size that
-LoRA's random A has.
-Layers that read one tensor share C, A and memory.
+The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. Layers
+that read one tensor share C, A and memory.
 
 What differs from the published code:
-
-- Every layer starts with a basis of its occupied directions, and DualGPM stores the complement once that is smaller.
-  The code stores the first task's occupied directions as if they were free where they are d/2 or more.
+- DualGPM stores the complement once that is smaller; the code may take occupied directions for free ones there.
 - The direction that crosses the threshold is occupied after every task; the code leaves it out after the first one.
 - The code adapts k and v. Here the adapter's configuration names the layers.
-- After T tasks eps stays at final_energy. With final_energy = 1 nothing is free then, so `tasks` should be the
-  stream's length.
+- After T tasks eps stays at final_energy. With 1 nothing is free then: `tasks` should be the stream's length.
 
 Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", arXiv 2404.00228.
 """
@@ -47,9 +42,8 @@ class InfLora(ProjectionMemoryStrategy):
     """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks.
 
     Attributes:
-        energy: share of the energy that is occupied after the first task, in (0, 1]. The code has 0.95 for CIFAR-100
-            and DomainNet, 0.98 for ImageNet-R; it calls the two shares lamb and lame.
-        final_energy: share that the threshold moves to over the stream, from energy to 1.
+        energy: share of the energy that is occupied after the first task, in (0, 1]; the code's lamb, 0.95 to 0.98.
+        final_energy: share that the threshold moves to over the stream, from energy to 1; the code's lame.
         tasks: T, how many tasks the stream has.
     """
 

@@ -1,8 +1,8 @@
 """KeepLoRA: frozen bases from the new task's gradient, outside the weight's principal and the old tasks' directions.
 
 Before the first task each layer occupies W_p, the first right singular vectors of W_0 (d_out x d_in), as many as are
-needed for sum of sigma_i^2 >= eps_w |W_0|^2. Right singular vectors are input directions. Before every task, with G
-the gradient of the cross-entropy over the task's images and Q = [W_p, M] all directions occupied so far, orthonormal:
+needed for sum of sigma_i^2 >= eps_w |W_0|^2. Before every task, with G the gradient of the cross-entropy over the
+task's images and Q = [W_p, M] all directions occupied so far, orthonormal:
 
     A_t = V_r'                    V_r: top r right singular vectors of G (I - Q Q')
     W_t = W_{t-1} + B_t A_t       B_t trained from 0, all else frozen
@@ -11,14 +11,11 @@ After it, with the inputs X of the merged model, M takes the leading right singu
 holds the share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q') X'X (I - Q Q').
 
 What differs from the published code:
-
 - The code starts B at U_r S_r and subtracts U_r S_r V_r' from W. Without weight decay B = 0 trains the same update.
 - The code takes W_p from the left singular vectors, which are output directions. This file follows the paper.
-- The code's X are tokens averaged over a batch, slot by slot, which removes most of their spread. Here X are all
-  tokens, so M grows faster. A layer without free directions trains nothing; a smaller eps_f keeps more of them free.
-- The code's scale alpha / r = 1/16 is 1 here.
-- The code adapts q, k, v and o of both towers. Here the adapter's configuration names the layers, and those of the
-  text tower have plain LoRA.
+- The code's X are tokens averaged over a batch. Here X are all tokens, so M grows faster: eps_f may be smaller.
+- The code has the scale alpha / r = 1/16, which is 1 here, and adapts q, k, v and o of both towers. Here the adapter's
+  configuration names the layers, and those of the text tower have plain LoRA.
 
 Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arXiv 2601.19659, section 3.
 """
@@ -31,7 +28,6 @@ import torch
 
 from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask
 from dulbe_peft.strategies.projection_memory import (
-    OCCUPIED,
     ProjectionMemoryStrategy,
     Subspace,
     directions_to_take,
@@ -64,7 +60,6 @@ class KeepLora(ProjectionMemoryStrategy):
 
     name = "keeplora"
     needs = frozenset({GRADIENTS})
-    sides = (OCCUPIED,)
 
     def __post_init__(self) -> None:
         for name in ("eps_w", "eps_f"):

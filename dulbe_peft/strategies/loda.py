@@ -8,21 +8,16 @@ With S_old the sum of X'X over the finished tasks and S_t that of the new one, b
     training   dW = B_G P_G' + B_I P_I'; P_G and P_I are frozen
     the end    W <- W + B_G Lambda P_G' + B_I P_I';  S_old <- S_old + S_t
 
-The adapter's shared mode is the general pair and its residual mode the isolated one, with r_S and r_R directions. The
-two pairs need not be orthogonal to each other.
+The adapter's shared mode is the general pair and its residual mode the isolated one. The two need not be orthogonal.
 
 Derived here, because the sources at hand do not give the paper's formulas:
-- Lambda, which recalibrates the general pair. It is the C = B_G Lambda that leaves the old inputs their outputs and
-  gives the new ones those of training, as far as one C can:
+- Lambda gives C = B_G Lambda that leaves the old inputs their outputs and gives the new ones those of training:
       min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2
       Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
-  A direction whose energy is the old tasks' to a share a is scaled by 1 - a.
 - The ridge rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses win, whatever S_t is there.
-- The first task, where S_old = 0 and both problems have the same solution: P_G takes the first r_S eigenvectors of S_t
-  and P_I the next r_R; Lambda is 1.
+- At the first task P_G takes the first r_S eigenvectors of S_t and P_I the next r_R; Lambda is 1.
 
-Left out: gradient-aligned optimisation, whose perturbation the sources do not fix, and the weight of the general
-branch, whose value they do not name.
+Left out: gradient-aligned optimisation and the weight of the general branch, which the sources do not fix.
 
 Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based Continual
 Learning", arXiv 2603.00191.
@@ -49,10 +44,7 @@ def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Ten
 
 
 def isolated_pair(old: torch.Tensor, new: torch.Tensor, count: int, ridge: float, name: str = "S") -> torch.Tensor:
-    """The top generalised eigenvectors of (S_t, S_old + rho I), made orthonormal, (d, count) in float64.
-
-    `old` and `new` are S_old and S_t, (d, d) in float64; `ridge` is rho in units of S_old's mean eigenvalue.
-    """
+    """P_I, (d, count), from S_old and S_t, (d, d), in float64; `ridge` is rho in units of S_old's mean eigenvalue."""
     identity = torch.eye(len(old), dtype=old.dtype, device=old.device)
     rho = ridge * float(old.trace()) / len(old)
     for _ in range(10):  # float32 sums may have eigenvalues a little below zero

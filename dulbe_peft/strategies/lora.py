@@ -22,9 +22,11 @@ from dulbe_peft.subspaces.modes import ModeBases
 
 def uniform_bases(task: NewTask, bound: Callable[[int], float]) -> dict[str, torch.Tensor]:
     """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(d_in)` of 0."""
-    generator, rank = task.generator(), sum(task.ranks)
-    widths = {name: layer.in_features for name, layer in task.layers.items()}
-    return {n: bound(width) * (2 * torch.rand(width, rank, generator=generator) - 1) for n, width in widths.items()}
+    generator, rank, bases = task.generator(), sum(task.ranks), {}
+    for name, layer in task.layers.items():
+        uniform = torch.rand(layer.in_features, rank, generator=generator)
+        bases[name] = bound(layer.in_features) * (2 * uniform - 1)
+    return bases
 
 
 def kaiming_bases(task: NewTask) -> dict[str, torch.Tensor]:

@@ -6,17 +6,15 @@
     A <- A + step U_k U_k'                                   step: what the optimiser would have added
 
 A and B are new for each task, and the update B A joins the weight when the task ends. The first task is free.
-Here P = A'. With `normalize` the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in the published code.
-The default is the paper's projector: the division only lowers the learning rate, by another factor in each layer.
+Here P = A'. With `normalize` the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in the published code;
+the default is the paper's projector.
 
 What differs:
-- The projector acts on the step that Adam has made, as in the published code. The paper writes gradients. Adam would
-  lead a projected gradient out of the space again.
-- A's random start is not projected, as in the paper and the code, so only A's movement is inside the space. With
-  `project_start` the start is projected too, and with it the whole update; this variant is derived here.
-- The published code multiplies B's step by the same projector, which is possible where d_out = d_in. That is left out,
-  because the space is one of inputs and B's columns are outputs.
-- The triplet loss is left out. It shapes features for the paper's nearest-mean classifier and needs stored means.
+- The projector acts on the step that Adam has made, as in the published code. The paper writes gradients, but Adam
+  would lead a projected gradient out of the space again.
+- With `project_start` A's random start is projected too, and with it the whole update; this is derived here.
+- Left out: the code's projection of B's step, because the space is one of inputs, and the triplet loss, which shapes
+  features for the paper's nearest-mean classifier.
 
 Reference: Liu and Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning",
 arXiv 2503.18985; the least k is fixed at energy = 0.99 in the published code.

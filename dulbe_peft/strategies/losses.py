@@ -23,8 +23,7 @@ def cross_modal_loss(
         A scalar, in at least float32.
 
     Raises:
-        ValueError: the shapes do not fit, the batch is empty, or (where looking costs no device synchronisation, that
-            is on the CPU) a label is out of range.
+        ValueError: the shapes do not fit, the batch is empty, or (on the CPU) a label is out of range.
         TypeError: the labels are not integers.
 
     Reference:
@@ -67,8 +66,7 @@ def bidirectional_kl(
         A scalar, in at least float32, at least 0 up to rounding.
 
     Raises:
-        ValueError: the shapes differ or are empty, a temperature is not in 1e-6..1e6, or the reduction is
-            unknown.
+        ValueError: the shapes differ or are empty, a temperature is not in 1e-6..1e6, or the reduction is unknown.
 
     Reference:
         "Old Semantic-Structure Objective", L_bi-kl.

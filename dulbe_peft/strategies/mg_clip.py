@@ -8,15 +8,13 @@
 The loss is the cross-entropy over the current classes. The classifier `visual_agent` is the paper's test rule.
 
 How E is found: the authors train task 1 in a run of its own, throw its weights away, and start again with E epochs.
-Here task 1 is trained once, as in the C3Box port: training stops after the epoch that crosses the limit, and task 1
-keeps the weights of that epoch. So task 1 may have one epoch more than the later tasks. Its schedule has the length
-`epochs` of the learner's settings, which is also the most that E can be; the authors' run has 10 epochs. Where n_0 is
-not positive the ratio has no meaning, and all tasks train `epochs` epochs. CLIP's n_0 is positive; that of a task with
-a single class is 0, and a SigLIP model's may be negative.
+Here, as in the C3Box port, task 1 is trained once and stops after the epoch that crosses the limit, so it may have one
+epoch more than the later tasks. E is at most `epochs` of the learner's settings; the authors' run has 10. Where n_0 is
+not positive the ratio has no meaning, and all tasks train `epochs` epochs: n_0 of a single class is 0, and a SigLIP
+model's may be negative.
 
-The authors adapt k and v in both towers at r = 8. Here the adapter's configuration gives the ranks, and the text
-tower's layers: text_target_modules=["k_proj", "v_proj"] are the authors'. They train with a batch of 128, a learning
-rate of 1e-3 and lr_schedule="epoch".
+The authors adapt k and v in both towers at r = 8: text_target_modules=["k_proj", "v_proj"] adds the text tower's. They
+train with a batch of 128, a learning rate of 1e-3 and lr_schedule="epoch".
 
 Reference: "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
 2507.09118, and the authors' public code.
@@ -26,15 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_updates
 from dulbe_peft.strategies.lora import uniform_bases
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -44,8 +40,6 @@ from dulbe_peft.utils.checks import check_number
 @dataclass(frozen=True)
 class MgClip(Strategy):
     """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses.
-
-    Further images of known classes change neither.
 
     Attributes:
         alpha: numerator of the update's scale, alpha / (r_S + r_R).
@@ -65,42 +59,35 @@ class MgClip(Strategy):
         for name in ("alpha", "threshold"):
             check_number(name, getattr(self, name), positive=True)
 
-    def scale(self, task: NewTask) -> float:
-        return self.alpha / sum(task.ranks)
-
     def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
         if task.index:
             return None
-        scale, rank = self.scale(task), sum(task.ranks)
-        return task.modes(uniform_bases(task, lambda width: scale * math.sqrt(6 / (width + rank))))
+        rank = sum(task.ranks)
+        return task.modes(uniform_bases(task, lambda width: self.alpha / rank * math.sqrt(6 / (width + rank))))
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         """Train A itself, not P: a step of Adam has the same length whatever the scale of what it trains."""
-        adapter, scale, layers = task.adapter_name, self.scale(task), list(task.layers.values())
-        downs = [(layer.dulbe_P[adapter] / scale).requires_grad_() for layer in layers]
+        adapter, scale, layers = task.adapter_name, self.alpha / sum(task.ranks), task.layers
+        downs = {name: (layer.dulbe_P[adapter] / scale).requires_grad_() for name, layer in layers.items()}
+        weights = {name: layer.folded_weight(adapter) for name, layer in layers.items()}
 
-        def scaled_pair(layer: DualModeLinear, down: torch.Tensor) -> Updates:
-            return [(scale * down, layer.current_up(adapter))]
+        def scaled_pair(name: str) -> Updates:
+            return [(scale * downs[name], layers[name].current_up(adapter))]
 
-        with ExitStack() as held:
-            for layer, down in zip(layers, downs, strict=True):
-                weight = layer.folded_weight(adapter).detach()
-                held.enter_context(layer.holding(weight, partial(scaled_pair, layer, down), modes=False))
-            yield downs
-        for layer, down in zip(layers, downs, strict=True):
-            layer.dulbe_P[adapter] = (scale * down).detach()
+        with replaced_updates(task, weights, scaled_pair):
+            yield list(downs.values())
+        for name, down in downs.items():
+            layers[name].dulbe_P[adapter] = (scale * down).detach()
 
     def epochs(self, task: NewTask) -> int:
-        """`epochs` of the settings at task 1, E afterwards."""
         if not task.index:
             return task.args.epochs
         assert isinstance(task.memory, dict)
         return int(task.memory["epochs"])
 
     def stop_early(self, task: NewTask, epoch: int, wrong_logit: Callable[[], float]) -> bool:
-        """At task 1, end after the first epoch that moves the mean wrong logit beyond the threshold."""
         if task.index:
             return False
         if epoch == 0:

@@ -7,8 +7,7 @@ A_t starts as LoRA's A does and B_t starts at 0. The earlier pairs are the adapt
 all A_i' side by side, so a layer's sum over i is the sum of the entries of |P_hist' P|.
 
 The sum of absolute values is that of the published code. Left out: the code's lambda_2, a penalty on the norms of A_t
-and B_t, which its scripts for short streams set to 0; its dropout; and its factor alpha / r on every pair, which is 1
-here as in all strategies.
+and B_t; its dropout; and its factor alpha / r on every pair, which is 1 here as in all strategies.
 
 Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continual Learning", arXiv 2310.14152.
 """
@@ -22,15 +21,6 @@ import torch
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.lora import MergedLora
 from dulbe_peft.utils.checks import check_number
-
-
-def overlap(earlier: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """Sum of the entries of |A_i A_t'| over all A_i' side by side, (d_in, columns), and one A_t', (d_in, r).
-
-    >>> overlap(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-4.0]]))
-    tensor(5.)
-    """
-    return (earlier.T @ current).abs().sum()
 
 
 @dataclass(frozen=True)
@@ -48,8 +38,8 @@ class OLora(MergedLora):
         check_number("lambda_1", self.lambda_1, least=0)
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
-        name = task.adapter_name
-        pairs = [(layer.dulbe_history_P[name], layer.dulbe_P[name]) for layer in task.layers.values()]
-        if not any(earlier.shape[1] for earlier, _ in pairs):
+        if not task.index:
             return None
-        return self.lambda_1 * torch.stack([overlap(earlier, current) for earlier, current in pairs]).sum()
+        name = task.adapter_name
+        overlaps = [layer.dulbe_history_P[name].T @ layer.dulbe_P[name] for layer in task.layers.values()]
+        return self.lambda_1 * torch.stack([overlap.abs().sum() for overlap in overlaps]).sum()

@@ -36,7 +36,7 @@ def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class OccupationStrategy(Strategy):
-    """A strategy that remembers S: the inputs of every task's images, read by the model that has learned the task."""
+    """Remembers S: the inputs of every task's images, read by the model that has learned the task."""
 
     remembers_inputs = True
     remembers_more = True

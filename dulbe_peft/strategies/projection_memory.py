@@ -1,8 +1,7 @@
 """Gradient-projection memories: which input directions of a layer the finished tasks occupy, and which are free.
 
-An energy matrix K, (d, d), symmetric and positive semi-definite in float64, says how much a task uses each direction:
-the energy of a unit vector v is v'Kv, and the energy of all directions is tr K. A method chooses K, for example X'X of
-the layer's inputs.
+An energy matrix K, (d, d) in float64, says how much a task uses each direction: the energy of a unit vector v is v'Kv,
+and the energy of all directions is tr K. A method chooses K, for example X'X of the layer's inputs.
 
     gpm        take the directions of most energy outside the occupied ones until a share of tr K is occupied
     dual_gpm   the same, stored as a basis of whichever side has at most d/2 dimensions
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -36,19 +34,13 @@ ROUNDING = 1e-12  # a share that is missed by less counts as reached
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    """The occupied directions of a layer, through a basis of them or of their complement.
-
-    Attributes:
-        basis: (d, m), orthonormal columns, 0 <= m <= d.
-        side: "occupied" where the basis spans the occupied directions, "free" where it spans the others.
-    """
+    """A layer's occupied directions: an orthonormal basis, (d, m), of them or, with side "free", of the others."""
 
     basis: torch.Tensor
     side: str = OCCUPIED
 
     @classmethod
     def unoccupied(cls, width: int) -> Subspace:
-        """The start: no direction of `width` dimensions is occupied."""
         return cls(torch.zeros(width, 0))
 
     def free_basis(self) -> torch.Tensor:
@@ -61,22 +53,13 @@ class Subspace:
 
 
 def directions_to_take(energies: torch.Tensor, total: float, share: float) -> int:
-    """How many directions to take, largest energy first, until those left hold at most (1 - share) of the total.
-
-    The direction that crosses the threshold is taken, too. A share of 1 takes every direction that has energy.
-
-    >>> directions_to_take(torch.tensor([6.0, 3.0, 0.9, 0.1]), total=20.0, share=0.9)
-    2
-    """
+    """How many directions to take, largest energy first, until those left hold at most (1 - share) of the total."""
     left = energies.clamp(min=0).flip(0).cumsum(0).flip(0)  # energy of direction i and of all after it
     return int((left > (1 - share) * total * (1 + ROUNDING)).sum())
 
 
 def split(old: Subspace, energy: torch.Tensor, share: float, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bases of the free directions that a task with K occupies from now on, and of those that stay free, float64.
-
-    The task's energies in the free directions are the eigenvalues of Z'KZ.
-    """
+    """Bases of the free directions that a task with K occupies from now on, and of those that stay free, float64."""
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
     count = directions_to_take(energies, float(energy.trace()), share)
@@ -90,10 +73,7 @@ def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str) -> Subspac
 
 
 def dual_gpm(old: Subspace, energy: torch.Tensor, share: float, name: str) -> Subspace:
-    """As `gpm`, but stored as a basis of the free directions once the occupied ones are more than d/2.
-
-    What was stored as free directions stays so: the task's directions leave the basis.
-    """
+    """As `gpm`, but stored as a basis of the free directions from when the occupied ones are more than d/2."""
     taken, left = split(old, energy, share, name)
     if old.side == FREE or old.basis.shape[1] + taken.shape[1] > len(energy) / 2:
         return Subspace(left, FREE)
@@ -103,8 +83,7 @@ def dual_gpm(old: Subspace, energy: torch.Tensor, share: float, name: str) -> Su
 def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -> torch.Tensor:
     """The `count` free directions of most energy, (d, count) in float64: top eigenvectors of Z Z' K Z Z', then zeros.
 
-    A zero column of P trains nothing, because x P = 0 there. So a layer without enough free directions that have
-    energy above rounding trains fewer.
+    A zero column of P trains nothing, because x P = 0 there.
     """
     free = old.free_basis().to(energy)
     inside = free.T @ energy @ free
@@ -116,15 +95,10 @@ def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -
 
 @dataclass(frozen=True)
 class ProjectionMemoryStrategy(Strategy):
-    """A strategy that remembers which directions are occupied, as tensors named "side:LAYER,LAYER".
-
-    Layers that read one tensor share an entry. Further images of known classes change no occupied direction: those are
-    no sum over images.
-    """
+    """Remembers which directions are occupied, as tensors named "side:LAYER,LAYER": layers of one input share one."""
 
     remembers_inputs = True
     orthonormal = False  # a column without a free direction is 0
-    sides: ClassVar[tuple[str, ...]] = (OCCUPIED, FREE)
 
     @staticmethod
     def to_memory(subspaces: Mapping[tuple[str, ...], Subspace]) -> dict[str, torch.Tensor]:
@@ -146,12 +120,12 @@ class ProjectionMemoryStrategy(Strategy):
     def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
         if not memory:
             return
-        subspaces = self.from_memory(memory)
-        if set(subspaces) != set(widths) or any(subspace.side not in self.sides for subspace in subspaces.values()):
-            expected = f"{'/'.join(self.sides)}:LAYER,LAYER for all {len(widths)} layers of the model"
+        found = self.from_memory(memory)
+        if set(found) != set(widths) or any(subspace.side not in (OCCUPIED, FREE) for subspace in found.values()):
+            expected = f"{OCCUPIED}:LAYER,LAYER or {FREE}:LAYER,LAYER for all {len(widths)} layers of the model"
             raise ValueError(f"the file holds {sorted(memory)[:3]}, the strategy {self.name!r} keeps {expected}")
         for name, width in widths.items():
-            basis = subspaces[name].basis
-            if basis.ndim != 2 or basis.shape[0] != width or basis.shape[1] > width or basis.dtype != torch.float32:
-                found = f"{tuple(basis.shape)}, {basis.dtype}"
-                raise ValueError(f"basis of {name!r} has shape {found}, expected ({width}, at most {width}), float32")
+            shape, dtype = tuple(found[name].basis.shape), found[name].basis.dtype
+            if shape[:1] != (width,) or len(shape) != 2 or shape[1] > width or dtype != torch.float32:
+                expected = f"({width}, at most {width}), float32"
+                raise ValueError(f"basis of {name!r} has shape {shape}, {dtype}, expected {expected}")

@@ -5,14 +5,10 @@
 Task t trains A_t, B_t and all magnitudes m_1, ..., m_t. The new pair is not normalised while it is trained.
 
 When the task ends, the magnitudes are written into the factors: B_i becomes m_i B_i / (|B_i| |A_i|), and B_t becomes
-m_t B_t. The next task reads them off the factors as m_i = |B_i| |A_i|. The border of two tasks therefore changes no
-output, and the adapter's factors hold all that the method keeps.
+m_t B_t. The next task reads them off the factors as m_i = |B_i| |A_i|, so the border of two tasks changes no output.
 
-What differs from the published code:
-- There, one m_i is shared by all layers. Here every layer has its own: a shared one cannot take up the norms of the
-  layers' pairs.
-- There, every task starts all m_i anew at 0.8, and the norm of the pair that just became old is lost, so the outputs
-  jump at the border. Here each m_i goes on from where it was.
+What differs from the published code: there, one m_i is shared by all layers and starts anew at 0.8 with every task, so
+the outputs jump at the border. Here every layer has its own m_i, which goes on from where it was.
 Left out: the variants with smaller ranks for later tasks and with pairs dropped where old ones span them.
 
 Reference: Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning",
@@ -22,15 +18,13 @@ arXiv 2501.13198.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.base import NewTask, replaced_updates
 from dulbe_peft.strategies.lora import MergedLora
 from dulbe_peft.utils.checks import check_number
 
@@ -68,23 +62,21 @@ class SdLora(MergedLora):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        adapter, layers = task.adapter_name, task.layers
+        adapter, layers, old, magnitudes = task.adapter_name, task.layers, {}, {}
+        for name, layer in layers.items():
+            down, up = layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter]
+            old[name], norms = directions(down, up, sum(task.ranks))
+            magnitudes[name] = torch.cat([norms, norms.new_tensor([self.magnitude])]).requires_grad_()
+        task.notes.update(magnitudes)
 
-        def all_pairs(layer: DualModeLinear, old: torch.Tensor, magnitudes: torch.Tensor) -> Updates:
+        def all_pairs(name: str) -> Updates:
+            layer = layers[name]
             down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1)
-            return [(down, scaled(torch.cat([old, layer.current_up(adapter)], dim=1), magnitudes))]
+            return [(down, scaled(torch.cat([old[name], layer.current_up(adapter)], dim=1), magnitudes[name]))]
 
-        with ExitStack() as stack:
-            bases = stack.enter_context(task.adapter.trained_bases())
-            for name, layer in layers.items():
-                down, up = layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter]
-                old, norms = directions(down, up, sum(task.ranks))
-                magnitudes = torch.cat([norms, norms.new_tensor([self.magnitude])]).requires_grad_()
-                task.notes[name] = magnitudes
-                # The new pair, too, enters through `all_pairs`, times its magnitude.
-                pairs = partial(all_pairs, layer, old, magnitudes)
-                stack.enter_context(layer.holding(layer.scaled_weight(adapter, 0.0), pairs, modes=False))
-            yield [*bases, *(task.notes[name] for name in layers)]
+        plain = {name: layer.scaled_weight(adapter, 0.0) for name, layer in layers.items()}
+        with task.adapter.trained_bases() as bases, replaced_updates(task, plain, all_pairs):
+            yield [*bases, *magnitudes.values()]
 
     def finish(self, task: NewTask) -> None:
         adapter, rank = task.adapter_name, sum(task.ranks)
