@@ -82,19 +82,6 @@ def test_rows_of_modes_train_what_the_paper_s_table_says():
     ]
 
 
-def test_places_and_statistics_of_the_paper():
-    targets = [row["target_modules"] for row in PLANS["places"].methods.values()]
-    assert targets == [
-        ["k_proj", "v_proj"],
-        ["q_proj", "k_proj", "v_proj"],
-        ["k_proj", "v_proj", "fc1", "fc2"],
-        ["fc1", "fc2"],
-        ["q_proj", "k_proj", "v_proj", "fc1", "fc2"],
-    ]
-    found = [widths_of(settings_of("statistics", row)) for row in PLANS["statistics"].methods]
-    assert found[:5] == [8 * [96] + 4 * [256], 4 * [96], 2 * [96], [96], [96]]
-
-
 def test_routing_both_gives_the_structure_loss_to_both_modes(base):
     """Each part of the gradient by itself, against one backward pass of the strategy."""
     torch.manual_seed(0)

@@ -71,11 +71,11 @@ def test_the_threshold_moves_to_lame_and_stays():
     assert [strategy.threshold(i) for i in (0, 1, 3, 4, 9)] == pytest.approx([0.9, 0.925, 0.975, 1, 1])
 
 
-def test_a_full_memory_trains_nothing(tiny_clip):
-    adapter = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model
-    strategy = make_strategy("inflora:energy=1")
-    statistics, _ = collected(adapter, 0)
-    memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), statistics)
-    modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, inputs=collected(adapter, 1)[0]))
+@pytest.mark.parametrize("spec", ["inflora:energy=1", "keeplora:eps_f=1"])
+def test_a_full_memory_trains_nothing(spec, tiny_clip):
+    adapter, strategy = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model, make_strategy(spec)
+    memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), collected(adapter, 0)[0])
+    gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
+    modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients, collected(adapter, 1)[0]))
     assert not any(one.shared.any() or one.residual.any() for one in modes.values())
     adapter.begin_task(modes, orthonormal=strategy.orthonormal)

@@ -67,13 +67,3 @@ def test_three_tasks_are_those_of_the_formulas(tiny_clip):
             occupied[name] = torch.cat([occupied[name], right[:count].T], dim=1)
             assert kept[name].basis.shape == occupied[name].shape
             torch.testing.assert_close(projector(kept[name].basis), projector(occupied[name]), rtol=0, atol=1e-4)
-
-
-def test_a_full_space_trains_nothing(tiny_clip):
-    adapter = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model
-    strategy = make_strategy("keeplora:eps_f=1")
-    statistics, _ = collected(adapter, 0)
-    memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), statistics)
-    gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
-    modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients))
-    assert not any(one.shared.any() or one.residual.any() for one in modes.values())

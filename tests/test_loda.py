@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import scipy.linalg
 import torch
-from stepping import adapted, begin, end, features, new_task, train, update
+from stepping import adapted, begin, end, new_task, train, update
 
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
@@ -33,11 +33,6 @@ def test_the_isolated_pair_is_the_top_of_the_generalised_problem():
     _, vectors = scipy.linalg.eigh(new.numpy(), (old + ridge).numpy())  # ascending
     literal = torch.linalg.qr(torch.from_numpy(vectors[:, ::-1][:, :3].copy())).Q
     torch.testing.assert_close(projector(ours), projector(literal), rtol=0, atol=1e-8)
-
-    def ratio(basis):  # the objective: new energy against old
-        return torch.linalg.solve(basis.T @ (old + ridge) @ basis, basis.T @ new @ basis).trace()
-
-    assert all(ratio(ours) > ratio(torch.randn(WIDTH, 3).double()) for _ in range(200))
 
 
 def test_the_general_pair_is_the_top_of_the_sum_and_is_completed_where_that_is_empty():
@@ -108,18 +103,6 @@ def test_three_tasks_plan_recalibrate_and_sum_up_what_they_measured(tiny_clip):
         torch.testing.assert_close(update(layer), expected, rtol=1e-5, atol=1e-6)
         old = old + new
         torch.testing.assert_close(memory[name].double(), old, rtol=1e-5, atol=1e-3)
-
-
-def test_without_a_general_pair_nothing_is_recalibrated(tiny_clip):
-    adapter = adapted(tiny_clip(), shared_rank=0)
-    strategy, memory = make_strategy("loda"), None
-    for index in range(2):
-        task = new_task(adapter, index, memory)
-        begin(strategy, task)
-        train(strategy, task)
-        trained = features(adapter)
-        memory = end(strategy, task)
-        torch.testing.assert_close(features(adapter), trained, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sketch_is_read_as_the_matrix_it_stands_for():

@@ -9,75 +9,47 @@ import sys
 import threading
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from lives import images_of, stream, tiny_base, tiny_learner
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from dulbe_peft import (
-    STRATEGIES,
-    CheckpointError,
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-    Strategy,
-    class_incremental_tasks,
-    export_lora,
-    load_clip,
-    register_strategy,
-)
-from dulbe_peft.demo import DIGITS, DigitImages, demo_model_folder
+from dulbe_peft import STRATEGIES, CheckpointError, ClassIncrementalLearner, Strategy, export_lora, register_strategy
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
 
-ARGS = LearnerArguments(
-    epochs=1, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False, drift="linear"
-)
+IMAGES = images_of(0, 1, 2, 3, seed=9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _named_base(tmp_path_factory):
+    """The base model lies in a folder, so that saved learners find it."""
+    model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
+    model.name_or_path = model.config.name_or_path = folder
+    yield
+    model.name_or_path = model.config.name_or_path = ""
+
+
+def make_learner(name):
+    few = [f"{key}:features=50" if key in ("bayes", "ranpac") else key for key in make_strategy(name).classifiers]
+    return tiny_learner(name, tuple(few), drift="linear", epochs=2)
+
+
+def learn(learner, index):
+    task = stream(index + 1)[index]
+    learner.learn_task(task.train, task.class_names)
+    return learner
 
 
 @pytest.fixture(scope="module")
-def tasks():
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-
-    def pick(start, stop):
-        rows = np.concatenate([np.flatnonzero(digits.target == label)[start:stop] for label in range(6)])
-        images = DigitImages(digits.images[rows], digits.target[rows])
-        images.class_names = DIGITS[:6]
-        return images
-
-    return class_incremental_tasks(pick(0, 10), pick(10, 14), increment=2)
-
-
-def make_learner(strategy, args=ARGS, **config):
-    strategy = make_strategy(strategy)
-    torch.manual_seed(0)
-    model, processor = load_clip(demo_model_folder())
-    if strategy.adapts:
-        targets = sorted(strategy.target_modules) if strategy.target_modules else None
-        config = {"support_rank": 16, "residual_rank": 4, "target_modules": targets} | config
-        model = get_peft_model(model, DualModeLoraConfig(**config))
-    few = [f"{name}:features=50" if name in ("bayes", "ranpac") else name for name in strategy.classifiers]
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=few)
-
-
-def images_of(task):
-    return [(task.test[i]["image"], 0) for i in range(len(task.test))]
-
-
-@pytest.fixture(scope="module")
-def lives(tasks, tmp_path_factory):
+def lives(tmp_path_factory):
     """A function that makes a learner of two tasks and says where it is saved; a strategy's is made once."""
     made = {}
 
     def live(name):
         if name not in made:
-            learner = make_learner(name)
-            for task in tasks[:2]:
-                learner.learn_task(task.train)
-            folder = tmp_path_factory.mktemp(name) / "saved"
+            learner, folder = learn(learn(make_learner(name), 0), 1), tmp_path_factory.mktemp(name) / "saved"
             learner.save_pretrained(folder)
             made[name] = learner, folder
         return made[name]
@@ -85,39 +57,33 @@ def lives(tasks, tmp_path_factory):
     return live
 
 
-def pixels_of(learner, images):
-    processor = learner.processor.image_processor
-    return torch.stack([processor(images=image, return_tensors="pt")["pixel_values"][0] for image, _ in images])
-
-
-def assert_same_answers(z, logits, learner, images):
-    features = learner.image_embeds(images)
+def assert_same_answers(z, logits, learner):
+    features = learner.image_embeds(IMAGES)
     torch.testing.assert_close(z, features, rtol=1e-5, atol=1e-6)
     for key, rows in logits.items():
         torch.testing.assert_close(rows, learner.classifiers[key](features), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_a_life(name, tasks, lives, tmp_path):
+def test_a_life(name, lives, tmp_path):
     learner, folder = lives(name)
-    learner, images = copy.deepcopy(learner), images_of(tasks[0])
-    figures = learner.evaluate(tasks[1].test)
-    assert figures["num_images"] == 8 and set(figures["classifiers"]) == set(learner.classifiers)
+    learner = copy.deepcopy(learner)
+    assert set(learner.evaluate(stream(2)[1].test)["classifiers"]) == set(learner.classifiers)
     again = ClassIncrementalLearner.from_pretrained(folder)
     assert again.strategy == learner.strategy and list(again.classifiers) == list(learner.classifiers)
-    z = again.image_embeds(images)
-    assert_same_answers(z, {key: classifier(z) for key, classifier in again.classifiers.items()}, learner, images)
+    z = again.image_embeds(IMAGES)
+    assert_same_answers(z, {key: classifier(z) for key, classifier in again.classifiers.items()}, learner)
     for one in (learner, again):
-        one.learn_task(tasks[2].train)
-    torch.testing.assert_close(again.image_embeds(images), learner.image_embeds(images), rtol=1e-4, atol=1e-5)
+        learn(one, 2)
+    torch.testing.assert_close(again.image_embeds(IMAGES), learner.image_embeds(IMAGES), rtol=1e-4, atol=1e-5)
 
     if learner.strategy.adapts:
         export_lora(learner.model, tmp_path / "lora")
-        stock = PeftModel.from_pretrained(load_clip(demo_model_folder())[0], tmp_path / "lora").eval()
+        stock = PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path / "lora").eval()
         with torch.no_grad():
-            features = stock.get_image_features(pixel_values=pixels_of(learner, images)).pooler_output
+            features = stock.get_image_features(torch.stack([pixels for pixels, _ in IMAGES])).pooler_output
         z = torch.nn.functional.normalize(features, dim=-1)
-        torch.testing.assert_close(z, learner.image_embeds(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(z, learner.image_embeds(IMAGES), rtol=1e-4, atol=1e-5)
 
 
 FRESH = """
@@ -136,30 +102,27 @@ for name, folder in json.loads(sys.argv[3]).items():
 
 
 @pytest.mark.slow
-def test_every_strategy_s_learner_gives_the_same_answers_in_a_fresh_process(tasks, lives, tmp_path):
-    images, learners = images_of(tasks[0]), {name: lives(name) for name in sorted(STRATEGIES)}
-    save_file({"pixels": pixels_of(learners["dulbe"][0], images)}, tmp_path / "pixels")
+def test_every_strategy_s_learner_gives_the_same_answers_in_a_fresh_process(lives, tmp_path):
+    learners = {name: lives(name) for name in sorted(STRATEGIES)}
+    save_file({"pixels": torch.stack([pixels for pixels, _ in IMAGES])}, tmp_path / "pixels")
     folders = json.dumps({name: str(folder) for name, (_, folder) in learners.items()})
     command = [sys.executable, "-c", FRESH, str(tmp_path / "pixels"), str(tmp_path), folders]
     subprocess.run(command, check=True, capture_output=True, text=True)
     for name, (learner, _) in learners.items():
         fresh = load_file(tmp_path / name)
-        assert_same_answers(fresh.pop("z"), fresh, learner, images)
+        assert_same_answers(fresh.pop("z"), fresh, learner)
 
 
-def test_frozen_trains_nothing(tasks, monkeypatch, tmp_path):
-    def forbidden(*_, **__):
-        raise AssertionError("the training-free learner must not come here")
-
+def test_frozen_trains_nothing(monkeypatch, tmp_path):
     for name in (
         "torch.Tensor.backward",
         "torch.optim.Adam.__init__",
         "dulbe_peft.training.trainer.collect_statistics",
     ):
-        monkeypatch.setattr(name, forbidden)
+        monkeypatch.setattr(name, None)
     learner = make_learner("frozen")
-    learner.run(tasks, tmp_path / "run")
-    assert not (tmp_path / "run" / "task-003" / "adapter_model.safetensors").exists()
+    learner.run(stream(2), tmp_path / "run")
+    assert not (tmp_path / "run" / "task-002" / "adapter_model.safetensors").exists()
     assert learner.memory is None
 
 
@@ -167,28 +130,27 @@ def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair(lives
     learner = lives("merged_lora")[0]
     layer = next(iter(learner.state.layers.values()))
     started = next(iter(kaiming_bases(NewTask(0, learner.state.adapter, learner.args)).values()))
-    assert layer.history_rank("default") == 10 and not layer.is_trained("default")
-    assert not torch.equal(layer.dulbe_history_P["default"][:, :5], started)  # A is trained, too
+    assert layer.history_rank("default") == 6 and not layer.is_trained("default")
+    assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
     layers = lives("lora")[0].state.layers.values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["inflora", "keeplora"])
-def test_a_new_task_writes_outside_what_old_ones_occupy(name, tasks):
-    learner = make_learner(name)
-    learner.learn_task(tasks[0].train)
+def test_a_new_task_writes_outside_what_old_ones_occupy(name):
+    learner = learn(make_learner(name), 0)
     occupied = learner.strategy.from_memory(learner.memory)
-    learner.learn_task(tasks[1].train)
+    learn(learner, 1)
     for layer_name, layer in learner.state.layers.items():
-        first, second = layer.dulbe_history_P["default"].double().split(5, dim=1)
-        assert second.any() and layer.dulbe_history_B["default"][:, 5:].any()
+        first, second = layer.dulbe_history_P["default"].double().split(3, dim=1)
+        assert second.any() and layer.dulbe_history_B["default"][:, 3:].any()
         free = occupied[layer_name].free_basis()
         assert free.shape[1] < layer.in_features
         torch.testing.assert_close(free @ free.T @ second, second, rtol=0, atol=1e-6)
         assert (free @ free.T @ first - first).abs().max() > 1e-3
 
 
-def test_a_strategy_from_outside_the_package(tasks, tmp_path):
+def test_a_strategy_from_outside_the_package(tmp_path):
     @register_strategy
     @dataclass(frozen=True)
     class RandomBases(Strategy):
@@ -207,7 +169,7 @@ def test_a_strategy_from_outside_the_package(tasks, tmp_path):
     try:
         learner = make_learner("random_bases:scale=2")
         assert learner.strategy.scale == 2.0
-        results = learner.run(tasks[:2], tmp_path / "run")
+        results = learner.run(stream(2), tmp_path / "run")
         assert results["strategy"] == {"name": "random_bases", "scale": 2.0}
         again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
         assert again.strategy == learner.strategy
@@ -225,12 +187,10 @@ def test_a_strategy_from_outside_the_package(tasks, tmp_path):
         ({"name": "lora_sub", "rank": 3}, "does not have the settings.*rank"),
         ({"name": "lora_sub", "energy": "much"}, "does not have the settings.*much"),
         ("o_lora:lambda_1=-1", "lambda_1 must be finite and at least 0"),
-        ("o_lora:lambda_1=nan", "lambda_1 must be finite and at least 0"),
         ("inflora:energy=0.9,final_energy=0.8", "0 < energy <= final_energy <= 1, got 0.9 and 0.8"),
         ("inflora:tasks=0", "tasks must be at least 1, got 0"),
         ("keeplora:eps_f=1.5", r"eps_f must lie in \[0, 1\], got 1.5"),
         ("lora_sub:energy=0", "energy must lie in"),
-        ("lora_sub:energy=1.1", "energy must lie in"),
         ("loda:ridge=0", "ridge must be finite and positive"),
         ("sd_lora:magnitude=0", "magnitude must be finite and positive"),
         ("mg_clip:threshold=0", "threshold must be finite and positive"),
@@ -250,13 +210,10 @@ def test_settings_that_are_wrong_are_named(spec, message):
     [
         ("lora", {"other": torch.ones(1)}),
         ("dulbe", {"other": torch.ones(1)}),
-        ("mg_clip", {"other": torch.tensor(2)}),
         ("mg_clip", {"epochs": torch.tensor(0)}),
         ("mg_clip", {"epochs": torch.tensor([2])}),
-        ("cl_lora", {"weights": torch.ones(2, 1)}),
         ("cl_lora", {"block_weights": torch.ones(2, 2)}),
         ("cl_lora", {"block_weights": torch.ones(1)}),
-        ("cl_lora", {"block_weights": torch.ones(0, 1)}),
         ("cl_lora", {"block_weights": torch.ones(2, 1, dtype=torch.int64)}),
     ],
 )
@@ -274,42 +231,27 @@ def test_what_is_no_strategy_is_refused():
         register_strategy(type("Bare", (Strategy,), {"name": "bare"}))
     with pytest.raises(ValueError, match="is Dulbe already"):
         register_strategy(dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"})))
-    clip, processor = load_clip(demo_model_folder())
-    ClassIncrementalLearner(clip, processor, strategy="frozen")
     with pytest.raises(ValueError, match="get_peft_model"):
-        ClassIncrementalLearner(clip, processor, strategy="dulbe")
+        ClassIncrementalLearner(*tiny_base(), strategy="dulbe")
 
 
-def test_names_that_contradict_the_dataset(tasks):
-    learner = make_learner("frozen")
-    with pytest.raises(ValueError, match="label 0 is 'one' in class_names, but 'zero'"):
-        learner.learn_task(tasks[0].train, ["one", "zero"])
-    learner.learn_task(tasks[0].train)
-    assert learner.class_names == ("zero", "one")
-    with pytest.raises(ValueError, match="label 0 is 'one'"):
-        learner.evaluate(tasks[0].test, ["one", "zero"])
-
-
-def test_a_thread_that_predicts_changes_nothing_of_what_is_learned(tasks):
+def test_a_thread_that_predicts_changes_nothing_of_what_is_learned():
     """Predictions of another thread wait while a task is learned, and are not counted among its inputs."""
-    busy, calm = make_learner("dulbe"), make_learner("dulbe")
-    for learner in (busy, calm):
-        learner.learn_task(tasks[0].train)
-    image, stop, answers = tasks[0].test[0]["image"], threading.Event(), []
+    (busy, calm), stop, answers = [learn(make_learner("dulbe"), 0) for _ in range(2)], threading.Event(), []
 
     def predict():
         while not stop.is_set():
-            answers.append(busy.predict(image))
+            answers.append(busy.predict(IMAGES[0][0]))
 
     thread = threading.Thread(target=predict)
     thread.start()
     try:
-        busy.learn_task(tasks[1].train)
+        learn(busy, 1)
     finally:
         stop.set()
         thread.join()
-    calm.learn_task(tasks[1].train)
+    learn(calm, 1)
     assert answers
     for name, matrix in calm.statistics.items():
         assert torch.equal(busy.statistics[name], matrix), name
-    assert torch.equal(busy.image_embeds(images_of(tasks[0])), calm.image_embeds(images_of(tasks[0])))
+    assert torch.equal(busy.image_embeds(IMAGES), calm.image_embeds(IMAGES))

@@ -65,8 +65,6 @@ class Encoder:
         # Else the first backward pass may write over it; torch has no public name for this.
         return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
-    # ------------------------------------------------------------------ images
-
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
@@ -144,8 +142,6 @@ class Encoder:
         sum_over_processes([features])
         return features, {i: error for part in gather_objects(unreadable) for i, error in part.items()}
 
-    # ------------------------------------------------------------------ class names
-
     def tokens(self, names: Sequence[str], template: str | None = None) -> dict[str, torch.Tensor]:
         """What the text tower takes for the names' prompts, those of training where no template is given."""
         args = self.args
@@ -168,14 +164,9 @@ class Encoder:
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
     def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d), encoded in chunks.
-
-        With `training`, those of the template of training, as losses see the classes. Else the mean over all
-        templates of their unit embeddings, brought to unit length again, as classifiers see the classes.
-        """
-        templates = (None,) if training else self.args.templates
+        """Unit text embeddings of classes, (classes, d): the mean over all templates, or that of `training` alone."""
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
-        each = [
-            torch.cat([self.token_embeds(self.tokens(chunk, template)) for chunk in chunks]) for template in templates
-        ]
+        each = []
+        for template in (None,) if training else self.args.templates:
+            each.append(torch.cat([self.token_embeds(self.tokens(chunk, template)) for chunk in chunks]))
         return each[0] if len(each) == 1 else F.normalize(torch.stack(each).mean(dim=0), dim=1)

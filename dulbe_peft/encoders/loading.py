@@ -1,9 +1,4 @@
-"""The encoder underneath: loading it with its processor, and unit features from it.
-
-Nothing here knows of adapters. What differs between the families of encoders stands in their records, in `registry`.
-Images go through the processor that belongs to the model. Where a model folder carries none, the family's own image
-processor is used at the model's image size.
-"""
+"""The encoder underneath: loading it with its processor, and unit features from it. `registry` holds its facts."""
 
 from __future__ import annotations
 
@@ -38,17 +33,11 @@ class ImageOnlyProcessor:
     image_processor: Any
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write `preprocessor_config.json`, as the image processor itself does."""
         self.image_processor.save_pretrained(folder)
 
 
-# ---------------------------------------------------------------------- loading
-
-
 def load_dual_encoder(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    attn_implementation: str | None = None,
+    name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
     """A served encoder in float32 and its processor, from a folder or the Hub.
 
@@ -58,12 +47,10 @@ def load_dual_encoder(
     Args:
         name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
         revision: Hub revision.
-        attn_implementation: transformers' name of the attention kernel. None: "eager" without an accelerator, whose
-            backward pass is the faster one on a CPU, else transformers' default.
+        attn_implementation: transformers' name of the attention kernel. None: "eager" on a CPU, where it is faster.
 
     Returns:
-        The model in evaluation mode, and the family's processor; an `ImageOnlyProcessor` where the model has no text
-        tower.
+        The model in evaluation mode, and the family's processor; an `ImageOnlyProcessor` without a text tower.
 
     Raises:
         FileNotFoundError: `name_or_path` looks like a folder and is none.
@@ -88,9 +75,7 @@ def load_dual_encoder(
 
 
 def load_clip(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    attn_implementation: str | None = None,
+    name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[CLIPModel, CLIPProcessor]:
     """A CLIP model in float32 and its processor, from a folder or the Hub; see [`load_dual_encoder`].
 
@@ -138,10 +123,7 @@ def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> tuple[s
 
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
-    """The processor in the folder or repository `name`, of the class that the model's record names.
-
-    Where a folder carries no image processor, the family's own is made at the model's image size.
-    """
+    """The processor in `name`; a folder without an image processor gets the family's own at the model's image size."""
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
@@ -164,9 +146,6 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
 
 
-# ---------------------------------------------------------------------- facts about a model
-
-
 def encoder_of(model: Any) -> DualEncoder:
     """The record of the model's type; a type that is not served is a `ValueError`."""
     model_type = type_of(model)
@@ -180,22 +159,17 @@ def check_encoder(model: nn.Module, text: bool = False) -> None:
     record = encoder_of(model)
     if not isinstance(model, getattr(transformers, record.model)):
         raise ValueError(f"{type(model).__name__} is not the whole {record.title} encoder: give a {record.model}")
-    if text:
-        _check_text(model)
+    if text and record.image_only:
+        with_text = ", ".join(f"{name!r}" for name, other in ENCODERS.items() if not other.image_only)
+        raise ValueError(
+            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type {with_text}, "
+            "or strategies and classifiers that need no text"
+        )
 
 
 def has_text(model: Any) -> bool:
     """Whether the model has a text tower."""
     return not encoder_of(model).image_only
-
-
-def _check_text(model: Any) -> None:
-    if not has_text(model):
-        with_text = ", ".join(f"{name!r}" for name, record in ENCODERS.items() if not record.image_only)
-        raise ValueError(
-            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type {with_text}, "
-            "or strategies and classifiers that need no text"
-        )
 
 
 def check_processor(processor: Any, model: Any) -> None:
@@ -240,14 +214,8 @@ def longest_text(model: Any) -> int:
     return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
 
 
-# ---------------------------------------------------------------------- features
-
-
 def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width).
-
-    An image-only model gives its class token after the last normalisation.
-    """
+    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width)."""
     if encoder_of(model).image_only:
         return _unit(model(pixel_values=pixel_values).last_hidden_state[:, 0])
     return _unit(model.get_image_features(pixel_values=pixel_values))
@@ -263,18 +231,15 @@ def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def _unit(output: Any) -> torch.Tensor:
-    features = getattr(output, "pooler_output", output)
-    return F.normalize(features.float(), dim=-1)
+    return F.normalize(getattr(output, "pooler_output", output).float(), dim=-1)
 
 
 def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
     """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
 
-    A causal tower that is read at the first end token never sees the padding behind it, and gets no mask. A tower that
-    was trained to read its padding gets no mask either. A prompt that the tower cannot take is a `ValueError`, and so
-    are two prompts that give the same tokens.
+    A prompt that the tower cannot take is a `ValueError`, and so are two prompts that give the same tokens.
     """
-    _check_text(model)
+    check_encoder(model, text=True)
     record, longest = encoder_of(model), longest_text(model)
     try:
         rows = processor.tokenizer(list(prompts))["input_ids"]
@@ -296,27 +261,21 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
         return_attention_mask=True,
         return_tensors="pt",
     )
+    # A causal tower never sees the padding behind its end token; one that was trained to read padding has no mask.
     names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
     return {name: batch[name] for name in names}
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
-    """A PIL image as the model takes it, (3, height, width) in float32; or a tensor that is preprocessed already.
-
-    A path or an address is never opened.
-    """
+    """A PIL image as the model takes it, (3, height, width) in float32; or a tensor that is preprocessed already."""
     if isinstance(image, torch.Tensor):
         if not image.is_floating_point() or image.ndim != 3 or image.shape[0] != 3:
-            raise ValueError(
-                f"a tensor image must be preprocessed, float (3, height, width), got {image.dtype} "
-                f"{tuple(image.shape)}; pass PIL images to have them preprocessed"
-            )
-        image = image.float()
+            expected = "must be preprocessed, float (3, height, width); pass PIL images to have them preprocessed"
+            raise ValueError(f"a tensor image {expected}, got {image.dtype} {tuple(image.shape)}")
         if not torch.isfinite(image).all():
             raise ValueError("a tensor image holds NaN or infinity")
-        return image
-    if not isinstance(image, Image.Image):
-        raise TypeError(
-            f"it is {image!r:.100}, a {type(image).__name__}; a PIL image or a preprocessed tensor is needed"
-        )
+        return image.float()
+    if not isinstance(image, Image.Image):  # a path or an address is never opened
+        found = f"{image!r:.100}, a {type(image).__name__}"
+        raise TypeError(f"it is {found}; a PIL image or a preprocessed tensor is needed")
     return processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]

@@ -6,7 +6,7 @@
     transformer.resblocks.0.mlp.c_fc            text_model.encoder.layers.0.mlp.fc1
     visual.proj (width, d)                      visual_projection.weight (d, width)
 
-Sizes are read off the tensors. What no tensor tells is the number of heads and the activation.
+Sizes are read off the tensors; no tensor tells the number of heads and the activation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import read_tensors
 
 ACTIVATIONS = ("gelu", "quick_gelu")
-HEAD_WIDTH = 64
 # ViT-H, ViT-g and ViT-bigG have wider heads in their vision tower.
 VISION_HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
 # OpenAI's own checkpoints hold these three numbers beside the weights, and older ones the causal mask.
@@ -66,19 +65,8 @@ def convert_open_clip(
 ) -> CLIPModel:
     """A CLIPModel in float32 with the weights of an open_clip ViT, in evaluation mode.
 
-    Its end token is the last one of the vocabulary. open_clip reads a text at its largest token id, which is that
-    token. A tensor that is missing, unknown or of an unfit shape is a `ValueError` that names it.
-
-    Args:
-        checkpoint: open_clip's state dict, or its file: `.safetensors`, or `.bin` and `.pt`, which are read by
-            torch's restricted reader.
-        activation: "gelu", or "quick_gelu" for OpenAI's weights and what was trained on from them.
-        vision_heads: attention heads of the vision tower; None: its width / 64, and 16 in ViT-H, g and bigG.
-        text_heads: attention heads of the text tower; None: its width / 64.
-
-    Example:
-        >>> model = convert_open_clip("open_clip_model.safetensors")  # doctest: +SKIP
-        >>> model.save_pretrained("openclip-vit-b-16")  # doctest: +SKIP
+    `checkpoint` is a state dict or its file, read as tensors alone. `activation` is "gelu", or "quick_gelu" for
+    OpenAI's weights. Heads default to a tower's width / 64, and to 16 in the vision towers of ViT-H, g and bigG.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -107,14 +95,8 @@ def save_open_clip(
 ) -> CLIPModel:
     """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
 
-    A tokenizer that does not fit the checkpoint's vocabulary is a `ValueError`.
-
-    Args:
-        checkpoint: as in `convert_open_clip`.
-        folder: where to write; only what an earlier call wrote is replaced.
-        tokenizer: a folder or Hub id with CLIP's tokenizer, such as openai/clip-vit-base-patch16.
-        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
-        facts: `activation`, `vision_heads` and `text_heads` of `convert_open_clip`.
+    `tokenizer` is a folder or Hub id with CLIP's tokenizer. `resize` "crop" resizes the short side and crops the
+    centre; "squash" resizes the whole image to a square. `facts` go to `convert_open_clip`.
     """
     model: Any = convert_open_clip(checkpoint, **facts)
     reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
@@ -130,9 +112,6 @@ def save_open_clip(
 
     commit_folder(Path(folder), "export", write)
     return model
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
@@ -181,7 +160,7 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
     return CLIPConfig(
         text_config={
             **shared,
-            **_tower(state, "transformer", text_width, "text_heads", text or max(1, text_width // HEAD_WIDTH)),
+            **_tower(state, "transformer", text_width, "text_heads", text),
             "vocab_size": vocabulary,
             "max_position_embeddings": context,
             "bos_token_id": vocabulary - 2,
@@ -190,13 +169,7 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
         },
         vision_config={
             **shared,
-            **_tower(
-                state,
-                "visual.transformer",
-                width,
-                "vision_heads",
-                vision or max(1, width // VISION_HEAD_WIDTHS.get(width, HEAD_WIDTH)),
-            ),
+            **_tower(state, "visual.transformer", width, "vision_heads", vision),
             "num_channels": channels,
             "image_size": side * patch,
             "patch_size": patch,
@@ -212,8 +185,12 @@ def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tup
     return shape
 
 
-def _tower(state: Mapping[str, torch.Tensor], name: str, width: int, argument: str, heads: int) -> dict[str, int]:
+def _tower(
+    state: Mapping[str, torch.Tensor], name: str, width: int, argument: str, heads: int | None
+) -> dict[str, int]:
     """The sizes of a tower. Its blocks are counted: the highest number among their names may be a huge one."""
+    head_width = VISION_HEAD_WIDTHS.get(width, 64) if name.startswith("visual") else 64
+    heads = max(1, width // head_width) if heads is None else heads
     if heads < 1 or width % heads:
         raise ValueError(f"{argument} is {heads}, which does not divide the tower's width of {width}")
     inner, _ = _shape(state, f"{name}.resblocks.0.mlp.c_fc.weight", 2)
@@ -224,9 +201,6 @@ def _tower(state: Mapping[str, torch.Tensor], name: str, width: int, argument: s
         "num_hidden_layers": len({match[2] for match in matches if match and match[1] == name}),
         "num_attention_heads": heads,
     }
-
-
-# ---------------------------------------------------------------------- renaming
 
 
 def _renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

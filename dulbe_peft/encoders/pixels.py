@@ -15,10 +15,7 @@ IMAGE_RESIZES = ("crop", "squash")
 
 
 def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
-    """A processor like this one that brings images to the model's size in another way.
-
-    "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
-    """
+    """A processor like this one that crops the centre of the resized image, "crop", or "squash"es it to a square."""
     if resize not in IMAGE_RESIZES:
         raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
     old, size = processor.image_processor, image_size(model)
@@ -71,11 +68,8 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         if pixels.shape[1:] != (self.image_size, self.image_size):
             size = f"{self.image_size} x {self.image_size}"
             raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
-        if self.cache is not None:
-            if pixels.nbytes * len(self) <= self.cache_bytes:
-                self.cache[index] = pixels
-            else:
-                self.cache = None
+        if self.cache is not None and pixels.nbytes * len(self) <= self.cache_bytes:
+            self.cache[index] = pixels
         return pixels
 
 

@@ -1,7 +1,6 @@
 """The served encoders: one record of facts for each `model_type` of transformers.
 
-A record holds names and numbers only. `loading` reads it to load, tokenize and encode; the adapter reads it to find
-the blocks. Another encoder of the same kind needs another record here, and no code elsewhere.
+Another encoder of the same kind needs another record here, and no code elsewhere.
 """
 
 from __future__ import annotations
@@ -15,50 +14,28 @@ BERT_TEXT_TARGETS = r"self\.(key|value)|intermediate\.dense|\d+\.output\.dense"
 
 @dataclass(frozen=True)
 class DualEncoder:
-    """What is particular to one type of encoder.
+    """What is particular to one type of encoder."""
 
-    Attributes:
-        title: name of the family, for messages and model cards.
-        model: transformers' class of the model.
-        image_processor: transformers' class of the image processor, the one that needs no torchvision.
-        processor: transformers' class of the processor. None: the image processor is all there is.
-        embed_dim: where the configuration holds the width of the features.
-        image_size: where the configuration holds the height and width of the images.
-        any_image_size: the position embeddings are interpolated, so the image processor decides the size.
-        cls_token: token 0 of an image is a class token, and the other ones are patches.
-        target_modules: name endings of the vision blocks' layers that are adapted by default: keys, values and MLP.
-        pooling_head: name of the module that pools the patches and has layers called like those of the blocks.
-        logit_scale: the parameter that holds log(tau). None: there is none.
-        text_tower: the module in which the text tower begins. None: there is none.
-        text_targets: expression for the name endings of the text blocks' layers with LoRA: keys, values and MLP.
-        padding: "longest": texts are padded to the longest of their batch. "max_length": texts are always padded to
-            the longest text that the tower takes, because the tower reads the padding too.
-        padding_side: "right", or None for the side that the tokenizer chooses.
-        attention_mask: the text tower needs the mask of the padding.
-        offset_positions: the positions of a text begin after the padding token's id, as in RoBERTa.
-        text_dropout: the text tower drops activations in training mode.
-        unused_pooler: the model's class adds a pooling layer, which no feature needs and many checkpoints lack.
-    """
-
-    title: str
-    model: str
-    image_processor: str
-    processor: str | None = None
-    embed_dim: str = "projection_dim"
-    image_size: str = "vision_config.image_size"
-    any_image_size: bool = False
-    cls_token: bool = True
+    title: str  # the family's name, for messages and model cards
+    model: str  # transformers' class of the model
+    image_processor: str  # transformers' class of the image processor, the one that needs no torchvision
+    processor: str | None = None  # transformers' class of the processor; None: there is an image processor alone
+    embed_dim: str = "projection_dim"  # where the configuration holds the width of the features
+    image_size: str = "vision_config.image_size"  # where it holds the height and width of the images
+    any_image_size: bool = False  # position embeddings are interpolated: the image processor decides the size
+    cls_token: bool = True  # token 0 of an image is a class token, and the other ones are patches
+    # Name endings of the vision blocks' layers that are adapted by default: keys, values and MLP.
     target_modules: tuple[str, ...] = ("fc1", "fc2", "k_proj", "v_proj")
-    pooling_head: str | None = None
-    logit_scale: str | None = "logit_scale"
-    text_tower: str | None = "text_model"
-    text_targets: str = CLIP_TEXT_TARGETS
-    padding: str = "longest"
-    padding_side: str | None = "right"
-    attention_mask: bool = False
-    offset_positions: bool = False
-    text_dropout: bool = False
-    unused_pooler: bool = False
+    pooling_head: str | None = None  # the module that pools the patches; it has layers called like the blocks'
+    logit_scale: str | None = "logit_scale"  # the parameter that holds log(tau)
+    text_tower: str | None = "text_model"  # the module in which the text tower begins; None: there is none
+    text_targets: str = CLIP_TEXT_TARGETS  # expression for the name endings of the text blocks' layers with LoRA
+    padding: str = "longest"  # "max_length": to the tower's longest text, because the tower reads the padding too
+    padding_side: str | None = "right"  # None: the side that the tokenizer chooses
+    attention_mask: bool = False  # the text tower needs the mask of the padding
+    offset_positions: bool = False  # the positions of a text begin after the padding token's id, as in RoBERTa
+    text_dropout: bool = False  # the text tower drops activations in training mode
+    unused_pooler: bool = False  # the model's class adds a pooling layer, which no feature needs
 
     @property
     def image_only(self) -> bool:
@@ -68,9 +45,9 @@ class DualEncoder:
 
 def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> DualEncoder:
     return DualEncoder(
-        title=title,
-        model=model,
-        image_processor=image_processor,
+        title,
+        model,
+        image_processor,
         embed_dim="hidden_size",
         image_size="image_size",
         # The last three are the layers of DINOv2 giant's gated MLP.
@@ -81,40 +58,31 @@ def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> D
     )
 
 
-_LIKE_BERT: dict[str, Any] = {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
+def _with_bert(title: str, model: str, image_processor: str, processor: str, **facts: Any) -> DualEncoder:
+    facts |= {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
+    return DualEncoder(title, model, image_processor, processor, **facts)
+
+
 ENCODERS: dict[str, DualEncoder] = {
-    "clip": DualEncoder(
-        title="CLIP", model="CLIPModel", processor="CLIPProcessor", image_processor="CLIPImageProcessorPil"
-    ),
+    "clip": DualEncoder("CLIP", "CLIPModel", "CLIPImageProcessorPil", "CLIPProcessor"),
     # The checkpoints of SigLIP 2 with a fixed resolution are of this type too.
     "siglip": DualEncoder(
-        title="SigLIP",
-        model="SiglipModel",
-        processor="SiglipProcessor",
-        image_processor="SiglipImageProcessorPil",
+        "SigLIP",
+        "SiglipModel",
+        "SiglipImageProcessorPil",
+        "SiglipProcessor",
         embed_dim="vision_config.hidden_size",
         cls_token=False,
         pooling_head="head",
         padding="max_length",
         padding_side=None,
     ),
-    "metaclip_2": DualEncoder(
-        title="MetaCLIP 2", model="MetaClip2Model", processor="CLIPProcessor", image_processor="CLIPImageProcessorPil"
+    "metaclip_2": DualEncoder("MetaCLIP 2", "MetaClip2Model", "CLIPImageProcessorPil", "CLIPProcessor"),
+    "chinese_clip": _with_bert(
+        "Chinese-CLIP", "ChineseCLIPModel", "ChineseCLIPImageProcessorPil", "ChineseCLIPProcessor"
     ),
-    "chinese_clip": DualEncoder(
-        title="Chinese-CLIP",
-        model="ChineseCLIPModel",
-        processor="ChineseCLIPProcessor",
-        image_processor="ChineseCLIPImageProcessorPil",
-        **_LIKE_BERT,
-    ),
-    "altclip": DualEncoder(
-        title="AltCLIP",
-        model="AltCLIPModel",
-        processor="AltCLIPProcessor",
-        image_processor="CLIPImageProcessorPil",
-        offset_positions=True,
-        **_LIKE_BERT,
+    "altclip": _with_bert(
+        "AltCLIP", "AltCLIPModel", "CLIPImageProcessorPil", "AltCLIPProcessor", offset_positions=True
     ),
     "dinov2": _image_only("DINOv2", "Dinov2Model", "BitImageProcessorPil", any_image_size=True),
     "dinov2_with_registers": _image_only(
