@@ -14,6 +14,7 @@ import torch
 from lives import images_of, stream, tiny_base, tiny_learner
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tiny_encoders import save_encoder
 
 from dulbe_peft import STRATEGIES, CheckpointError, ClassIncrementalLearner, Strategy, export_lora, register_strategy
 from dulbe_peft.strategies import NewTask, make_strategy
@@ -116,7 +117,7 @@ def test_every_strategy_s_learner_gives_the_same_answers_in_a_fresh_process(live
 def test_frozen_trains_nothing(monkeypatch, tmp_path):
     for name in (
         "torch.Tensor.backward",
-        "torch.optim.Adam.__init__",
+        "torch.optim.Adam",
         "dulbe_peft.training.trainer.collect_statistics",
     ):
         monkeypatch.setattr(name, None)

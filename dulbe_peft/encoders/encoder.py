@@ -1,4 +1,4 @@
-"""Images and class names on their way through the model: in which batches, in which process, in which precision."""
+"""Images and class names on their way through the model: in which batches, process and precision."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class Encoder:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
         size = self.args.batch_size
         starts = range(0, len(order), size)
-        # All at once: of a step's own copies only the pixels' come from pinned memory.
         indices = torch.tensor(order, device=self.device)
         labels = torch.as_tensor(images.labels).to(self.device)[indices]
         loaded = iter(self._load(images, title, [padded_shard(order[start : start + size]) for start in starts]))
@@ -109,8 +108,7 @@ class Encoder:
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
-        # Other passes differ in what they switch off or listen to, and would be compiled each for itself.
-        training = self.clip.training and torch.is_grad_enabled()
+        training = self.clip.training and torch.is_grad_enabled()  # each other pass would be compiled for itself
         tower = self._trained_tower if training else unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
@@ -146,8 +144,7 @@ class Encoder:
         """What the text tower takes for the names' prompts, those of training where no template is given."""
         args = self.args
         prompts = format_prompts(names, template or args.training_template or args.templates[0], args.class_name_style)
-        batch = tokenize(self.processor, prompts, self.clip)
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+        return send_to_device(tokenize(self.processor, prompts, self.clip), self.device)
 
     def check_prompts(self, names: Sequence[str]) -> None:
         """Raise a `ValueError` where a prompt is too long, or two classes give the same one, with any template."""

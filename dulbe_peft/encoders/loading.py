@@ -99,7 +99,7 @@ def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = N
 
 
 def demo_model_folder() -> Path:
-    """Folder of the packaged tiny CLIP, pretrained on rendered glyphs and never on handwritten digits."""
+    """Folder of the packaged tiny CLIP."""
     return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
 
 
@@ -130,9 +130,9 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
         image_processor = kind.from_pretrained(name, revision=revision or "main")
     else:
         size = image_size(model)
-        square = {"height": size, "width": size}
-        sizes = {"size": {"shortest_edge": size}, "crop_size": square} if "shortest_edge" in kind.size else {}
-        image_processor = kind(**sizes or {"size": square})
+        square, short = {"height": size, "width": size}, {"shortest_edge": size}
+        crops = "shortest_edge" in kind.size
+        image_processor = kind(size=short, crop_size=square) if crops else kind(size=square)
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -174,9 +174,8 @@ def has_text(model: Any) -> bool:
 
 def check_processor(processor: Any, model: Any) -> None:
     """Raise a `TypeError` unless `processor` has the image processor, and the tokenizer, that the model needs."""
-    record = encoder_of(model)
-    kind = record.processor or ImageOnlyProcessor.__name__
-    for name in ("image_processor",) if record.image_only else ("image_processor", "tokenizer"):
+    kind = encoder_of(model).processor or ImageOnlyProcessor.__name__
+    for name in ("image_processor", "tokenizer") if has_text(model) else ("image_processor",):
         if not hasattr(processor, name):
             raise TypeError(f"processor must be a {kind} or like one, got {processor!r:.100} without {name}")
 
@@ -225,8 +224,7 @@ def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tenso
     """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
     record = encoder_of(model)
     # A class has one text, so it has one embedding at every step: the text tower drops nothing.
-    still = evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext()
-    with still:
+    with evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext():
         return _unit(model.get_text_features(**tokens))
 
 
@@ -253,14 +251,9 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
             other = seen[tuple(ids)]
             raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
         seen[tuple(ids)] = prompt
-    batch = processor.tokenizer.pad(
-        {"input_ids": rows},
-        padding=record.padding,
-        max_length=longest if record.padding == "max_length" else None,
-        padding_side=record.padding_side,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
+    options: dict[str, Any] = {"max_length": longest} if record.padding == "max_length" else {}
+    options |= {"padding": record.padding, "padding_side": record.padding_side, "return_tensors": "pt"}
+    batch = processor.tokenizer.pad({"input_ids": rows}, return_attention_mask=True, **options)
     # A causal tower never sees the padding behind its end token; one that was trained to read padding has no mask.
     names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
     return {name: batch[name] for name in names}

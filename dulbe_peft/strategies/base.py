@@ -1,14 +1,12 @@
 """What a strategy is: how one method constrains the update that a new task trains.
 
-A task passes through a strategy in this order:
-
     measure   gradients or layer inputs of the new images, where `needs` asks for them
     plan      the frozen bases of the task, one pair of modes a layer
     backward  each training step's gradients; after_step may correct the step itself
     finish    what is done to the trained update before it joins the history
     remember  what the strategy keeps for later tasks
 
-A method that only chooses other bases overrides `plan`; everything else has a default.
+A task passes through in this order. A method that only chooses other bases overrides `plan` alone.
 """
 
 from __future__ import annotations
@@ -82,11 +80,8 @@ class NewTask:
 
     def modes(self, bases: Mapping[str, torch.Tensor]) -> dict[str, ModeBases]:
         """Bases of r_S + r_R columns, (d_in, r_S + r_R), as modes: the first r_S columns are the shared mode."""
-        shared_rank = self.ranks[0]
-        return {
-            name: ModeBases(basis[:, :shared_rank].float(), basis[:, shared_rank:].float())
-            for name, basis in bases.items()
-        }
+        rank = self.ranks[0]
+        return {name: ModeBases(basis[:, :rank].float(), basis[:, rank:].float()) for name, basis in bases.items()}
 
 
 @dataclass

@@ -15,7 +15,7 @@ that read one tensor share C, A and memory.
 
 What differs from the published code:
 - DualGPM stores the complement once that is smaller; the code may take occupied directions for free ones there.
-- The direction that crosses the threshold is occupied after every task; the code leaves it out after the first one.
+- The direction that crosses the threshold is occupied after the first task, too.
 - The code adapts k and v. Here the adapter's configuration names the layers.
 - After T tasks eps stays at final_energy. With 1 nothing is free then: `tasks` should be the stream's length.
 

@@ -11,12 +11,10 @@ With S_old the sum of X'X over the finished tasks and S_t that of the new one, b
 The adapter's shared mode is the general pair and its residual mode the isolated one. The two need not be orthogonal.
 
 Derived here, because the sources at hand do not give the paper's formulas:
-- Lambda gives C = B_G Lambda that leaves the old inputs their outputs and gives the new ones those of training:
-      min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2
-      Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
+- C = B_G Lambda leaves the old inputs their outputs and gives the new ones those of training:
+      min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2;  Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
 - The ridge rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses win, whatever S_t is there.
 - At the first task P_G takes the first r_S eigenvectors of S_t and P_I the next r_R; Lambda is 1.
-
 Left out: gradient-aligned optimisation and the weight of the general branch, which the sources do not fix.
 
 Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based Continual

@@ -15,15 +15,14 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 def with_inputs(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
     """S of the finished tasks + X'X, exact or cut to 2 K_h directions as `args.statistics` asks."""
     old = task.memory if isinstance(task.memory, OccupationStatistics) else None
-    if task.args.statistics == "sketch":
-        kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
+    if task.args.statistics != "sketch":
         if old:
-            kept.merge(old)
-        kept.merge(inputs)
-        return kept
-    if old:
-        inputs.merge(old)  # this way round the old sums stay as they are until the task is committed
-    return inputs
+            inputs.merge(old)  # this way round the old sums stay as they are until the task is committed
+        return inputs
+    kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
+    for part in (old, inputs) if old else (inputs,):
+        kept.merge(part)
+    return kept
 
 
 def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
@@ -51,7 +50,6 @@ class OccupationStrategy(Strategy):
             expected = f"occupation statistics of all {len(widths)} layers of the model"
             raise ValueError(f"the file holds {sorted(memory)[:3]}, {len(memory)} entries, expected {expected}")
         for name, width in widths.items():
-            expected_shape = min(width, memory.sketch_rows or width), width
-            if memory[name].shape != expected_shape:
-                found = tuple(memory[name].shape)
-                raise ValueError(f"statistics of {name!r} have shape {found}, the model: {expected_shape}")
+            shape, expected_shape = tuple(memory[name].shape), (min(width, memory.sketch_rows or width), width)
+            if shape != expected_shape:
+                raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected_shape}")
