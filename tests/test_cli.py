@@ -15,9 +15,8 @@ import yaml
 import dulbe_peft
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.commands.main import COMMANDS, main, parse
-from dulbe_peft.commands.options import given_settings
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.runs.settings import GROUPS, StreamArguments, pick, validated
+from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 

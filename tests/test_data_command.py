@@ -7,9 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.decoding import IMAGE_SUFFIXES
@@ -64,21 +62,6 @@ def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_pat
     assert "two             4       3" in said and "4 classes      19      12" in said and "task 2/2" in said
 
 
-def test_damage_in_the_middle_of_a_file_is_left_out_too_and_named_once_otherwise(photos, tmp_path, capsys):
-    bad = photos / "train" / "zero" / "3.jpg"
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(bad)
-    whole = bad.read_bytes()
-    middle = len(whole) // 2
-    bad.write_bytes(whole[:middle] + b"\xff\xc0" * 20 + whole[middle + 40 :])
-    assert run(photos, "--output", str(tmp_path / "out"), *FROZEN) == 2
-    said = capsys.readouterr().err
-    assert said.count(str(bad)) == 1 and "cannot be read: " in said and "preprocessed" not in said
-    assert run(photos, "--skip-unreadable", "--output", str(tmp_path / "other"), *FROZEN) == 0
-    said = capsys.readouterr().out
-    assert f"  {bad}: " in said and "zero            5       3" in said and "task 2/2" in said
-
-
 def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_path, capsys, monkeypatch):
     from dulbe_peft.runs.run import run_stream
 
@@ -103,7 +86,7 @@ def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_pa
     assert "resuming after task-001" in said and "task 2/2" in said and "task 1/2" not in said
 
 
-@pytest.mark.parametrize("strategy", ["dulbe", "frozen", "inflora", "rapf", "bofa"])
+@pytest.mark.parametrize("strategy", ["dulbe", "frozen", "bofa"])
 def test_a_dry_run_opens_the_data(photos, capsys, strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -112,7 +95,7 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, tmp_path, monkeypatc
     said = capsys.readouterr().out
     assert "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three" in said
     assert "pixel cache: 0.0 MiB" in said and "the whole run: about " in said and " MiB with 4 classes" in said
-    if strategy in ("frozen", "rapf"):
+    if strategy == "frozen":
         assert "nothing is trained, no layer is adapted" in said
     elif strategy == "bofa":
         assert "visual_projection  96 -> 64  1 layer " in said
@@ -131,7 +114,7 @@ def test_a_dry_run_of_a_single_class_and_of_images_that_are_read_each_time(photo
     assert "task 1: 1 class," in said and "pixel cache: none" in said and "in this process alone" in said
 
 
-@pytest.mark.parametrize("names", ["text_projection", "text_model.encoder.layers.0.mlp.fc1", "k_porj"])
+@pytest.mark.parametrize("names", ["text_projection", "k_porj"])
 @pytest.mark.parametrize("more", [["--dry-run"], []])
 def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys, names, more):
     assert run(photos, "--output", str(tmp_path / "out"), "--target-modules", names, *more) == 2
@@ -140,12 +123,10 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("asked", "classes", "chosen"),
-    [(None, 100, 10), (None, 20, 10), (None, 19, 10), (None, 5, 3), (None, 1, 1), (7, 5, 5), (5, 5, 5), (2, 5, 2)],
-)
-def test_the_increment_is_fitted_to_the_classes(asked, classes, chosen):
-    assert fit_increment(asked, classes) == chosen
+def test_the_increment_is_fitted_to_the_classes():
+    without = {100: 10, 20: 10, 19: 10, 5: 3, 1: 1}
+    assert {classes: fit_increment(None, classes) for classes in without} == without
+    assert [fit_increment(asked, 5) for asked in (7, 5, 2)] == [5, 5, 2]
 
 
 def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):

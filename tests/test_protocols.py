@@ -17,11 +17,10 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import make_classifiers
 from dulbe_peft.commands.main import main, parse
-from dulbe_peft.commands.options import given_settings
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import pixel_values
-from dulbe_peft.runs.settings import StreamArguments, pick
+from dulbe_peft.runs.settings import StreamArguments, given_settings, pick
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from dulbe_peft.commands.main import parse
-from dulbe_peft.commands.options import given_settings
 from dulbe_peft.deployment.classifier import class_facts
 from dulbe_peft.encoders.loading import tokenize
-from dulbe_peft.runs.settings import pick
+from dulbe_peft.runs.settings import given_settings, pick
 
 TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
 NAMES = ("a0", "b0", "a1", "b1")

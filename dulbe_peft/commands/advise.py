@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.commands.options import command, given_settings, option, setting_options
+from dulbe_peft.commands.options import command, option, setting_options
+from dulbe_peft.runs.settings import given_settings
 
 EXAMPLE = """example:
   dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos --output advice
@@ -36,7 +37,6 @@ def advise(
     config: str | None,
     **flags: Any,
 ) -> int:
-    """Measure, and say what was found."""
     settings = {name: value for name, value in given_settings(config, flags).items() if name not in _HIDDEN}
     for name in ("model", "data"):
         if not settings.get(name):

@@ -25,7 +25,6 @@ goes on.
 @option("--address", help="of the scheduler of dask or ray; else one starts on this machine")
 @option("--dry-run", is_flag=True, help="print the runs that are missing, and exit")
 def compare(file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool) -> int:
-    """Compare, and print the table."""
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan

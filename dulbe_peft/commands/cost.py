@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.options import command, given_settings, option, setting_options
+from dulbe_peft.commands.options import command, option, setting_options
 from dulbe_peft.commands.outputs import check_outputs, output_file
-from dulbe_peft.runs.settings import StreamArguments, validated
+from dulbe_peft.runs.settings import StreamArguments, given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
 EXAMPLE = """example:
@@ -26,7 +26,6 @@ _SHOWN = ("model", "revision", "strategy", "classifiers")
 @option("--json", "file", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print")
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
 def cost(classes: int | None, tasks: int, file: str | None, config: str | None, **flags: Any) -> int:
-    """Count, and print a table or JSON."""
     stream, adapter, _ = validated(given_settings(config, flags))
     if not stream.model:
         raise ValueError("--model is required")

@@ -9,7 +9,6 @@ from dulbe_peft.commands.options import command, option
 @option("--output", default="dulbe-demo", help="folder for results, plot and report (dulbe-demo)")
 @option("--seed", type=int, default=0, help="seed of the learner (0)")
 def demo(output: str, seed: int) -> int:
-    """Run the demo."""
     from dulbe_peft.demo import run_demo
 
     run_demo(output, seed)

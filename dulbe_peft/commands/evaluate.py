@@ -43,7 +43,6 @@ def evaluate(
     zero_shot: bool,
     scale: Sequence[float],
 ) -> int:
-    """Print the figures."""
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:

@@ -35,7 +35,6 @@ Each format holds the learner's classifier, and a README.md with the lines of co
 def export(
     learner: str, load: Callable[[], Any], output: str, kind: str, classifier: str | None, compress_to: int | None
 ) -> int:
-    """Write the export."""
     if compress_to is not None and kind != "lora":
         raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
     from dulbe_peft.adapter.export import COMPRESSION_FILE

@@ -39,7 +39,6 @@ def features(
     prompt_template: str | None,
     scale: float,
 ) -> int:
-    """Write the file."""
     if output == "-":
         raise ValueError("--output is '-', expected the path of an .npz file")
     check_outputs(("--output", output, ".npz"), inputs=[data])

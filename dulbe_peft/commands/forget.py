@@ -20,7 +20,6 @@ No image is called by a forgotten class any more. The model stays as it is. june
 @argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
 def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str) -> int:
-    """Write the learner without the classes."""
     check_other_folder(learner, output)
     loaded = load()
     for name in dict.fromkeys(classes):

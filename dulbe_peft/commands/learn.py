@@ -44,7 +44,6 @@ def learn(
     no_update: bool,
     **flags: Any,
 ) -> int:
-    """Update known classes, learn new ones, and write the run."""
     from dulbe_peft.report import format_summary
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
@@ -67,7 +66,6 @@ def learn(
     past = known_tasks(loaded)
     before = past[-1].row if past else None
     if known and not no_update:
-        _check_known(loaded, known)
         if any(task.source and task.source["data"] == source["data"] for task in past):
             raise ValueError(
                 f"{learner!r} has learned from {data!r} before, and its images would count twice: "
@@ -108,22 +106,17 @@ def _gain(before: Row, after: Row) -> str:
     return f"with the further images: {'; '.join(rows)}"
 
 
-def _check_known(learner: ClassIncrementalLearner, known: list[str]) -> None:
-    """Raise a ValueError where the learner cannot take in more images of known classes."""
+def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list[str]) -> None:
+    """Take in the images of known classes, and say of which and how many."""
+    import numpy as np
+
+    from dulbe_peft.data.inventory import counted
     from dulbe_peft.training.updating import check_update
 
     try:
         check_update(learner.state, known)
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
-
-
-def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list[str]) -> None:
-    """Take in the images of known classes, and say of which and how many."""
-    import numpy as np
-
-    from dulbe_peft.data.inventory import counted
-
     images = train.select(known)
     counts = np.bincount(images.labels, minlength=len(known))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))

@@ -12,7 +12,7 @@ import click
 from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.runs.settings import GROUPS, read_settings
+from dulbe_peft.runs.settings import GROUPS
 from dulbe_peft.utils.settings import field_types
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -159,11 +159,6 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         for parameter in rare:
             parameter.hidden = True
         ctx.exit()
-
-
-def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings that somebody gave: those of the YAML file, with the flags on top."""
-    return read_settings(config, {name: value for name, value in flags.items() if value not in (None, ())})
 
 
 def learner_options(optional: bool = False) -> Decorator:

@@ -24,7 +24,6 @@ The page is one file that any browser opens, also without a network.
 @option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
 @option("--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run")
 def report(runs: tuple[str, ...], output: str | None, csv: str | None, latex: str | None, figures: str | None) -> int:
-    """Write the page, and tables where they are asked for."""
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 

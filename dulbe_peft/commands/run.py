@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from dulbe_peft.commands.options import command, given_settings, setting_options
-from dulbe_peft.runs.settings import validated
+from dulbe_peft.commands.options import command, setting_options
+from dulbe_peft.runs.settings import given_settings, validated
 
 EXAMPLE = """example:
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --increment 10 --output out
@@ -26,7 +26,6 @@ ESSENTIAL = (
 @command(EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", resumes=True)
 @setting_options(ESSENTIAL)
 def run(config: str | None, **flags: Any) -> int:
-    """Learn, or say what would be learned."""
     settings = given_settings(config, flags)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):

@@ -87,12 +87,7 @@ GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings,
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
-    """The names and values of a YAML file; messages call it a `kind` file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or holds something else.
-    """
+    """The names and values of a YAML file; messages call it a `kind` file."""
     import yaml
 
     if not path.is_file():
@@ -127,12 +122,12 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-def read_settings(config: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a YAML file, with the given ones on top."""
-    settings: dict[str, Any] = {}
-    if config:
-        settings = setting_values(read_yaml(Path(config), "configuration"), f"configuration file {config!r}")
-    return settings | _templates(given)
+def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings that somebody gave: those of the YAML file, with the flags on top."""
+    settings = (
+        setting_values(read_yaml(Path(config), "configuration"), f"configuration file {config!r}") if config else {}
+    )
+    return settings | _templates({name: value for name, value in flags.items() if value not in (None, ())})
 
 
 def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:

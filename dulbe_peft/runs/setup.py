@@ -29,10 +29,7 @@ def check_run_folder(data: str, output: str) -> None:
 
 
 def fit_increment(increment: int | None, num_classes: int) -> int:
-    """How many classes a task has: what was asked for, as far as there are so many; prints what it chose.
-
-    Where nothing was asked for: 10, or about half of the classes where there are fewer than 20.
-    """
+    """How many classes a task has; without a wish 10, or about half of the classes where there are fewer than 20."""
     if increment is None:
         if num_classes >= 20:
             return 10
@@ -48,10 +45,7 @@ def fit_increment(increment: int | None, num_classes: int) -> int:
 def adapted(
     model: PreTrainedModel, config: DualModeLoraConfig, strategy: Strategy, revision: str | None = None
 ) -> PreTrainedModel | PeftModel:
-    """The model with the adapter that a strategy trains, on the strategy's target modules where `config` names none.
-
-    A model that is not trained stays as it is. `revision`, of the model on the Hub, is noted in the configuration.
-    """
+    """The model with the adapter that a strategy trains; one that is not trained stays as it is."""
     if not strategy.adapts:
         return model
     from peft import get_peft_model
@@ -108,6 +102,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
 
 def stream_tasks(stream: StreamArguments) -> list[Task]:
     """The tasks of the stream that the settings describe."""
+    from dulbe_peft.runs.resume import finished_tasks
     from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
@@ -122,8 +117,11 @@ def stream_tasks(stream: StreamArguments) -> list[Task]:
         order = [line.strip() for line in read_lines(order)]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
-    finished = _finished_tasks(stream)
-    asked = _finished_increment(stream, finished) if stream.increment is None else stream.increment
+    finished = finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
+    asked = stream.increment
+    if asked is None:  # a run goes on with tasks of the size that they had
+        later = finished if stream.initial_increment is None else finished[1:]
+        asked = len(later[0]) if later else None
     increment = fit_increment(asked, len(names))
     tasks: list[Task] = class_incremental_tasks(
         train,
@@ -135,19 +133,6 @@ def stream_tasks(stream: StreamArguments) -> list[Task]:
         first_tasks=finished if _go_on(stream, increment, finished, names) else [],
     )
     return tasks[: stream.max_tasks]
-
-
-def _finished_tasks(stream: StreamArguments) -> list[tuple[str, ...]]:
-    """The tasks that a run in the output folder has finished; none where it is not to go on."""
-    from dulbe_peft.runs.resume import finished_tasks
-
-    return finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
-
-
-def _finished_increment(stream: StreamArguments, finished: list[tuple[str, ...]]) -> int | None:
-    """How many classes a finished task had, so that a run whose increment is not set goes on with the same."""
-    tasks = finished[0 if stream.initial_increment is None else 1 :]
-    return len(tasks[0]) if tasks else None
 
 
 def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:

@@ -1,0 +1,45 @@
+from dulbe_peft.adapter.config import DualModeLoraConfig as DualModeLoraConfig
+from dulbe_peft.adapter.export import export_lora as export_lora
+from dulbe_peft.adapter.gradients import probe_gradients as probe_gradients
+from dulbe_peft.adapter.gradients import route_gradients as route_gradients
+from dulbe_peft.adapter.layer import DualModeLinear as DualModeLinear
+from dulbe_peft.adapter.model import DualModeLoraModel as DualModeLoraModel
+from dulbe_peft.arguments import LearnerArguments as LearnerArguments
+from dulbe_peft.classifiers import CLASSIFIERS as CLASSIFIERS
+from dulbe_peft.classifiers import register_classifier as register_classifier
+from dulbe_peft.classifiers.base import Classifier as Classifier
+from dulbe_peft.classifiers.bayes import BayesClassifier as BayesClassifier
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead as BridgeEnsembleHead
+from dulbe_peft.classifiers.geodesics import slerp as slerp
+from dulbe_peft.classifiers.lda import LdaClassifier as LdaClassifier
+from dulbe_peft.classifiers.prototype import PrototypeClassifier as PrototypeClassifier
+from dulbe_peft.classifiers.ranpac import RanpacClassifier as RanpacClassifier
+from dulbe_peft.classifiers.ridge import RidgeClassifier as RidgeClassifier
+from dulbe_peft.classifiers.text import TextClassifier as TextClassifier
+from dulbe_peft.data.folders import ImageFolder as ImageFolder
+from dulbe_peft.data.inventory import inspect_images as inspect_images
+from dulbe_peft.data.readers import load_data as load_data
+from dulbe_peft.data.splits import hold_out as hold_out
+from dulbe_peft.data.splits import open_stream_data as open_stream_data
+from dulbe_peft.deployment.export import export_learner as export_learner
+from dulbe_peft.deployment.export import export_onnx as export_onnx
+from dulbe_peft.deployment.export import export_transformers as export_transformers
+from dulbe_peft.encoders.loading import load_clip as load_clip
+from dulbe_peft.encoders.loading import load_dual_encoder as load_dual_encoder
+from dulbe_peft.learner import ClassIncrementalLearner as ClassIncrementalLearner
+from dulbe_peft.strategies import STRATEGIES as STRATEGIES
+from dulbe_peft.strategies import Strategy as Strategy
+from dulbe_peft.strategies import register_strategy as register_strategy
+from dulbe_peft.strategies.losses import bidirectional_kl as bidirectional_kl
+from dulbe_peft.strategies.losses import cross_modal_loss as cross_modal_loss
+from dulbe_peft.streams.tasks import Task as Task
+from dulbe_peft.streams.tasks import class_incremental_tasks as class_incremental_tasks
+from dulbe_peft.subspaces.allocation import allocate_modes as allocate_modes
+from dulbe_peft.subspaces.inputs import collect_statistics as collect_statistics
+from dulbe_peft.subspaces.modes import ModeBases as ModeBases
+from dulbe_peft.subspaces.occupation import OccupationStatistics as OccupationStatistics
+from dulbe_peft.training.state import LearnerState as LearnerState
+from dulbe_peft.utils.folders import CheckpointError as CheckpointError
+
+__all__: list[str]
+__version__: str
