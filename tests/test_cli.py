@@ -265,6 +265,14 @@ def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, m
         assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
 
 
+def test_a_report_replaces_no_file_of_another_kind(tmp_path, capsys):
+    for flag, name in (("--output", "notes.txt"), ("--csv", "photo.jpg"), ("--latex", "results.json")):
+        (tmp_path / name).write_text("precious")
+        assert main(["report", "out", flag, str(tmp_path / name)]) == 2
+        assert "choose another name" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "precious"
+
+
 @pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_command_quietly():
     command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
