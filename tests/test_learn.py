@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from lives import content
+from lives import content, images_of, tiny_learner
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
@@ -175,6 +175,14 @@ def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, jun
     assert "task 1 has the classes ['one', 'three'] there" in capsys.readouterr().err
     assert main([*command, "--output", str(root / "run"), *FROZEN, "--order-seed", "1"]) == 2
     assert "must begin with the finished tasks" in capsys.readouterr().err
+
+
+def test_names_that_contradict_the_dataset():
+    class Named(list):
+        class_names = ("one", "zero")
+
+    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one'"):
+        tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 
 def test_forget(june, tmp_path, capsys):
