@@ -88,6 +88,16 @@ def test_another_base_model_is_refused_by_name(here, adapted):
         ClassIncrementalLearner.from_pretrained("out", base_model=load_clip("models/clip")[0].bfloat16())
 
 
+def test_a_bf16_base_comes_back_as_bf16(here):
+    clip, processor = load_clip("models/clip")
+    learner = learner_of(clip.bfloat16(), processor)
+    learner.learn_task(Pictures(["a", "b"]))
+    learner.save_pretrained("out")
+    loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
+    assert next(loaded.clip.parameters()).dtype == torch.bfloat16
+    assert torch.equal(loaded.image_embeds(Pictures(["a", "b"])), learner.image_embeds(Pictures(["a", "b"])))
+
+
 def test_the_digest_is_of_the_pristine_weights(here):
     clip, processor = load_clip("models/clip")
     pristine = digest(clip)

@@ -225,6 +225,18 @@ def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
     assert torch.equal(outcome(base, digits, **fields), plain)
 
 
+@pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
+def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
+    schedules = []
+    real = torch.optim.lr_scheduler.CosineAnnealingLR
+    monkeypatch.setattr(
+        torch.optim.lr_scheduler, "CosineAnnealingLR", lambda *a, **k: schedules.append(real(*a, **k)) or schedules[-1]
+    )
+    task = stream(digits, 1)[0]
+    make_learner(base, epochs=2, learning_rate=1e-3, lr_schedule=schedule).learn_task(task.train, task.class_names)
+    assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
+
+
 def test_accuracy_rises_and_predictions_are_names(base, digits):
     learner = make_learner(base, epochs=3)
     for task in stream(digits, 5):
@@ -479,3 +491,14 @@ def test_a_failed_load_gives_back_also_modules_to_save(base, digits, tmp_path):
             tmp_path / "learner", pristine, args=LearnerArguments(**{**QUICK, "device": "xpu"})
         )
     assert same(state(pristine), before) and not any("modules_to_save" in name for name in before)
+
+
+@pytest.mark.parametrize(("given", "error"), [("a/path", TypeError), ("wrapped", ValueError), ("vision", ValueError)])
+def test_a_base_model_that_is_none_is_named(base, digits, tmp_path, given, error):
+    learner = make_learner(base)
+    task = stream(digits, 1)[0]
+    learner.learn_task(task.train, task.class_names)
+    learner.save_pretrained(tmp_path / "learner")
+    wrong = {"wrapped": learner.model, "vision": base[0].vision_model}.get(given, given)
+    with pytest.raises(error, match="base_model|the served types are"):
+        ClassIncrementalLearner.from_pretrained(tmp_path / "learner", wrong)
