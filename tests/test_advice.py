@@ -89,19 +89,6 @@ def test_another_classifier_is_advised_only_where_it_is_clearly_better(gain, cle
     assert advice.settings["classifiers"] == ("lda" if clear else "bayes")
 
 
-def test_the_best_of_many_is_not_clearly_better_by_luck(monkeypatch, tmp_path):
-    """Rows that are right about half of 200 images at random: the best of 20 is hardly ever called clear."""
-    random = np.random.default_rng(0)
-    clear = {1: 0, 20: 0}
-    for _ in range(40):
-        for others in clear:
-            names = ["bayes", *(f"lda:shrinkage=0.{number + 10}" for number in range(others))]
-            found = {Row("frozen", name): random.integers(0, 2, 200).astype(float) for name in names}
-            monkeypatch.setattr(advice_module, "_measured", lambda *_, found=found: (found, {"frozen": 1.0}))
-            clear[others] += advise({"model": "demo", "data": "x"}, tmp_path, 1, names, {}).rival.clear
-    assert clear[1] <= 4 and clear[20] <= 4
-
-
 @pytest.mark.parametrize("others, clear", [(1, True), (10, False)])
 def test_the_same_gain_is_less_clear_among_many(others, clear, monkeypatch, tmp_path):
     """Nine images for and one against: 1 of 47 by luck, which is too much where ten have been tried."""

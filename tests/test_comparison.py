@@ -14,7 +14,7 @@ import yaml
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
-from dulbe_peft.comparison.cells import answers_path, ask, read_answers, read_cell
+from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.comparison_file import read_comparison
 from dulbe_peft.comparison.plan import Row, make_plan, read_plan
@@ -187,14 +187,6 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
         read_answers(run, lda, cell)
 
 
-def test_features_of_other_tasks_are_not_learned_from(copied):
-    run, row = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0", Row("frozen", "prototype")
-    (run / "features" / "task-002.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"features does not hold the tasks of this run: remove {run}"):
-        ask(run, row)
-    assert not answers_path(run, row).exists()
-
-
 @pytest.mark.parametrize("change", [{"settings": 5}, {"cost": {}}, {"text": None}, {"retention": {"before": 9}}])
 def test_a_damaged_cell_is_named_with_its_field(copied, change):
     path = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json"
@@ -322,45 +314,24 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     ("change", "words"),
     [
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
-        ({"streams": {}}, "streams: Dictionary should have at least 1 item"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
-        (
-            {"streams": {"a": {"retention": "y", "retention_scales": [2]}}},
-            "retention_scales.0: Input should be less than or equal to 1",
-        ),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
-        ({"methods": {"a": {"strategy": "dulb"}}}, "dulbe"),
-        ({"methods": {"a": {"epochs": -1}}}, "epochs"),
-        (
-            {"methods": {"a": {"choose": {"epochs": 3}}}},
-            "method 'a': choose.epochs: Input should be a valid list, got 3",
-        ),
         ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
-        ({"methods": {"a": {"choose": {"learning_rate": ["fast"]}}}}, "learning_rate"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
-        ({"methods": {"a": {"retention": "photos"}}}, "'retention'"),
-        ({"streams": {"a": {"choose": {"epochs": [1]}}}}, "'choose'"),
         ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
-        ({"seeds": 3}, "seeds: Input should be a valid list, got 3"),
         ({"classifiers": ["brigde"]}, "bridge"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
-        ({"drift": ["quadratic"]}, "drift.0: Input should be 'none' or 'linear', got 'quadratic'"),
         ({"seeds": [-1]}, "seeds.0: Input should be greater than or equal to 0"),
-        (
-            {"streams": {"a": {"model": "demo", "data": "x", "images_per_class": 0}}},
-            "images_per_class must be at least 1",
-        ),
         (
             {"reference": {"method": "LoRA", "classifier": "text"}},
             "'LoRA with text', which is no row of this comparison",
         ),
         ({"reference": {"method": "frozen"}}, "reference must name method and classifier"),
-        ({"reference": {"methods": "LoRA"}}, "Input should be 'method', 'classifier' or 'drift'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
@@ -431,8 +402,6 @@ def test_paired_differences_against_literal_resampling():
     cancelling[0, :11], cancelling[0, 11:15] = -1, 1
     edge = paired_difference(cancelling, np.zeros((1, 60)), draws=400)
     assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
-    with pytest.raises(ValueError, match=r"\(seeds, images\)"):
-        paired_difference(ours, reference[:2])
 
 
 @pytest.mark.parametrize(

@@ -225,15 +225,6 @@ def test_streams_that_differ_in_more_have_a_line_each():
     assert list(line.get_xdata()) == [80, 90] and line.get_linestyle() == "None"
 
 
-def test_few_rows_of_one_method_are_the_best_of_each_classifier():
-    rows = [Row("frozen", name) for name in "abcdefghij"]
-    entries = [entry(row, 0.5 + place / 100) for place, row in enumerate(rows)]
-    scope = changed(made_comparison().scope, rows=tuple(rows), reference=rows[0])
-    assert important_rows(Comparison(entries=entries, chosen={}, scope=scope)) == [rows[0], *rows[:2:-1]], (
-        "eight at most"
-    )
-
-
 def test_differences_are_drawn_with_their_intervals():
     rows = with_difference(made_comparison().entries[:4])
     assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]

@@ -137,15 +137,6 @@ def test_the_first_table_of_the_readme():
             assert cell == ", ".join(f"{100 * float(found[key]['last']):.1f}" for key in keys), title
 
 
-def test_bases_and_routing():
-    found = ablated("modes")
-    _, _, *rows = table("bases and routing")
-    for method, (_, bridge, text) in zip(dict.fromkeys(method for method, _ in found), rows, strict=True):
-        assert (
-            bridge == compared(found[method, "bridge"]) and text == f"{100 * float(found[method, 'text']['last']):.1f}"
-        )
-
-
 def test_settings_of_dulbe():
     files = {
         "one depth": "bridge",
@@ -209,20 +200,6 @@ def test_what_held_back_images_change_for_bayes():
         assert cells == bold, (name, images)
 
 
-def test_the_order_over_random_layers():
-    text = " ".join((ROOT / "docs" / "classifiers.md").read_text(encoding="utf-8").split())
-    rows = json.loads((RESULTS / "few_images" / "random-layers.json").read_text(encoding="utf-8"))["rows"]
-    figures = {"ranpac": [], "ridge=10": [], "bayes": []}
-    for row in rows:
-        if row["what"].endswith("A_last"):
-            figures["ridge=10" if "ridge=10" in row["what"] else row["what"].split(":")[0]].append(row["value"])
-    (ranpac, fixed, bayes) = ([f"{end:.1f}" for end in (min(found), max(found))] for found in figures.values())
-    assert (
-        f"Over five random layers (`seed`), `ranpac` has {ranpac[0]} to {ranpac[1]}, with that ridge {fixed[0]} to "
-        f"{fixed[1]}, and `bayes` {bayes[0]} to {bayes[1]}."
-    ) in text
-
-
 def test_how_much_of_what_was_learned_to_use():
     content = json.loads((RESULTS / "comparisons" / "scales.json").read_text(encoding="utf-8"))
     (_, *scales), _, *rows = table("share of what was learned")
@@ -235,29 +212,6 @@ def test_how_much_of_what_was_learned_to_use():
         name = "learned" if kind.endswith("learned classes") else "unlearned"
         assert cells == [f"{100 * measured[scale][name]:.1f}" for scale in scales], title
     assert len(rows) == 2 * len(content["entries"])
-
-
-def test_the_sweep_of_settings():
-    lines = (RESULTS / "comparisons" / "sweep.txt").read_text(encoding="utf-8").splitlines()
-    found = [re.findall(r"\{'\w+': ([\d.e-]+)\}: ([\d.]+)", line) for line in lines]
-    _, _, *rows = table("setting | accuracy")
-    told = []
-    for _, cell in rows:
-        groups = re.findall(r"([\d.e-]+(?:, [\d.e-]+)*): ([\d.]+)", cell.replace("*", ""))
-        told.append([(value, accuracy) for values, accuracy in groups for value in values.split(", ")])
-    assert [[(float(value), accuracy) for value, accuracy in row] for row in told] == [
-        [(float(value), accuracy) for value, accuracy in row] for row in found
-    ]
-    best = [max(row, key=lambda pair: float(pair[1])) for row in found]
-    assert len(best) == 5 and all(float(accuracy) == 78.0 for _, accuracy in best)
-
-
-def test_the_advice_on_the_printed_characters():
-    advice = json.loads((RESULTS / "comparisons" / "advice-printed.json").read_text(encoding="utf-8"))
-    found = {name.split(":")[0]: f"{100 * share:.1f}" for name, share in advice["classifiers"].items()}
-    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
-    assert found["bayes"] == found["text"] and advice["settings"]["classifiers"].startswith("bayes")
-    assert f"found {found['bayes']} for `bayes` and for `text` on {advice['held_back']} held-back images" in page
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():

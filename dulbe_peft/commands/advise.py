@@ -42,14 +42,14 @@ def advise(
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
     from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, Advice, advise, format_advice
-    from dulbe_peft.comparison.comparison_file import check_replaceable
+    from dulbe_peft.utils.folders import check_replaceable
     from dulbe_peft.utils.records import write_record
     from dulbe_peft.utils.specs import split_specs
 
     folder, trials = Path(output), {} if no_training else TRIALS
     specs = CLASSIFIERS if classifiers is None else split_specs(classifiers)
     path = folder / "advice.json"
-    check_replaceable(path, Advice)
+    check_replaceable([path], Advice)
     advice = advise(settings, folder, jobs, specs, trials, seed)
     write_record(path, advice)
     print(format_advice(advice))

@@ -52,10 +52,7 @@ class Contest(Record):
 class Advice(Record):
     """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images.
 
-    `settings` are of `dulbe-peft run`. `classifiers` are accuracies without training, the best first. `usual` is the
-    advice unless another one is clearly better: `bayes`, or else the first of `classifiers`. `rival` is the other
-    classifiers against it on the whole stream, `training` the ways to train against the advice without training on
-    the probe's tasks; None where there is nothing to compare.
+    `usual` is the advice unless another classifier (`rival`) or a way to train (`training`) is clearly better.
     """
 
     settings: dict[str, Any]
@@ -74,11 +71,7 @@ def advice_plans(
     drifts: Sequence[str] = DRIFTS,
     seed: int = 0,
 ) -> tuple[Plan, Plan]:
-    """The two comparisons that an advice is made of: the whole stream without training, and the probe.
-
-    `settings` are of `dulbe-peft run`, at least model and data. `trials` has the settings of the ways to train that
-    the probe tries. `seed` is of what is held back, of the class order and of training.
-    """
+    """The two comparisons that an advice is made of: the whole stream without training, and the probe."""
     whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
     few = min(whole.get("images_per_class") or PROBE_IMAGES, PROBE_IMAGES)
     probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": few}
@@ -99,14 +92,7 @@ def advise(
     drifts: Sequence[str] = DRIFTS,
     log: Callable[[str], None] = print,
 ) -> Advice:
-    """Measure on held-back training images what to use.
-
-    `bayes` without training is the advice, unless another classifier is clearly ahead of it, or the best way to train
-    is clearly ahead on the probe's tasks. The probe is a hint: its tasks are few, and so are its images of a class.
-
-    The arguments are those of `advice_plans` and of `compare`. Without `trials` the probe is left out. What is
-    finished in `output` is not run again.
-    """
+    """Measure on held-back training images what to use; without `trials` the probe is left out."""
     output = Path(output)
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, log)
@@ -159,11 +145,7 @@ def _measured(
 
 
 def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row) -> Contest | None:
-    """The best of the rows against another one; None where there are no rows, or no two images.
-
-    The best of several is better by luck alone. So each of them would be called clearly better by luck in one of
-    20 k cases, where k is their number, and the best of them in one of 20 (Bonferroni).
-    """
+    """The best of k rows against another one, each at the level 5 % / k (Bonferroni); None without two images."""
     if not rows or len(found[against]) < 2:
         return None
     best = max(rows, key=lambda row: found[row].mean())

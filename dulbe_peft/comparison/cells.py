@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
 import torch
-from pydantic import Field
 
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
@@ -47,16 +46,14 @@ CELL_FILE = "cell.json"
 _OWN_CLASSIFIERS = "prototype"
 # In the order of `Answers`.
 _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
 
 
 class Cost(Record):
     """What a run took: seconds of all tasks, parameters that a task trains, bytes that are kept between tasks."""
 
-    seconds: Seconds
-    trainable_parameters: Count
-    kept_bytes: Count
+    seconds: float
+    trainable_parameters: int
+    kept_bytes: int
 
 
 class CellRecord(Record):
@@ -83,16 +80,13 @@ class AnswersFacts(Record):
     """What stands beside a classifier's answers; `settings` tell them from those of another run or classifier."""
 
     class_names: list[str]
-    nbytes: Count
-    seconds: Seconds
+    nbytes: int
+    seconds: float
     settings: dict[str, Any]
 
 
 def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> str | None:
-    """Do what is missing of a cell, in a process of its own; returns None, or why it failed.
-
-    `threads` is how many threads torch uses; None leaves it as it is.
-    """
+    """Do what is missing of a cell, in a process of its own; returns None, or why it failed."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder = output / cell.folder
@@ -103,7 +97,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
             done = train(cell, folder)
             for row in _askable(done, rows):
                 try:
-                    ask(folder, row)
+                    ask(folder, row, done)
                 except Exception as error:  # of a user's own classifier, for instance; the other rows are asked
                     problems.append(f"{row.title}: {type(error).__name__}: {error}")
     except Exception as error:  # whatever it is, the other runs go on
@@ -188,10 +182,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
 
 
 def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Task]) -> Retention | None:
-    """How well the model tells classes that it never learned by their names, before all tasks and after them.
-
-    Where the cell names scales, it also has what each of them gives on those classes and on the learned ones.
-    """
+    """How well the model tells classes that it never learned by their names, before all tasks and after them."""
     if cell.retention is None:
         return None
     source = {"data": cell.retention, "train_split": "train", "test_split": "test", "test_fraction": None}
@@ -245,19 +236,14 @@ def answers_path(folder: Path, row: Row) -> Path:
     return folder / "answers" / f"{quote(row.classifier, safe=':=,.')}{drift}.safetensors".replace(":", " ")
 
 
-def ask(folder: Path, row: Row) -> None:
+def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     """Teach a classifier the cell's features and write its answers, where that is not done."""
-    path, cell = answers_path(folder, row), read_cell(folder)
+    path = answers_path(folder, row)
     if path.is_file():
         return
-    if cell is None:
-        raise ValueError(f"{folder} is not trained to its end")
     features, started = read_features(folder), time.perf_counter()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
-        raise ValueError(
-            f"{folder / 'features'} does not hold the tasks of this run: remove {folder}, and the comparison trains "
-            "the run again"
-        )
+        raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
     how = (row.drift, cell.text_embeds, cell.settings["seed"], cell.bridge)
     answers, classifier = learn_from_features(features, row.classifier, cell.logit_scale, *how)
     facts = AnswersFacts(

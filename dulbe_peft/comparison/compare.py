@@ -10,11 +10,11 @@ import numpy as np
 
 from dulbe_peft.comparison.cells import answers_path, is_done, read_answers, read_cell
 from dulbe_peft.comparison.comparison_file import (
+    COMPARISON_FILE,
     CSV_FILE,
     Comparison,
     Entry,
     Scope,
-    check_folder,
     write_comparison,
 )
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
@@ -24,7 +24,7 @@ from dulbe_peft.metrics.bootstrap import image_shares
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.folders import check_outside_learners
+from dulbe_peft.utils.folders import check_outside_learners, check_replaceable
 
 Work = list[tuple[Cell, list[Row]]]
 Finish = Callable[[Work], list[str]]  # finishes what is missing; gives what failed, and why
@@ -58,7 +58,7 @@ def compare(
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()
     check_outside_learners(output, "write a comparison")
-    check_folder(output)
+    check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
     for data in (*(settings["data"] for settings in plan.streams.values()), *plan.retentions.values()):
         check_run_folder(data, str(output))
 

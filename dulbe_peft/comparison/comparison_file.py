@@ -37,11 +37,7 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is.
-
-    `spreads` are standard deviations with n - 1, None of a single seed. `differences` are to the reference row, `gain`
-    to the row of the same classifier and the reference's method; None for these rows themselves.
-    """
+    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is."""
 
     stream: str
     row: Row
@@ -58,10 +54,7 @@ class Entry(Record):
 
 
 class Scope(Record):
-    """What a comparison holds when all of it is finished: every row with every seed on every stream.
-
-    `choices` has the values that were tried on held-back training images: method -> setting -> values.
-    """
+    """What a comparison holds when all of it is finished: every row with every seed on every stream."""
 
     streams: Streams
     methods: dict[str, dict[str, Any]]
@@ -113,20 +106,3 @@ def read_comparison(folder: Path) -> Comparison:
 def write_comparison(comparison: Comparison, folder: Path) -> None:
     """Write `comparison.json`."""
     write_record(folder / COMPARISON_FILE, comparison)
-
-
-def check_replaceable(path: Path, kind: type[Record]) -> None:
-    """Raise a `FileExistsError` where a file is there that no earlier call of the same command wrote."""
-    try:
-        if path.exists() or path.is_symlink():
-            read_record(path, kind)
-    except (ValueError, OSError) as error:
-        raise FileExistsError(f"{error}: choose another folder or move the file, nothing is replaced") from error
-
-
-def check_folder(folder: Path) -> None:
-    """Raise a `FileExistsError` where the table of a comparison would replace a file that no comparison wrote."""
-    check_replaceable(folder / COMPARISON_FILE, Comparison)
-    path = folder / CSV_FILE
-    if (path.exists() or path.is_symlink()) and not (folder / COMPARISON_FILE).exists():
-        raise FileExistsError(f"{path} stands without {COMPARISON_FILE}: choose another folder or move the file")

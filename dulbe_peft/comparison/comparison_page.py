@@ -37,11 +37,7 @@ def write_comparison_page(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not: a single file, as `write_report` makes it.
-
-    Without `output` it is `report.html` in the folder. `csv` and `latex` name files for the table, as fractions in
-    full and as LaTeX in percent.
-    """
+    """Write a page about a comparison, finished or not, and its table as CSV and LaTeX, as `write_report` does."""
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)

@@ -24,10 +24,7 @@ def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def important_rows(comparison: Comparison) -> list[Row]:
-    """The reference, and the best row of each method, or of each classifier where there is one method; at most eight.
-
-    The best row is there on most streams, and has the highest mean of A_last over them.
-    """
+    """The reference and the best rows, at most eight: of each method, or of each classifier of a single method."""
     found: dict[Row, list[float]] = {}
     for entry in comparison.entries:
         found.setdefault(entry.row, []).append(entry.means["last"])
@@ -44,11 +41,7 @@ def best_of_each(comparison: Comparison) -> str:
 
 
 def streams_figure(comparison: Comparison, rows: Sequence[Row]) -> Any:
-    """matplotlib's figure of A_last of some rows over the streams.
-
-    Where the streams differ only in the number of images a class, this number is the axis, with equal steps for equal
-    factors. Otherwise each stream has a line of its own with a mark for each row.
-    """
+    """matplotlib's figure of A_last of some rows over the streams, or over their numbers of images a class."""
     counts = image_counts(comparison.scope.streams)
     names = sorted(counts, key=counts.__getitem__) if counts else list(comparison.scope.streams)
     size = 3.0 if counts else 0.8 + 0.45 * len(names)
@@ -96,10 +89,7 @@ def with_difference(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def forest_figure(entries: Sequence[Entry]) -> Any:
-    """matplotlib's figure of differences to the reference with their intervals, one line a row, zero marked.
-
-    The entries are those that `with_difference` returned; the first `MOST` are drawn.
-    """
+    """matplotlib's figure of differences to the reference with their intervals, of the first `MOST` entries."""
     rows = list(entries[:MOST])
     figure, axes = new_figure(0.8 + 0.36 * len(rows))
     axes.axvline(0, color=INK, linewidth=1)

@@ -17,11 +17,9 @@ BACKENDS = ("local", "dask", "ray")
 def finish_cells(
     work: Sequence[tuple[Cell, Sequence[Row]]], output: Path, jobs: int, backend: str, address: str | None
 ) -> Iterator[tuple[int, str | None]]:
-    """Finish cells side by side, whichever is ready first.
+    """Finish cells side by side; yields the position of a cell in `work`, and None or why it failed.
 
-    Each cell comes with the rows to ask about it. With several machines, all of them must see `output` under this
-    path; `address` is that of their scheduler, and None starts one on this machine. Yields the position of a cell in
-    `work`, and None or why it failed.
+    With several machines, all of them must see `output` under this path.
     """
     from joblib import Parallel, delayed
 

@@ -72,21 +72,13 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The row as people call it.
-
-        >>> Row("DuLBE", "lda", "linear").title
-        'DuLBE with lda, drift linear'
-        """
+        """The row as people call it."""
         return f"{self.method} with {self.classifier}" + ("" if self.drift == "none" else f", drift {self.drift}")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder.
-
-    `retention` names images of classes that are in no stream, to measure what the model still knows, and
-    `retention_scales` the shares of what was learned, in [0, 1], to measure that with beside before and after.
-    """
+    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder."""
 
     stream: str
     method: str
@@ -99,10 +91,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison: streams and methods with their settings, specs of classifiers, drifts of `DRIFTS`, and seeds.
+    """A comparison: streams and methods with their settings, specs of classifiers, drifts, and seeds.
 
-    `choices` has the values to choose from on held-back training images, method -> setting -> values; `retentions` and
-    `retention_scales` are those of the streams, see `Cell`.
+    `choices` has values to choose from on held-back training images, `retentions` a stream's images of other classes.
     """
 
     streams: dict[str, dict[str, Any]]
@@ -148,10 +139,7 @@ class Plan:
         ]
 
     def trials(self, stream: str, method: str) -> list[tuple[dict[str, Any], Cell]]:
-        """The settings that a method may choose from on a stream, each with the run that tries it out.
-
-        A trial learns from a part of the training images and is tested on the others, with the first seed.
-        """
+        """The settings that a method may choose from on a stream, each with the run that tries it out."""
         grid = self.choices.get(method, {})
         combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
         held_back = {"validation_fraction": CHOICE_FRACTION}
@@ -273,7 +261,7 @@ def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _path(text: Any) -> str:
-    """A path in which variables of the environment stand for themselves, so that a file can be passed on."""
+    """A path with the values of its variables of the environment."""
     path = os.path.expanduser(os.path.expandvars(str(text)))
     if "$" in path:
         raise ValueError(f"{text!r} names a variable of the environment that is not set")

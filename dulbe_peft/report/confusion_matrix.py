@@ -16,10 +16,7 @@ _MOST_FOLDERS = 3  # that a sentence names
 
 @dataclass(frozen=True)
 class ClassAccuracy:
-    """A class: its test images, the fraction of them that is named right, and what it has lost since it was best.
-
-    `taken_for` has the classes that its images are mistaken for, with their number, the most frequent first.
-    """
+    """A class: its test images, the fraction named right, what it lost since its best, and what it is taken for."""
 
     name: str
     images: int
@@ -62,14 +59,7 @@ def confusion_matrix(predictions: Sequence[ImageResult], classes: list[str]) -> 
 
 
 def data_name(predictions: Sequence[ImageResult]) -> str | None:
-    """The folders or files that the test images are in; None where nobody knows, or there are many.
-
-    A long path is told by its last two parts.
-
-    >>> images = ("june/test/cat/1.jpg", "june/test/dog/1.jpg", "july/test/owl/1.jpg")
-    >>> data_name([ImageResult(image, image.split("/")[2], "cat", 1.0, 1, 0, {}) for image in images])
-    'june/test and july/test'
-    """
+    """The folders or files that the test images are in, the last two parts; None where unknown, or many."""
     found = list(dict.fromkeys(map(_place, predictions)))
     if len(found) > _MOST_FOLDERS:  # the folders of renamed classes
         found = list(dict.fromkeys(os.path.dirname(place) for place in found))

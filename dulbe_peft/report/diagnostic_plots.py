@@ -14,10 +14,7 @@ from dulbe_peft.report.plots import INK, SERIES, new_figure
 
 
 def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
-    """matplotlib's figure of each task's gradient: the parts along the shared mode, the residual modes, and neither.
-
-    A record has "shared_capture" and "residual_capture" in [0, 1], or None where they were not measured.
-    """
+    """A figure of each task's gradient: its parts along the shared mode, the residual modes, and neither."""
     shared = [100 * (record.get("shared_capture") or 0.0) for record in records]
     residual = [100 * (record.get("residual_capture") or 0.0) for record in records]
     measured = [record.get("shared_capture") is not None for record in records]
@@ -73,11 +70,7 @@ def arrow_figure(before: torch.Tensor, after: torch.Tensor) -> Any:
 
 
 def layer_figure(tasks: Sequence[Mapping[str, LayerDemand]]) -> Any:
-    """matplotlib's figure of what `inspect_task` gives, layer by layer from the images to the features.
-
-    The left half is the gradient's energy, as log10, a row for each task. The right half is the mean over the tasks of
-    the parts along the shared mode, the residual modes and the occupied directions, with the chance level of these.
-    """
+    """A figure of what `inspect_task` gives, layer by layer: each task's energy, and the mean parts of it."""
     names = list(tasks[0])
     figure, axes = new_figure(3.4)
     figure.set_figwidth(9.6)
@@ -113,11 +106,7 @@ def layer_figure(tasks: Sequence[Mapping[str, LayerDemand]]) -> Any:
 
 
 def relevance_figure(image: Any, maps: torch.Tensor, titles: Sequence[str]) -> Any:
-    """matplotlib's figure of an image, and of the patches that make it similar to each prototype, with one scale.
-
-    `maps` is (P, grid_h, grid_w), of one image, as `relevance_maps` gives them; `titles` name the P prototypes. The
-    image is drawn to the maps' extent, as "squash" resizes.
-    """
+    """matplotlib's figure of an image and its `relevance_maps` (P, grid_h, grid_w) to P prototypes, with one scale."""
     figure, axes = new_figure(2.0)
     axes.remove()
     count = len(maps)

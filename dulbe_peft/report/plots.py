@@ -108,10 +108,7 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
 
 
 def inline_svg(figure: Any, name: str) -> str:
-    """A figure as an `<svg>` element for a page, with the page's text size and colours.
-
-    `name` is a word that no other picture of the page has; it makes the ids unique.
-    """
+    """A figure as an `<svg>` element with the page's colours; `name`, one of its own, makes the ids unique."""
     import matplotlib
 
     buffer = io.StringIO()

@@ -104,22 +104,7 @@ class Examples(Record):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it.
-
-    Attributes:
-        folder: where it is.
-        name: what the report calls it; the folder's name.
-        results: what `results.json` holds, of the finished tasks alone.
-        learned: the classes of every finished task.
-        finished: whether the run has written its results.
-        settings: strategy, adapter, arguments and classifiers, nested.
-        fingerprints: what tells the base model and the data from others; None where the task folders are gone.
-        base_model: name or folder of the model that learned; None where it is not known.
-        predictions: what was predicted for every test image after the last finished task; empty where not recorded.
-        timings: seconds and memory of every finished task, None where not known.
-        examples: pictures of test images; those whose files are gone are left out.
-        updates: what the learner took in or lost without training, see `LearnerState`.
-    """
+    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty."""
 
     folder: Path
     name: str
@@ -157,12 +142,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read what `run` wrote into a folder.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the folder holds no finished task, or a file in it is not as a run writes it.
-    """
+    """Read what `run` wrote into a folder, finished or not."""
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")

@@ -64,14 +64,7 @@ class MeanSpread:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """One classifier, or a baseline, in one group of runs.
-
-    Attributes:
-        runs: names of the group's runs.
-        strategy: what was trained.
-        method: the row's name in `results.json`; for a classifier its own.
-        measures: name -> value; measures that are not defined for this row are left out.
-    """
+    """One classifier, or a baseline, in one group of runs, with the measures that are defined for it."""
 
     runs: tuple[str, ...]
     strategy: str
@@ -149,10 +142,7 @@ def best_results(rows: Sequence[GroupResult]) -> list[GroupResult]:
 
 
 def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs: dotted name, and each run's value.
-
-    What a run lacks as a whole, such as an adapter, is one row. Its settings are compared among the runs that have it.
-    """
+    """The settings that differ: dotted name, and each run's value; what a run lacks as a whole is one row."""
     settings = [
         flat_settings(run.settings)
         | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model or ""}

@@ -26,23 +26,14 @@ _LATEX_NUMBER = str.maketrans({"±": r"$\pm$", "→": r"$\to$", "-": "$-$"})
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table.
-
-    Attributes:
-        title: what stands above it.
-        show: what people read in it; None: it is in CSV files alone.
-        number: whether it is right-aligned.
-        meaning: what it means to somebody who has not read the paper.
-        short: its title in the terminal; empty: `title`.
-        values: column of a CSV file -> its value, in full; None is an empty cell.
-    """
+    """A column of a table."""
 
     title: str
-    show: Callable[[Row], str] | None
-    number: bool = True
+    show: Callable[[Row], str] | None  # None: the column is in CSV files alone
+    number: bool = True  # right-aligned
     meaning: str = ""
-    short: str = ""
-    values: Mapping[str, Callable[[Row], Any]] = field(default_factory=dict)
+    short: str = ""  # the title in a terminal
+    values: Mapping[str, Callable[[Row], Any]] = field(default_factory=dict)  # CSV column -> value; None: empty
 
 
 def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]]:

@@ -19,7 +19,7 @@ from dulbe_peft.report.diagnostic_plots import arrow_figure, capture_figure, dep
 from dulbe_peft.report.plots import inline_svg
 from dulbe_peft.report.run_folder import Run, read_run
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import check_outside_learners, newest_task
+from dulbe_peft.utils.folders import check_outside_learners, check_replaceable, newest_task
 
 _MOST_ARROWS = 400  # that a picture still shows one by one
 _NUMBERS_FILE = "diagnostics.json"
@@ -27,14 +27,7 @@ _NUMBERS_FILE = "diagnostics.json"
 
 @dataclass(frozen=True)
 class TrainingEffects:
-    """What training changed; what the run did not keep is None or empty.
-
-    Attributes:
-        profile: reliability of the bridge's depths after the last task.
-        accuracy: test accuracy of each depth after the last task.
-        drift: how far each task from the second on moved features.
-        features: what was kept of each task.
-    """
+    """What training changed: the bridge's depths, and drift; what was not kept is None or empty."""
 
     profile: ReliabilityProfile | None
     accuracy: DepthAccuracy | None
@@ -97,9 +90,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     figures |= _arrow_figures(effects.features)
     check_outside_learners(target, "write figures")
     files = [target / _NUMBERS_FILE, *(target / f"{name}.png" for name in figures)]
-    taken = [path for path in files if path.exists()]
-    if taken and not files[0].exists():
-        raise FileExistsError(f"{taken[0]} is not of an earlier report: choose another folder, nothing is replaced")
+    check_replaceable(files)
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
         "captures": [{name: record.get(name) for name in captures} for record in read.records],

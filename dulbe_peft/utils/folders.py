@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
@@ -120,6 +120,17 @@ def check_answer_file(path: str, suffix: str) -> None:
         raise FileExistsError(f"{path} is where a run, a model or an export keeps its own file: choose another name")
     if file.is_file() and file.suffix.lower() != suffix:
         raise FileExistsError(f"{path} exists and is no {suffix} file: it is not overwritten, choose another name")
+
+
+def check_replaceable(files: Sequence[Path], kind: type[Record] | None = None) -> None:
+    """Raise where one of the files of a command is there, and the first is not of an earlier call, a `kind`."""
+    taken = next((path for path in files if path.exists() or path.is_symlink()), None)
+    try:
+        if taken is not None:
+            files[0].stat() if kind is None else read_record(files[0], kind)
+    except (ValueError, OSError) as error:
+        what = f"{taken} is not of an earlier call ({error})"
+        raise FileExistsError(f"{what}: choose another folder or move the file, nothing is replaced") from error
 
 
 def _files_of_others(folder: Path, kind: str) -> list[Path]:
