@@ -18,7 +18,7 @@ import torch
 from lives import content
 from peft import get_peft_model
 from PIL import Image
-from test_encoders import CONFIG, QUICK, stream
+from test_encoders import CONFIG, QUICK
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from dulbe_peft import (
@@ -28,6 +28,7 @@ from dulbe_peft import (
     DualModeLoraConfig,
     LearnerArguments,
     PrototypeClassifier,
+    class_incremental_tasks,
     export_learner,
     export_lora,
     export_onnx,
@@ -80,6 +81,18 @@ TORCH_READER = """
 def photos():
     noise = np.random.default_rng(3)
     return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SHAPES]
+
+
+def stream():
+    """Two tasks of two classes, three images of each."""
+    generator = np.random.default_rng(1)
+    rows = [
+        {"image": Image.fromarray(generator.integers(30 * label, 255, (16, 16, 3), np.uint8)), "label": label}
+        for label in range(4)
+        for _ in range(3)
+    ]
+    data = type("Data", (list,), {"class_names": ("cat", "dog", "bird", "cod")})(rows)
+    return class_incremental_tasks(data, increment=2)
 
 
 def learned(model_type, root):

@@ -279,7 +279,10 @@ FORGERIES = {
         "history_rank is 60000",
     ),
     "another method": (lambda f: _json(f, "adapter_config.json", peft_type="LORA"), "adapter of type 'LORA'"),
-    "a tensor too many": (lambda f: _tensors(f, ADAPTER, lambda t: t.update(extra=torch.zeros(1))), "'extra'"),
+    "a tensor too many": (
+        lambda f: _tensors(f, ADAPTER, lambda t: t.update({"base_model.model.x.dulbe_P": torch.zeros(1)})),
+        "unknown",
+    ),
     "tasks that are no lists": (lambda f: _json(f, "learner.json", tasks=[1]), r"tasks\.0: .* array, got 1"),
     "settings that do not exist": (lambda f: _json(f, "learner.json", arguments={"colour": 1}), "colour"),
 }

@@ -197,7 +197,7 @@ def test_a_strategy_from_outside_the_package(tmp_path):
         ("mg_clip:threshold=0", "threshold must be finite and positive"),
         ("cl_lora:shared_blocks=1", "shared_blocks must be below 1"),
         ("cl_lora:temperature=0", "temperature must be finite and positive"),
-        ("cl_lora:similarity=nan", "similarity must be finite"),
+        ("cl_lora:similarity=nan", "similarity must be a finite number"),
         ("dulbe:routing=none", "routing"),
     ],
 )
