@@ -194,3 +194,10 @@ def test_a_thread_that_saves_waits_for_one_that_learns(learner, tmp_path):
     base, machine = copy.deepcopy(tiny_base()[0]), {"device": "cpu", "progress": False}
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
     assert [name for name in differences(everything(again), everything(learner)) if name != "learner"] == []
+
+
+def test_features_and_texts_carry_no_gradient(learner):
+    learner.learn_task(*TASK)
+    texts = learner.text_embeds(learner.class_names)
+    assert not texts.requires_grad and not learner.image_embeds(PROBES).requires_grad
+    assert not any(tensor.requires_grad for tensor in learner.classifier.tensors().values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import pkgutil
 import re
 from pathlib import Path
 
@@ -85,3 +86,9 @@ def test_the_site_has_every_page():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for path in (ROOT / "docs").rglob("*.md"):
         assert f": {path.relative_to(ROOT / 'docs').as_posix()}\n" in nav, path
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_every_reference_of_a_page_is_a_name_of_the_package(page):
+    for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        assert pkgutil.resolve_name(name), name

@@ -56,7 +56,7 @@ def features(
     with loaded.scaled(scale):
         arrays: dict[str, Any] = {"features": loaded.image_embeds(images).cpu().numpy()}
         if has_text(loaded.clip):
-            arrays["text_embeds"] = loaded.text_embeds(images.class_names).detach().cpu().numpy()
+            arrays["text_embeds"] = loaded.text_embeds(images.class_names).cpu().numpy()
     arrays |= {"labels": images.labels, "class_names": np.array(images.class_names)}
     arrays["image_names"] = np.array([images.item_name(index) for index in range(len(images))])
     with replacing(Path(output).resolve()) as temporary, temporary.open("wb") as file:

@@ -137,17 +137,32 @@ def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
     if list[str] in kinds:  # a text with other characters is a regular expression where the field takes one
         names = (lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text) if str in kinds else None
         return facts | {"type": names or (lambda text: text.split(",")), "metavar": "A,B,..."}
-    return facts | _number(kinds[0]) if get_origin(kinds[0]) is Annotated else facts | {"type": kinds[0]}
+    return facts | {"type": _Number(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[0]}
 
 
-def _number(hint: Any) -> dict[str, Any]:
-    """The click type of a number between the limits of its annotation, so that a wrong flag costs no pydantic."""
-    kind, *limits = get_args(hint)
-    least = next((limit for limit in limits if isinstance(limit, (Ge, Gt))), None)
-    most: Any = next((limit.le for limit in limits if isinstance(limit, Le)), None)
-    low: Any = least.gt if isinstance(least, Gt) else None if least is None else least.ge
-    between = click.IntRange if kind is int else click.FloatRange
-    return {"type": between(low, most, min_open=isinstance(least, Gt)), "metavar": between.name.split()[0].upper()}
+class _Number(click.ParamType):
+    """A number between the limits of its annotation, so that a wrong flag costs no pydantic."""
+
+    def __init__(self, hint: Any) -> None:
+        self.kind, *self.limits = get_args(hint)
+        self.name = "integer" if self.kind is int else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = self.kind(value)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is not {'an integer' if self.kind is int else 'a number'}", param, ctx)
+        for limit in self.limits:
+            low: Any = limit.ge if isinstance(limit, Ge) else None
+            if low is not None and not number >= low:
+                self.fail(f"{value} must be {'above 0' if 0 < low < 1e-30 else f'at least {low}'}", param, ctx)
+            low = limit.gt if isinstance(limit, Gt) else None
+            if low is not None and not number > low:
+                self.fail(f"{value} must be above {low}", param, ctx)
+            high: Any = limit.le if isinstance(limit, Le) else None
+            if high is not None and not number <= high:
+                self.fail(f"{value} must be at most {high:g}", param, ctx)
+        return number
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -183,7 +183,7 @@ class _Own(Record):
 
     choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     retention: str | None = None
-    retention_scales: Annotated[tuple[Share, ...], BeforeValidator(tuple)] = ()
+    retention_scales: Annotated[tuple[Share, ...], BeforeValidator(lambda value: tuple(_listed(value)))] = ()
 
 
 def read_plan(path: str | Path) -> Plan:

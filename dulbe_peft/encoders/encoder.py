@@ -160,6 +160,7 @@ class Encoder:
         with self.autocast():
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
+    @torch.no_grad()
     def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d): the mean over all templates, or that of `training` alone."""
         chunks = [names[start : start + 256] for start in range(0, len(names), 256)]

@@ -146,8 +146,7 @@ class TaskTrainer:
     def probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
         features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
-        with torch.no_grad():
-            text = self.encoder.text_embeds(names, training=True)
+        text = self.encoder.text_embeds(names, training=True)
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
@@ -233,8 +232,7 @@ class TaskTrainer:
         """The old classes' text embeddings by the model as it is when this task begins, E_<t."""
         if not self.seen or TEACHER not in self.strategy.needs:
             return None
-        with torch.no_grad():
-            return self.encoder.text_embeds(self.seen, training=True)
+        return self.encoder.text_embeds(self.seen, training=True)
 
     def _wrong_logit(self, images: PixelDataset, names: Sequence[str]) -> float:
         """Mean logit of the wrong classes over the task's images, by the model as it is."""
