@@ -20,7 +20,7 @@ from dulbe_peft.comparison.comparison_file import read_comparison
 from dulbe_peft.comparison.plan import Row, make_plan, read_plan
 from dulbe_peft.comparison.summary import format_summary, make_entries
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.metrics.bootstrap import image_shares, paired_difference
+from dulbe_peft.metrics.bootstrap import image_shares, mean_share, paired_difference
 from dulbe_peft.metrics.features import Answers
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
@@ -417,3 +417,9 @@ def test_the_files_of_comparisons_name_what_there_is(path, tmp_path, monkeypatch
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
         assert {plan.strategy(method).name for method in plan.methods} == own
+
+
+def test_shares_that_are_all_right_make_up_no_more_than_one():
+    shares = np.full(10, 1 + 1e-15)
+    assert shares.mean() > 1 and mean_share(shares) == 1
+    assert mean_share(np.array([0.0, 1.0])) == 0.5

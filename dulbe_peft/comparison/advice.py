@@ -21,7 +21,7 @@ from scipy.stats import binomtest
 from dulbe_peft.comparison.cells import read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare, shares_of
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
-from dulbe_peft.metrics.bootstrap import Difference, paired_difference
+from dulbe_peft.metrics.bootstrap import Difference, mean_share, paired_difference
 from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.specs import parse_spec
 
@@ -109,7 +109,7 @@ def advise(
     use = {**probe.methods[chosen.method], "classifiers": chosen.classifier}
     if chosen.drift != "none":
         use["drift"] = chosen.drift
-    accuracies = {row.classifier: float(free[row].mean()) for row in ranked}
+    accuracies = {row.classifier: mean_share(free[row]) for row in ranked}
     return Advice(
         settings=use,
         classifiers=accuracies,

@@ -20,7 +20,7 @@ from dulbe_peft.comparison.comparison_file import (
 from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
-from dulbe_peft.metrics.bootstrap import image_shares
+from dulbe_peft.metrics.bootstrap import image_shares, mean_share
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
@@ -101,7 +101,7 @@ def _choose(
     chosen = {}
     for (stream, method), tried in trials.items():
         shares = [shares_of(output / cell.folder, _judge(plan, method)) for _, cell in tried]
-        accuracies = [0.0 if share is None else float(share.mean()) for share in shares]
+        accuracies = [0.0 if share is None else mean_share(share) for share in shares]
         best = chosen[stream, method] = tried[accuracies.index(max(accuracies))][0]
         listed = ", ".join(f"{values}: {100 * a:.1f}" for (values, _), a in zip(tried, accuracies, strict=True))
         log(f"{stream}, {method}: {best} is best on held-back training images ({listed})")

@@ -14,7 +14,7 @@ from dulbe_peft.comparison.cells import CellRecord, answers_path, has_settings_o
 from dulbe_peft.comparison.comparison_file import Entry, Measure, Retention
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
-from dulbe_peft.metrics.bootstrap import Difference, image_shares, paired_difference
+from dulbe_peft.metrics.bootstrap import Difference, image_shares, mean_share, paired_difference
 from dulbe_peft.report.table import Column, format_markdown
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -78,7 +78,7 @@ def _entry(
     gain: Difference | None,
 ) -> Entry:
     found = list(seeds.values())
-    values = {name: [float(one.shares[name].mean()) for one in found] for name in MEASURES}
+    values = {name: [mean_share(one.shares[name]) for one in found] for name in MEASURES}
     return Entry(
         stream=stream,
         row=row,

@@ -33,6 +33,11 @@ def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> tupl
     return last.right.numpy().astype(np.float64)[order], share[order]
 
 
+def mean_share(shares: np.ndarray) -> float:
+    """The accuracy that the shares of images, (n,), make up; shares that are all right can round to more than 1."""
+    return min(1.0, float(shares.mean()))
+
+
 @dataclass(frozen=True)
 class Difference:
     """The mean difference between two rows, over seeds and images, and the ends of its bootstrap interval."""
