@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -62,6 +63,22 @@ def base():
     from dulbe_peft.demo import demo_model_folder
 
     return load_clip(demo_model_folder())
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory) -> Path:
+    """The folder of the tiny learner's run over two tasks, each a saved learner; tests read it, or take `own_run`."""
+    from lives import stream, tiny_learner
+
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    tiny_learner().run(stream(2), folder)
+    return folder
+
+
+@pytest.fixture
+def own_run(finished_run, tmp_path) -> Path:
+    """A copy of `finished_run` that a test may change; `tiny_learner().run(stream(3), own_run)` goes on with it."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import unicodedata
 
 import pytest
@@ -12,6 +11,7 @@ from lives import content, differences, everything, images_of, learned, stream, 
 from PIL import Image
 
 from dulbe_peft import ImageFolder
+from dulbe_peft.commands.main import main
 from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.data.folders import FolderContent
 from dulbe_peft.data.names import check_class_names
@@ -64,21 +64,11 @@ def test_a_run_replaces_no_file_of_others(tmp_path):
     assert (tmp_path / "results.json").read_text() == "mine"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "out"
-    images = images_of(0, 1)
-    tiny_learner().run([Task(images, images, ("a", "b"))], folder)
-    return folder
-
-
-def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(run, tmp_path):
-    from dulbe_peft.commands.main import main
-
-    page, link = tmp_path / "page.html", tmp_path / "link.html"
+def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(finished_run, tmp_path):
+    run, page, link = finished_run, tmp_path / "page.html", tmp_path / "link.html"
     page.write_text("old")
     link.symlink_to(page)
-    assert main(["report", str(run), str(run / ".." / "out"), "--output", str(link)]) == 0
+    assert main(["report", str(run), str(run / ".." / run.name), "--output", str(link)]) == 0
     assert link.is_symlink() and "1 run" not in page.read_text() and page.read_text() != "old"
     assert "Several runs" not in page.read_text()
     pictures = tmp_path / "pictures"
@@ -197,22 +187,14 @@ def test_another_active_adapter_gives_no_answers():
     assert learner.predict(images) == answers
 
 
-@pytest.fixture(scope="module")
-def run_of_one(tmp_path_factory):
-    output = tmp_path_factory.mktemp("runs") / "one"
-    tiny_learner().run(stream(1), output)
-    return output
-
-
 @pytest.mark.parametrize("kind", ["a file", "a folder"])
-def test_what_lies_in_the_place_of_a_next_task_stays(run_of_one, tmp_path, kind):
-    output = shutil.copytree(run_of_one, tmp_path / "run")
-    mine = output / "task-002" if kind == "a file" else output / "task-002" / "notes.txt"
+def test_what_lies_in_the_place_of_a_next_task_stays(own_run, kind):
+    mine = own_run / "task-003" if kind == "a file" else own_run / "task-003" / "notes.txt"
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
     for _ in range(2):
-        with pytest.raises(FileExistsError, match="task-002"):
-            tiny_learner().run(stream(2), output)
+        with pytest.raises(FileExistsError, match="task-003"):
+            tiny_learner().run(stream(3), own_run)
         assert mine.read_text() == "mine"
 
 
