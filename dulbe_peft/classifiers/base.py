@@ -16,8 +16,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from dulbe_peft.utils.checks import check_int, check_number
 from dulbe_peft.utils.precision import without_autocast
 
 MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
 
 
 class Classifier(GrowingState):
@@ -85,6 +87,15 @@ class Classifier(GrowingState):
 
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The buffers' new values for further images of known classes; `labels` index all seen classes."""
+        raise NotImplementedError
+
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+        """The buffers' new values with what another classifier of the same settings has learned.
+
+        The classes are this one's, then those that only the other one knows. `places`, (C_other,), says where among
+        them the other one's classes stand, so `with_new_rows(new)["sums"].index_add(0, places, other.sums)` adds
+        sums. The caller checks that the two fit, and merges `text_embeds`.
+        """
         raise NotImplementedError
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -143,15 +154,15 @@ class Classifier(GrowingState):
     def add_classes(
         self,
         class_names: Sequence[str],
-        image_embeds: Tensor,
-        labels: Tensor | Sequence[int],
-        text_embeds: Tensor | None = None,
+        image_embeds: Tensor | np.ndarray,
+        labels: Tensor | np.ndarray | Sequence[int],
+        text_embeds: Tensor | np.ndarray | None = None,
     ) -> None:
         """Take in the classes of one task; on any error the classifier is as it was.
 
         Args:
             class_names: the new classes.
-            image_embeds: (n, d), features of the task's images; normalised here.
+            image_embeds: (n, d), features of the task's images, a tensor or a NumPy array; normalised here.
             labels: (n,), integers that index `class_names`; every class needs at least one image.
             text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came;
                 normalised here. None will do where `needs_text` is False.
@@ -163,7 +174,9 @@ class Classifier(GrowingState):
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
         texts = None
-        if text_embeds is not None or self.needs_text:
+        if text_embeds is None and self.needs_text:
+            raise TypeError(f"the {self.name!r} classifier needs text_embeds, of all seen classes; {self._textless()}")
+        if text_embeds is not None:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         indices = check_labels(labels, len(images), len(names)).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
@@ -177,7 +190,7 @@ class Classifier(GrowingState):
         self.calibration += temperatures
 
     @torch.no_grad()
-    def update_classes(self, image_embeds: Tensor, labels: Tensor | Sequence[int]) -> None:
+    def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
         """Take in further images, (n, d), of known classes, which `labels` index.
 
         The result is that of having seen them with the others, up to what the classifier's own documentation says.
@@ -192,6 +205,52 @@ class Classifier(GrowingState):
         if len(images):
             with without_autocast(images):
                 self.install(self.learn_more(images, indices))
+
+    @torch.no_grad()
+    def merge(self, other: Classifier) -> Self:
+        """Take in what another classifier has learned: its classes and its images, of this one's classes as well.
+
+        The result is that of having seen all images at once, up to what the classifier's own documentation says.
+        `other` stays as it is.
+
+        Returns:
+            This classifier.
+
+        Raises:
+            ValueError: this classifier does not keep what is needed, or the settings or the texts of a class differ.
+            TypeError: `other` is no classifier of the same kind.
+        """
+        self.check_merge(other)
+        names = self._class_names + [name for name in other._class_names if name not in set(self._class_names)]
+        place = {name: index for index, name in enumerate(names)}
+        places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
+        changes = self.merged(cast(Self, other), places)
+        if "text_embeds" in self._rows:
+            texts = self.with_new_rows(len(names) - len(self._class_names))["text_embeds"]
+            new = places >= len(self._class_names)
+            texts[places[new]] = other.text_embeds[new].to(texts)
+            changes["text_embeds"] = texts
+        self.install(changes)
+        self._class_names = names
+        self.calibration += other.calibration
+        return self
+
+    def check_merge(self, other: Classifier) -> None:
+        """Raise where `merge` cannot take in another classifier; changes nothing."""
+        if type(self).merged is Classifier.merged:
+            raise ValueError(f"the {self.name!r} classifier cannot be merged: what it keeps does not add up")
+        if type(other) is not type(self):
+            raise TypeError(f"a {self.name!r} classifier merges with one of its kind, got {type(other).__name__}")
+        for name in ("embed_dim", "logit_scale", *self.setting_defaults()):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"two {self.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
+        if "text_embeds" in self._rows:
+            for row, name in enumerate(other._class_names):
+                if name in self._class_names:
+                    mine = self.text_embeds[self._class_names.index(name)]
+                    if not torch.allclose(mine, other.text_embeds[row].to(mine), atol=SAME_TEXT):
+                        raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
 
     @torch.no_grad()
     def forget_class(self, name: str) -> None:
@@ -209,7 +268,7 @@ class Classifier(GrowingState):
         self._class_names = [known for known in self._class_names if known != name]
 
     @torch.no_grad()
-    def set_text_embeds(self, text_embeds: Tensor) -> None:
+    def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
         """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved."""
         if "text_embeds" not in self._rows:
             raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
@@ -241,7 +300,7 @@ class Classifier(GrowingState):
         twin._derived = {name: value for name, value in derived.items() if name != "solution"}
         return choices, (fit_task(twin.logits(images[held]), labels[held] + known),)
 
-    def forward(self, image_embeds: Tensor) -> Tensor:
+    def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here.
 
         Raises:
@@ -256,7 +315,7 @@ class Classifier(GrowingState):
             raise ValueError(f"the {self.name!r} classifier gives scores that are not finite: it is damaged")
         return logits
 
-    def probabilities(self, image_embeds: Tensor) -> Tensor:
+    def probabilities(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Calibrated probabilities of all seen classes, softmax(logits / `temperature`), (n, C), float32."""
         return (self(image_embeds) / self.temperature).softmax(dim=1)
 
@@ -308,7 +367,13 @@ class Classifier(GrowingState):
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
-    def _unit(self, features: Tensor | None, name: str, rows: int | None = None) -> Tensor:
+    @staticmethod
+    def _textless() -> str:
+        from dulbe_peft.classifiers import CLASSIFIERS
+
+        return f"{', '.join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)} need none"
+
+    def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
     def save_pretrained(self, folder: str | Path) -> None:

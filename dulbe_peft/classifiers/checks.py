@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,8 +21,11 @@ def positive(name: str, value: Any, tiny: bool = False) -> float:
 
 def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
     """`features`, (rows, width), at unit norm, in float32, on a device; raises for what cannot be normalised."""
+    if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
+        features = torch.tensor(features)
     if not isinstance(features, Tensor) or not features.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {getattr(features, 'dtype', type(features))}")
+        found = getattr(features, "dtype", type(features).__name__)
+        raise TypeError(f"{name} must be a floating-point tensor or NumPy array, got {found}")
     if features.ndim != 2 or features.shape[1] != width:
         raise ValueError(f"{name} must be (rows, {width}), got shape {tuple(features.shape)}")
     if rows is not None and len(features) != rows:
@@ -38,7 +42,7 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
 def check_labels(labels: Any, count: int, classes: int) -> Tensor:
     """`labels` as a tensor of int64, after a check that there are `count` of them and that they index the classes."""
     try:
-        indices = torch.as_tensor(labels)
+        indices = torch.tensor(labels) if isinstance(labels, np.ndarray) else torch.as_tensor(labels)
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"labels must be integers, got {labels!r:.100}") from error
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
