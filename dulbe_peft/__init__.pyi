@@ -21,6 +21,8 @@ from dulbe_peft.data.inventory import inspect_images as inspect_images
 from dulbe_peft.data.readers import load_data as load_data
 from dulbe_peft.data.splits import hold_out as hold_out
 from dulbe_peft.data.splits import open_stream_data as open_stream_data
+from dulbe_peft.deployment.batches import Featurizer as Featurizer
+from dulbe_peft.deployment.batches import Predictor as Predictor
 from dulbe_peft.deployment.export import export_learner as export_learner
 from dulbe_peft.deployment.export import export_onnx as export_onnx
 from dulbe_peft.deployment.export import export_transformers as export_transformers

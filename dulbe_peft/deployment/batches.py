@@ -1,0 +1,130 @@
+"""A model or a learner as a function of batches, which every engine of data takes: `datasets`, Dask, Ray, Spark."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import uuid
+from collections.abc import MutableMapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import PreTrainedConfig
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checkpoints.saving import TRANSFORMERS_CONFIG
+from dulbe_peft.encoders.loading import load_dual_encoder
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.utils import folders
+
+_one_at_a_time = threading.Lock()
+
+
+class Featurizer:
+    """Adds the image features of a model to a batch.
+
+    It is small, can be pickled, and loads the model once in each process that calls it.
+
+    Args:
+        model_or_folder: a saved learner or a run's folder; else a model, as `load_dual_encoder` takes it.
+        machine: settings of the machine that calls it, such as {"device": "cuda", "eval_batch_size": 256}.
+
+    Example:
+        >>> features = photos.map(Featurizer("out"), batched=True, num_proc=4, remove_columns="image")
+    """
+
+    def __init__(self, model_or_folder: str | Path, machine: dict[str, Any] | None = None) -> None:
+        if not isinstance(model_or_folder, (str, Path)):
+            kind = type(model_or_folder).__name__
+            raise TypeError(f"expected a folder or the id of a repository on the Hub, got a {kind}: save it first")
+        self.source = str(model_or_folder)
+        self.machine = {"num_workers": 0, "progress": False} | (machine or {})
+        LearnerArguments(**self.machine)
+        self._key = uuid.uuid4().hex
+
+    def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """The batch with "embedding", (n, d), float32, unit rows.
+
+        Args:
+            batch: "image" holds PIL images, (height, width, 3) arrays of bytes, paths, bytes of image files, or
+                {"bytes", "path"} as `datasets` stores them. Other entries stay.
+
+        Raises:
+            ValueError: an image cannot be read.
+        """
+        return _with(batch, embedding=self._loaded().image_embeds(_images(batch["image"])).cpu().numpy())
+
+    def _loaded(self) -> ClassIncrementalLearner:
+        with _one_at_a_time:
+            return _load(self._key, self.source, tuple(sorted(self.machine.items())))
+
+
+class Predictor(Featurizer):
+    """Adds the answers of a learner to a batch; the rest is as in [`Featurizer`].
+
+    Args:
+        folder: a saved learner, a run's folder, or an id on the Hub.
+        machine: as in [`Featurizer`].
+
+    Example:
+        >>> answers = photos.map(Predictor("out"), batched=True, num_proc=4, remove_columns="image")
+    """
+
+    def __init__(self, folder: str | Path, machine: dict[str, Any] | None = None) -> None:
+        super().__init__(folder, machine)
+
+    def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """The batch with "class", (n,), and its calibrated "probability", (n,), float32.
+
+        Args:
+            batch: as in [`Featurizer`].
+
+        Raises:
+            ValueError: an image cannot be read, or the learner has learned nothing.
+        """
+        answers = self._loaded().predict(_images(batch["image"]), return_scores=True)
+        names, probabilities = [name for name, _ in answers], [probability for _, probability in answers]
+        found = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
+        return _with(batch, **found)
+
+
+@lru_cache(maxsize=4)
+def _load(key: str, source: str, machine: tuple[tuple[str, Any], ...]) -> ClassIncrementalLearner:
+    """The learner behind all copies of one Featurizer or Predictor in this process; `key` tells two of them apart."""
+    path = Path(source)
+    if path.is_dir():
+        saved = (path / folders.LEARNER_FILE).exists() or bool(folders.task_folders(path))
+    else:
+        config = {} if source == "demo" else PreTrainedConfig.get_config_dict(source)[0]
+        saved = config.get("model_type") == TRANSFORMERS_CONFIG["model_type"]
+    if saved:
+        return ClassIncrementalLearner.from_pretrained(source, machine=dict(machine))
+    model, processor = load_dual_encoder(source)
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**dict(machine)), strategy="frozen")
+
+
+def _with(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapping[str, Any]:
+    """The batch with further columns; the given one stays as it is."""
+    # A copy of the batch of `datasets` keeps its images undecoded, so they are not encoded again.
+    found = copy.copy(batch)
+    for name, column in columns.items():
+        found[name] = column
+    return found
+
+
+def _images(column: Sequence[Any]) -> list[Any]:
+    """The images of a batch as `ClassIncrementalLearner.predict` takes them, one entry each."""
+    images = []
+    for image in column:
+        if isinstance(image, np.ndarray):
+            image = Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
+        elif isinstance(image, bytes):
+            image = io.BytesIO(image)
+        elif isinstance(image, str) and Path(image).is_dir():
+            raise ValueError(f"{image!r} is a folder, expected the path of an image")
+        images.append(image)
+    return images
