@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -24,8 +25,10 @@ import numpy as np
 import pytest
 import torch
 from damages import damaged
-from lives import images_of, learned, stream, tiny_base, tiny_learner
+from lives import differences, images_of, learned, stream, tiny_base, tiny_learner
+from peft import PeftModel
 from PIL import Image, features
+from safetensors import torch as safetensors
 
 from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, ImageFolder, OccupationStatistics
 from dulbe_peft.commands.main import main
@@ -37,22 +40,20 @@ DAMAGES = int(os.environ.get("DULBE_PEFT_DAMAGES", "0"))
 REFUSED = (ValueError, TypeError, OSError, CheckpointError)
 PROBES = [image for image, _ in images_of(0, 1, seed=99)]
 MACHINE = {"device": "cpu", "progress": False}
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+HEAD, STATISTICS = "head.safetensors", "statistics.safetensors"
 SECONDS, BYTES = 60, 2**30  # what one file may take
 
 
 @dataclass
 class Kind:
-    """Files of a kind, the folder that they lie in, and what reads it and uses what it read."""
+    """Files of a kind below a folder, what reads the folder and uses what it read, and their share of a thousand."""
 
     root: Path
     files: list[str]
     read: Callable[[Path, Path], object]
-    seals: bool = False  # whether a manifest above the file is made to fit it
-
-    def cases(self, count: int, chance: random.Random) -> Iterator[tuple[str, bytes]]:
-        for _ in range(count):
-            name = chance.choice(self.files)
-            yield name, damaged((self.root / name).read_bytes(), chance)
+    share: int  # the slower to read, the fewer
+    sealed: str | None = None  # the folder, below the root, whose manifest is made to fit a changed file
 
 
 def seal(folder: Path, name: str) -> None:
@@ -73,52 +74,40 @@ def load(folder: Path, _: Path) -> None:
         learner.learn_task(images_of(0, 0, seed=1), ["a1"])
 
 
-def go_on(folder: Path, _: Path) -> None:
-    tiny_learner("frozen", ("bridge",)).run(stream(2), folder)
-
-
-def report(folder: Path, _: Path) -> None:
-    write_report([folder], folder / "report.html")
-
-
 def head(folder: Path, _: Path) -> None:
     made = BridgeEnsembleHead.from_pretrained(folder)
     assert torch.isfinite(made(torch.ones(1, made.embed_dim))).all()
 
 
-def statistics(_: Path, file: Path) -> None:
-    assert all(torch.isfinite(matrix).all() for matrix in OccupationStatistics.load(file).values())
-
-
 def image(folder: Path, file: Path) -> None:
     image_problem(str(file))
     photos = ImageFolder(folder)
-    place = [path.name for path in sorted((folder / "a").iterdir())].index(file.name)
-    assert photos[place]["image"].mode == "RGB"
+    assert photos[sorted(file.parent.iterdir()).index(file)]["image"].mode == "RGB"
 
 
 def command(folder: Path, _: Path) -> None:
-    code = main(["run", "--config", str(folder / "run.yaml"), "--dry-run"])
-    if code:
+    if main(["run", "--config", str(folder / "run.yaml"), "--dry-run"]):
         raise ValueError(str(folder))
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
+def saved(tmp_path_factory) -> Path:
+    """The folder of a saved learner with classifiers of three kinds."""
+    folder = tmp_path_factory.mktemp("saved") / "learner"
+    learned(tiny_learner(classifiers=("bridge", "lda", "ridge")), 1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kinds(saved, tmp_path_factory, digit_folders) -> dict[str, Kind]:
     root = tmp_path_factory.mktemp("whole")
-    learner = learned(tiny_learner(classifiers=("bridge", "lda", "ridge")), 1)
-    learner.save_pretrained(root / "learner")
-    (root / "alone").mkdir()
-    learner.memory.save(root / "alone" / "S.safetensors")
-    learner.head.save_pretrained(root / "head")
-    for name in ("run", "told"):
-        tiny_learner("frozen", ("bridge",)).run(stream(1), root / name, source={"data": "x"})
-    saved = [path.relative_to(root / "learner").as_posix() for path in (root / "learner").rglob("*") if path.is_file()]
+    tiny_learner("frozen", ("bridge",)).run(stream(1), root / "run", source={"data": "x"})
+    names = sorted(path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file())
+    names.remove(MANIFEST)
     (root / "images" / "a").mkdir(parents=True)
-    chance = np.random.default_rng(0)
-    pixels = Image.fromarray(chance.integers(0, 255, (24, 20, 3), dtype=np.uint8))
-    kinds = ["JPEG", "PNG", "BMP", "GIF", "TIFF"] + [k for k in ("WEBP", "AVIF") if features.check(k.lower())]
-    for kind in kinds:
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8))
+    formats = ["JPEG", "PNG", "BMP", "GIF", "TIFF", *(k for k in ("WEBP", "AVIF") if features.check(k.lower()))]
+    for kind in formats:
         pixels.save(root / "images" / "a" / f"x.{kind.lower()}", kind)
     (root / "settings").mkdir()
     (root / "settings" / "order.txt").write_text("one\nzero\n")
@@ -126,36 +115,27 @@ def kinds(tmp_path_factory, digit_folders) -> dict[str, Kind]:
         f"model: {root / 'none'}\ndata: {digit_folders(2, 2, 1)}\noutput: {root / 'x'}\nincrement: 1\nepochs: 2\n"
         f"class_order: {root / 'settings' / 'order.txt'}\ntarget_modules: [fc1, fc2]\nlearning_rate: 1.0e-3\n"
     )
-    task = "task-001"
+    task, results = "task-001", ["results.json", "timings.json"]
+    inside = [f"{task}/{name}" for name in ("progress.json", "learner.json", MANIFEST)]
+    gone_on = [*inside, *results, "sources.json", f"{task}/data.json", f"{task}/head_config.json"]
     return {
-        "learner": Kind(root / "learner", [name for name in saved if name != MANIFEST], load, seals=True),
-        "manifest": Kind(root / "learner", [MANIFEST], lambda folder, _: read_manifest(folder)),
-        "statistics": Kind(root / "alone", ["S.safetensors"], statistics),
-        "head": Kind(root / "head", ["head.safetensors", "head_config.json"], head),
+        "learner": Kind(saved, names, load, 160, sealed="."),
+        "manifest": Kind(saved, [MANIFEST], lambda folder, _: read_manifest(folder), 100),
+        "statistics": Kind(saved, [STATISTICS], lambda _, file: OccupationStatistics.load(file), 80),
+        "head": Kind(saved, [HEAD, "head_config.json"], head, 100),
         "run": Kind(
-            root / "run",
-            [f"{task}/{name}" for name in ("progress.json", "data.json", "learner.json", "head_config.json", MANIFEST)]
-            + ["results.json", "timings.json", "sources.json"],
-            go_on,
-            seals=True,
+            root / "run", gone_on, lambda f, _: tiny_learner("frozen", ("bridge",)).run(stream(2), f), 60, sealed=task
         ),
         "report": Kind(
-            root / "told",
-            [f"{task}/{name}" for name in ("progress.json", "predictions.csv", "learner.json", MANIFEST)]
-            + ["results.json", "timings.json"],
-            report,
-            seals=True,
+            root / "run",
+            [*inside, *results, f"{task}/predictions.csv"],
+            lambda folder, _: write_report([folder], folder / "report.html"),
+            80,
+            sealed=task,
         ),
-        "image": Kind(root / "images", [f"a/{path.name}" for path in (root / "images" / "a").iterdir()], image),
-        "settings": Kind(root / "settings", ["run.yaml", "order.txt"], command),
+        "image": Kind(root / "images", [f"a/x.{kind.lower()}" for kind in formats], image, 380),
+        "settings": Kind(root / "settings", ["run.yaml", "order.txt"], command, 40),
     }
-
-
-# How many files of each kind in a thousand: the slower to read, the fewer.
-SHARES = {
-    "learner": 160, "manifest": 100, "statistics": 80, "head": 100, "run": 60, "report": 80, "image": 380,
-    "settings": 40,
-}  # fmt: skip
 
 
 @contextmanager
@@ -178,22 +158,21 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", ["learner", "manifest", "statistics", "head", "run", "report", "image", "settings"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, capsys):
     kind, folder, wrong = kinds[name], tmp_path / "copy", []
     chance = random.Random(name if not DAMAGES else f"{name} {DAMAGES}")
     shutil.copytree(kind.root, folder)
     kind.read(folder, folder / kind.files[0]) if name != "settings" else None
-    count = max(5, (DAMAGES or 120) * SHARES[name] // 1000)
-    for number, (file, content) in enumerate(kind.cases(count, chance)):
+    for number in range(max(5, (DAMAGES or 120) * kind.share // 1000)):
+        file = chance.choice(kind.files)
         shutil.rmtree(folder)
         shutil.copytree(kind.root, folder)
-        (folder / file).write_bytes(content)
-        if kind.seals and Path(file).name != MANIFEST and "/" in file + "/":
-            inner = folder / Path(file).parts[0] if (folder / Path(file).parts[0] / MANIFEST).is_file() else folder
-            if (inner / MANIFEST).is_file():
-                seal(inner, (folder / file).relative_to(inner).as_posix())
+        (folder / file).write_bytes(damaged((folder / file).read_bytes(), chance))
+        sealed = folder / (kind.sealed or ".")
+        if kind.sealed and Path(file).name != MANIFEST and (folder / file).is_relative_to(sealed):
+            seal(sealed, (folder / file).relative_to(sealed).as_posix())
         before = peak()
         try:
             with bounded():
@@ -204,9 +183,7 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
             used = re.search(r"\bnan\b|infinity|the tokenizer cannot read", str(error), re.IGNORECASE)
             if not used and not any(part in str(error) for part in (str(folder), Path(file).name)):
                 wrong.append((number, file, "names no file", repr(error)[:300]))
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except Exception as error:
             wrong.append((number, file, repr(error)[:300]))
         said = capsys.readouterr().err
         if "Traceback" in said:
@@ -216,11 +193,82 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
     assert not wrong
 
 
-def test_a_tokenizer_that_fails_over_some_texts_says_over_which(kinds, tmp_path):
-    folder = shutil.copytree(kinds["learner"].root, tmp_path / "learner")
+# ---------------------------------------------------------------------- the manifest fits, the content is wrong
+
+
+def fields(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps(json.loads(content) | changes).encode()
+
+
+def tensors(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[bytes], bytes]:
+    """Another tensor in place of the first whose name has `part` in it, of which `change` may leave nothing."""
+
+    def forge(content: bytes) -> bytes:
+        found, length = safetensors.load(content), int.from_bytes(content[:8], "little")
+        name = next(name for name in found if part in name)
+        found[name] = change(found[name])
+        metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
+        return safetensors.save({n: value for n, value in found.items() if value is not None}, metadata)
+
+    return forge
+
+
+def further(name: str) -> Callable[[bytes], bytes]:
+    return lambda content: safetensors.save(safetensors.load(content) | {name: torch.ones(2)}, {"format": "pt"})
+
+
+def nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).index_fill(0, torch.tensor(0), math.nan).view_as(tensor)
+
+
+FORGERIES = [
+    (ADAPTER, lambda content: content[: len(content) // 2], f"{ADAPTER} is damaged"),
+    (ADAPTER, tensors("shared_B", nan), "shared_B.*NaN"),
+    (ADAPTER, tensors("residual_B", lambda _: None), "residual_B|missing"),
+    (ADAPTER, tensors("residual_B", lambda t: t.T.contiguous()), "residual_B.*shape|shape.*residual_B"),
+    (ADAPTER, further("base_model.model.x.dulbe_P"), r"x\.dulbe_P"),
+    (ADAPTER_CONFIG, fields(history_rank=10**12), "history_rank must be at most"),
+    (ADAPTER_CONFIG, fields(history_rank=60_000), "history_rank is 60000"),
+    (ADAPTER_CONFIG, fields(residual_rank=5), "dulbe_P"),
+    (HEAD, lambda content: content[: len(content) // 2], "head.safetensors is damaged"),
+    (HEAD, tensors("visual_prototypes", nan), "visual_prototypes.*NaN"),
+    (HEAD, tensors("reliability", lambda _: None), "reliability"),
+    (HEAD, tensors("text_embeds", lambda t: t[:, :3].clone()), r"text_embeds must be \(2, 16\)"),
+    (HEAD, tensors("counts", lambda t: t + 2**62), "counts must be numbers of images"),
+    ("head_config.json", fields(class_names=["a", "b", "c"]), r"visual_prototypes must be \(3, 16\)"),
+    ("head_config.json", fields(settings={}, colour=1), "colour"),
+    (STATISTICS, lambda content: content[: len(content) // 2], f"{STATISTICS} is damaged"),
+    (STATISTICS, tensors("fc1", nan), "fc1.*NaN"),
+    ("learner.json", fields(tasks=[1]), r"tasks\.0: .* array, got 1"),
+    ("learner.json", fields(arguments={"colour": 1}), "colour"),
+    (ADAPTER_CONFIG, fields(peft_type="LORA"), "adapter of type 'LORA'"),
+]
+ALONE = {
+    ADAPTER: lambda folder: PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), str(folder)),
+    HEAD: BridgeEnsembleHead.from_pretrained,
+    STATISTICS: lambda folder: OccupationStatistics.load(folder / STATISTICS),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("file", "forge", "words"), FORGERIES)
+def test_a_forged_file_is_refused_by_what_is_wrong_and_the_base_model_left_alone(saved, tmp_path, file, forge, words):
+    folder, base = shutil.copytree(saved, tmp_path / "learner"), copy.deepcopy(tiny_base()[0])
+    (folder / file).write_bytes(forge((folder / file).read_bytes()))
+    if file in ALONE:
+        with pytest.raises(ValueError, match=words):
+            ALONE[file](folder)
+    seal(folder, file)
+    with pytest.raises(CheckpointError, match=words):
+        ClassIncrementalLearner.from_pretrained(folder, base, machine=MACHINE)
+    assert not differences(base.state_dict(), tiny_base()[0].state_dict())
+    assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_a_tokenizer_that_fails_over_some_texts_says_over_which(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "learner")
     config = folder / "processor" / "tokenizer_config.json"
-    content = json.loads(config.read_text())
-    config.write_text(json.dumps(content | {"unk_token": "no such word"}))
+    config.write_bytes(fields(unk_token="no such word")(config.read_bytes()))
     seal(folder, "processor/tokenizer_config.json")
     learner = ClassIncrementalLearner.from_pretrained(folder, copy.deepcopy(tiny_base()[0]), machine=MACHINE)
     with pytest.raises(ValueError, match=r"the tokenizer cannot read one of the prompts .*\u2603"):

@@ -15,6 +15,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.records import Record, first_problem
 
 EXTRA_STATE = "_extra_state"
+MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
 
 
 class ExtraState(Record):
@@ -157,4 +158,7 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{name} must be of the kind of {buffer.dtype}, got {state[name].dtype}")
             if not torch.isfinite(state[name]).all():
                 raise ValueError(f"{name} holds NaN or infinity")
+            if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
+                found = f"{state[name].tolist()!r:.100}"
+                raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {found}")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))

@@ -74,8 +74,8 @@ def read_csv(path: Path) -> list[list[str]]:
     with path.open(encoding="utf-8", newline="") as file:
         try:
             rows = list(csv.reader(file))
-        except csv.Error as error:
-            raise ValueError(f"{path} is no CSV file: {error}") from error
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from error
     return [[cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell for cell in row] for row in rows]
 
 
