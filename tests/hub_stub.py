@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.removeprefix("/api/models/").split("/")
         if not path.startswith("/api/models/") or len(parts) < 2:
             raise _Error(404, "NotImplemented", f"the stub does not know {self.command} {path}")
-        repo_id, action, rest = "/".join(parts[:2]), (parts[2:] or ["info"])[0], "/".join(parts[3:])
+        repo_id, action, rest = "/".join(parts[:2]), (parts[2:] or ["revision"])[0], "/".join(parts[3:])
         self._repo(repo_id)
         return getattr(self, f"_{action}")(repo_id, rest, body), {}
 
@@ -112,21 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.commit(repo_id, {".gitattributes": b""})
         return json.dumps({"url": url}).encode(), {}
 
-    def _info(self, repo_id, rest, body):
-        return self._revision(repo_id, "main", body)
-
     def _revision(self, repo_id, revision, body):
-        oid, files = self._find(repo_id, revision)
+        oid, files = self._find(repo_id, revision or "main")
         siblings = [{"rfilename": name} for name in files]
         return json.dumps({"id": repo_id, "modelId": repo_id, "sha": oid, "siblings": siblings}).encode()
 
     def _tree(self, repo_id, revision, body):
         _, files = self._find(repo_id, revision)
-        entries = [
-            {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
-            for name, data in sorted(files.items())
-        ]
-        return json.dumps(entries).encode()
+        found = [{"type": "file", "path": n, "size": len(files[n]), "oid": _etag(files[n])} for n in sorted(files)]
+        return json.dumps(found).encode()
 
     def _branch(self, repo_id, branch, body):
         repo = self._repo(repo_id)
@@ -136,11 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         return b"{}"
 
     def _preupload(self, repo_id, revision, body):
-        _, _ = self._find(repo_id, revision)
-        files = [
-            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-            for file in json.loads(body)["files"]
-        ]
+        self._find(repo_id, revision)
+        asked = json.loads(body)["files"]
+        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
         return json.dumps({"files": files}).encode()
 
     def _commit(self, repo_id, revision, body):

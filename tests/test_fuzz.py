@@ -6,11 +6,10 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dulbe_peft import (
-    BridgeEnsembleHead,
     CheckpointError,
     DualModeLoraConfig,
     LearnerArguments,
@@ -21,7 +20,6 @@ from dulbe_peft import (
 )
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.names import check_class_names, format_prompts
-from dulbe_peft.subspaces.decompositions import orthonormal_complement
 
 DOCUMENTED = (ValueError, TypeError, FileNotFoundError, CheckpointError)
 CHEAP = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -43,22 +41,6 @@ odd_values = st.one_of(
 
 def gaussian(*shape, seed=0, scale=1.0):
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-# ---------------------------------------------------------------------- functional
-
-
-@CHEAP
-@given(d=st.integers(2, 9), seed=seeds, closeness=st.floats(-1, 1), fraction=st.floats(0, 1))
-def test_slerp_is_a_unit_vector_at_its_angle(d, seed, closeness, fraction):
-    start = torch.nn.functional.normalize(gaussian(d, seed=seed), dim=0)
-    end = torch.nn.functional.normalize(closeness * start + (1 - abs(closeness)) * gaussian(d, seed=seed + 1), dim=0)
-    if not end.norm() > 0.5:
-        return
-    point = slerp(start, end, fraction)
-    assert abs(point.norm().item() - 1) < 1e-5
-    angle = torch.acos((start @ end).double().clamp(-1, 1))
-    assert abs(torch.acos((start @ point).double().clamp(-1, 1)) - fraction * angle) < 2e-3
 
 
 @CHEAP
@@ -99,19 +81,6 @@ def test_bases_are_orthonormal_for_every_gradient_and_history(shape, ranks, seed
 
 
 @CHEAP
-@given(width=sizes, taken=st.integers(0, 7), count=st.integers(0, 8), seed=seeds)
-def test_complements(width, taken, count, seed):
-    basis = torch.linalg.qr(gaussian(width, min(taken, width), seed=seed)).Q
-    try:
-        rest = orthonormal_complement(basis, count)
-    except ValueError:
-        assert count > width - basis.shape[1]
-        return
-    both = torch.cat([basis, rest], dim=1)
-    torch.testing.assert_close(both.T @ both, torch.eye(both.shape[1]), atol=1e-5, rtol=0)
-
-
-@CHEAP
 @given(
     n=st.integers(0, 4),
     classes=st.integers(0, 4),
@@ -133,9 +102,6 @@ def test_losses_are_finite_and_not_negative(n, classes, labels, temperatures, sc
         assert value >= -1e-3 * max(temperatures) ** 2 and torch.isfinite(value)
 
 
-# ---------------------------------------------------------------------- names and settings
-
-
 @MANY
 @given(names=st.lists(st.one_of(st.text(), st.text("./\\ _aA\0\n\u202e🦊", max_size=8), odd_values), max_size=5))
 def test_class_names_become_prompts_or_errors(names):
@@ -147,25 +113,12 @@ def test_class_names_become_prompts_or_errors(names):
     assert format_prompts(checked, "a photo of a {}.") == [f"a photo of a {name}." for name in names]
 
 
-@CHEAP
-@given(names=st.lists(st.text("./\\_ ~a🦊\u202e", min_size=1, max_size=12), min_size=1, max_size=3, unique=True))
-def test_a_head_with_any_names_stays_in_its_folder(tmp_path_factory, names):
-    root = tmp_path_factory.mktemp("names")
-    head = BridgeEnsembleHead(4)
-    try:
-        head.add_classes(names, torch.eye(4)[: len(names)], list(range(len(names))), torch.eye(4)[: len(names)])
-    except DOCUMENTED:
-        return
-    head.save_pretrained(root / "head")
-    assert BridgeEnsembleHead.from_pretrained(root / "head").class_names == names
-    assert {path.name for path in root.rglob("*")} == {"head", "head_config.json", "head.safetensors"}
-
-
 @MANY
 @given(data=st.data(), kind=st.sampled_from([LearnerArguments, DualModeLoraConfig]))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_settings_of_any_value(data, kind):
-    names = list(LearnerArguments.__dataclass_fields__) if kind is LearnerArguments else _adapter_fields()
+    own = DualModeLoraConfig.own_fields()
+    names = list(LearnerArguments.__dataclass_fields__) if kind is LearnerArguments else [field.name for field in own]
     fields = data.draw(st.dictionaries(st.sampled_from(names), odd_values, min_size=1, max_size=3))
     try:
         made = kind(**fields)
@@ -174,12 +127,9 @@ def test_settings_of_any_value(data, kind):
     assert all(getattr(made, name) is not None or fields[name] is None for name in fields)
 
 
-def _adapter_fields():
-    return [*(field.name for field in DualModeLoraConfig.own_fields()), "history_rank"]
-
-
 @settings(CHEAP, max_examples=25)
 @given(content=st.one_of(st.binary(max_size=60), st.text("{}[]:-!&*#'\"a1\n ", max_size=40).map(str.encode)))
+@example(content=b"!!python/object/apply:os.abort []")
 def test_yaml_of_any_content(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("yaml") / "run.yaml"
     path.write_bytes(content)
