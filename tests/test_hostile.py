@@ -12,7 +12,7 @@ from PIL import Image
 
 from dulbe_peft import ImageFolder
 from dulbe_peft.commands.main import main
-from dulbe_peft.commands.outputs import check_outputs
+from dulbe_peft.commands.outputs import check_other_folder, check_outputs
 from dulbe_peft.data.folders import FolderContent
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
@@ -22,32 +22,35 @@ from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
 from dulbe_peft.utils.files import read_lines
 
-STREAM = "streams: {s: {model: demo, data: demo-digits, increment: 5}}\n"
-METHOD = "methods: {frozen: {strategy: frozen}}\n"
-
 
 @pytest.mark.parametrize(
-    "name, beside, message",
+    "name, message",
     [
-        ("data.npz", None, "is a file that the command reads"),
-        ("link.npz", None, "is a file that the command reads"),
-        ("config.json", None, "choose another name"),
-        ("sources.json", None, "choose another name"),
-        ("predictions.csv", "results.json", "choose another name"),
-        ("classifier.json", "manifest.json", "choose another name"),
-        ("new.json", "learner.json", "holds a saved learner"),
+        ("data.csv", "is a file that the command reads"),
+        ("link.csv", "is a file that the command reads"),
+        ("config.json", "choose another name"),
+        ("run/sources.json", "choose another name"),
+        ("run/predictions.csv", "choose another name"),
+        ("run/task-001/new.json", "of the kind 'task of a run'"),
+        ("data.csv/x.csv", "the folder .*data.csv does not exist"),
     ],
 )
-def test_an_output_is_no_file_that_is_read_or_kept(tmp_path, name, beside, message):
-    (tmp_path / "data.npz").write_bytes(b"images")
-    (tmp_path / "link.npz").symlink_to("data.npz")
-    for other in (beside, name if name != "new.json" else None):
-        if other and not (tmp_path / other).exists():
-            (tmp_path / other).write_text("{}")
-    with pytest.raises((ValueError, FileExistsError), match=message):
-        check_outputs(
-            ("--x", str(tmp_path / name), tmp_path.joinpath(name).suffix), inputs=[str(tmp_path / "data.npz")]
-        )
+def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, message):
+    (tmp_path / "data.csv").write_bytes(b"images")
+    (tmp_path / "link.csv").symlink_to("data.csv")
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / name
+    with pytest.raises((ValueError, OSError), match=message):
+        check_outputs(("--x", str(path), path.suffix), inputs=[str(tmp_path / "data.csv")])
+
+
+def test_a_learner_is_not_written_into_the_run_that_it_comes_from(own_run):
+    for learner, output in ((own_run, "july"), (own_run / "task-002", "july"), (own_run / "task-002", "")):
+        with pytest.raises(ValueError, match="is where the learner .* is, which is never changed"):
+            check_other_folder(str(learner), str(own_run / output))
+    check_other_folder(str(own_run / "task-002"), str(own_run.parent / "july"))
+    learned(tiny_learner(), 1).save_pretrained(own_run.parent / "models" / "task-001")
+    check_other_folder(str(own_run.parent / "models" / "task-001"), str(own_run.parent / "models" / "july"))
 
 
 def test_two_flags_do_not_write_one_file(tmp_path):
@@ -76,7 +79,7 @@ def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(finish
     (pictures / "depths.png").write_text("mine")
     with pytest.raises(FileExistsError, match=r"depths\.png"):
         write_figures(run, pictures)
-    with pytest.raises(FileExistsError, match="saved learner"):
+    with pytest.raises(FileExistsError, match="of the kind 'task of a run'"):
         write_figures(run, run / "task-001" / "x")
     files = write_figures(run, tmp_path / "figures")
     assert write_figures(run, tmp_path / "figures") == files

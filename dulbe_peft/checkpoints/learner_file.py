@@ -9,11 +9,12 @@ from pydantic import Field
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import base_models
+from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.folders import LEARNER_FILE, load_errors
-from dulbe_peft.utils.records import Record, read_record
+from dulbe_peft.utils.folders import load_errors
+from dulbe_peft.utils.records import Count, Record, read_record
 
 
 class Update(Record):
@@ -33,7 +34,7 @@ class LearnerFile(Record):
     classifiers: Annotated[list[str], Field(min_length=1)]
     memory: bool
     source: dict[str, str] | None
-    step: Annotated[int, Field(ge=0)]
+    step: Count
     strategy: dict[str, Any]
     tasks: list[list[str]]
     updates: list[Update]

@@ -19,7 +19,8 @@ from torch import nn
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.checkpoints import base_models, learner_file
+from dulbe_peft.checkpoints import base_models, layout, learner_file
+from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.saving import (
     ADAPTER_CONFIG_FILE,
@@ -36,7 +37,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.utils import folders, hub
 from dulbe_peft.utils.files import read_json
-from dulbe_peft.utils.folders import LEARNER_FILE, MANIFEST, CheckpointError, load_errors
+from dulbe_peft.utils.folders import MANIFEST, CheckpointError, load_errors
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.tensors import read_tensors
 
@@ -79,9 +80,9 @@ def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
 def _newest_task(folder: Path) -> Path:
     """The newest whole task folder of a run; damaged ones are named on standard error."""
     damaged: list[str] = []
-    if not folders.task_folders(folder):
+    if not layout.task_folders(folder):
         raise CheckpointError(f"{folder} is no saved learner, for it holds no {MANIFEST}: {_EXPECTED}")
-    found = folders.newest_task(folder, damaged.append)
+    found = layout.newest_task(folder, damaged.append)
     if found is None:
         raise CheckpointError(f"{folder} is a run's folder, and none of its tasks is whole: {'; '.join(damaged)}")
     if world()[0] == 0:

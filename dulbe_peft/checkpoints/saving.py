@@ -10,11 +10,12 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.checkpoints import learner_file
 from dulbe_peft.checkpoints.card import model_card
+from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.files import read_json, write_json
-from dulbe_peft.utils.folders import LEARNER_FILE, MODEL_CARD, RESULTS_FILE, commit_folder
+from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import write_record
 from dulbe_peft.utils.tensors import write_tensors

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -20,14 +19,13 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from dulbe_peft.utils.checks import is_number
-from dulbe_peft.utils.records import Record
+from dulbe_peft.utils.records import Fraction, Record
 
 FOLDS = 5
 # Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
 DOUBT = 1 / 3
 QUANTILES = 21
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TaskTemperature(Record):
@@ -36,7 +34,7 @@ class TaskTemperature(Record):
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
     classes: int = Field(ge=2)
-    confidences: tuple[Share, ...] = Field(min_length=QUANTILES, max_length=QUANTILES)
+    confidences: tuple[Fraction, ...] = Field(min_length=QUANTILES, max_length=QUANTILES)
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:

@@ -22,9 +22,7 @@ def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | No
             continue
         file = Path(path) if path == "-" else Path(path).resolve()
         if path != "-":
-            from dulbe_peft.utils.folders import check_answer_file
-
-            check_answer_file(path, suffix)
+            _check_answer_file(path, suffix)
         if file in read:
             raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
         if file in flags:
@@ -32,13 +30,34 @@ def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | No
         flags[file] = flag
 
 
+def _check_answer_file(path: str, suffix: str) -> None:
+    """Raise where `path` cannot be a new file for an answer, or one that an earlier answer of this suffix may be."""
+    from dulbe_peft.checkpoints import layout
+    from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
+
+    file = Path(path).resolve()
+    if not path or file.is_dir():
+        raise ValueError(f"{path!r} is no file's name: expected the path of a {suffix} file")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {file.parent} does not exist")
+    check_outside_saved(file.parent, f"write {path}")
+    kept = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
+    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
+    of_a_run = file.name == "predictions.csv" and (file.parent / layout.RESULTS_FILE).is_file()
+    if file.name in kept or of_a_run:
+        raise FileExistsError(f"{path} is where a run or a model keeps its own file: choose another name")
+    if file.is_file() and file.suffix.lower() != suffix:
+        raise FileExistsError(f"{path} exists and is no {suffix} file: it is not overwritten, choose another name")
+
+
 def check_other_folder(learner: str, output: str) -> None:
     """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
-    if not Path(learner).is_dir():
-        return
+    from dulbe_peft.checkpoints.layout import PROGRESS_FILE
+
     own, other = Path(learner).resolve(), Path(output).resolve()
-    run = own.parent if own.name.startswith("task-") else own
-    if run == other or own in (other, *other.parents):
+    if (own / PROGRESS_FILE).is_file():  # a task of a run
+        own = own.parent
+    if own.is_dir() and own in (other, *other.parents):
         raise ValueError(
             f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
             "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import torch
 
+from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
 from dulbe_peft.comparison.plan import Cell, Row
@@ -36,7 +37,7 @@ from dulbe_peft.runs.setup import set_up
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.files import damage, read_json
-from dulbe_peft.utils.folders import MANIFEST, TIMINGS_FILE, task_folders
+from dulbe_peft.utils.folders import MANIFEST
 from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.utils.specs import parse_spec
 from dulbe_peft.utils.tensors import read_tensors, write_tensors

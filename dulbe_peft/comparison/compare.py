@@ -24,7 +24,7 @@ from dulbe_peft.metrics.bootstrap import image_shares, mean_share
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.folders import check_outside_learners, check_replaceable
+from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 
 Work = list[tuple[Cell, list[Row]]]
 Finish = Callable[[Work], list[str]]  # finishes what is missing; gives what failed, and why
@@ -57,7 +57,7 @@ def compare(
     if jobs is not None:
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()
-    check_outside_learners(output, "write a comparison")
+    check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
     for data in (*(settings["data"] for settings in plan.streams.values()), *plan.retentions.values()):
         check_run_folder(data, str(output))

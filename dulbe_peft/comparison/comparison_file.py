@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, PlainSerializer
 
 from dulbe_peft.comparison.plan import Plan, Row
 from dulbe_peft.metrics.bootstrap import Difference
-from dulbe_peft.utils.records import Record, read_record, write_record
+from dulbe_peft.utils.records import Fraction, Record, read_record, write_record
 
 COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Measure = Literal["last", "average"]  # A_last and A_bar
 # The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
 Streams = Annotated[

@@ -28,7 +28,7 @@ from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_cl
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
-from dulbe_peft.utils.records import Record, first_problem
+from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.specs import closest, parse_spec
 
 DRIFTS = ("none", "linear")
@@ -59,7 +59,6 @@ def _different(values: list[Any]) -> list[Any]:
 
 Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
 Different = AfterValidator(_different)
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class _Own(Record):
 
     choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     retention: str | None = None
-    retention_scales: Annotated[tuple[Share, ...], BeforeValidator(lambda value: tuple(_listed(value)))] = ()
+    retention_scales: Annotated[tuple[Fraction, ...], BeforeValidator(lambda value: tuple(_listed(value)))] = ()
 
 
 def read_plan(path: str | Path) -> Plan:

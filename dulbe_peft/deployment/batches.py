@@ -16,10 +16,10 @@ from PIL import Image
 from transformers import PreTrainedConfig
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.saving import TRANSFORMERS_CONFIG
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.utils import folders
 
 _one_at_a_time = threading.Lock()
 
@@ -97,7 +97,7 @@ def _load(key: str, source: str, machine: tuple[tuple[str, Any], ...]) -> ClassI
     """The learner behind all copies of one Featurizer or Predictor in this process; `key` tells two of them apart."""
     path = Path(source)
     if path.is_dir():
-        saved = (path / folders.LEARNER_FILE).exists() or bool(folders.task_folders(path))
+        saved = (path / layout.LEARNER_FILE).exists() or bool(layout.task_folders(path))
     else:
         config = {} if source == "demo" else PreTrainedConfig.get_config_dict(source)[0]
         saved = config.get("model_type") == TRANSFORMERS_CONFIG["model_type"]

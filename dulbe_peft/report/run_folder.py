@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import read_progress
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.utils.folders import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError, newest_task
-from dulbe_peft.utils.records import Record, read_record
+from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.records import Fraction, Record, read_record
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class _PartRecord(Record):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dulbe_peft.checkpoints.layout import newest_task
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
 from dulbe_peft.metrics.drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
@@ -19,7 +20,7 @@ from dulbe_peft.report.diagnostic_plots import arrow_figure, capture_figure, dep
 from dulbe_peft.report.plots import inline_svg
 from dulbe_peft.report.run_folder import Run, read_run
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import check_outside_learners, check_replaceable, newest_task
+from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 
 _MOST_ARROWS = 400  # that a picture still shows one by one
 _NUMBERS_FILE = "diagnostics.json"
@@ -88,7 +89,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     if effects.profile is not None:
         figures["depths"] = depth_figure(effects.profile, effects.accuracy)
     figures |= _arrow_figures(effects.features)
-    check_outside_learners(target, "write figures")
+    check_outside_saved(target, "write figures")
     files = [target / _NUMBERS_FILE, *(target / f"{name}.png" for name in figures)]
     check_replaceable(files)
     target.mkdir(parents=True, exist_ok=True)

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.utils.folders import PROGRESS_FILE, TIMINGS_FILE, CheckpointError
-from dulbe_peft.utils.records import Record, read_record
+from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.records import Count, Fraction, Record, read_record
 
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
 
 SOURCES_FILE = "sources.json"
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
 Details = dict[str, Any]
 
 

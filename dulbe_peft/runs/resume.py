@@ -19,6 +19,7 @@ from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.data.fingerprint import differences, fingerprint, listing
 from dulbe_peft.streams.tasks import Task
@@ -116,7 +117,7 @@ def newest_of_run(
     `stream` has the run's own tasks, those after what the learner had learned before the run. A `ValueError` says in
     what the run in the folder is another one.
     """
-    found = folders.newest_task(output, warn)
+    found = layout.newest_task(output, warn)
     if found is None:
         return None
     folder, manifest = found
@@ -138,7 +139,7 @@ def newest_of_run(
 
 def finished_tasks(output: Path) -> list[tuple[str, ...]]:
     """The class names of the tasks that a run has finished in a folder; none where it has not begun."""
-    found = folders.newest_task(output, lambda _: None) if output.is_dir() else None
+    found = layout.newest_task(output, lambda _: None) if output.is_dir() else None
     return [] if found is None else [tuple(task) for task in found[1].notes["tasks"]]
 
 

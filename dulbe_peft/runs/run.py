@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from dulbe_peft.checkpoints import loading, saving
+from dulbe_peft.checkpoints import layout, loading, saving
+from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -32,7 +33,7 @@ from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE, CheckpointError
+from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.processes import on_main_process, world
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
@@ -66,7 +67,7 @@ def run_stream(
             raise TypeError(f"tasks[{index}] must be a Task(train, test, class_names), got a {type(task).__name__}")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
-    folders.check_outside_learners(output, "write a run")
+    folders.check_outside_saved(output, "write a run")
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
@@ -88,7 +89,7 @@ def run_stream(
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    folders.clear_leftovers(output, "|".join([folders.TASK_FOLDER, *map(re.escape, FILES)]))
+    folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, FILES)]))
 
 
 @dataclass
@@ -216,8 +217,9 @@ class Run:
             write_record(temporary / resume.DATA_FILE, resume.task_listings(task))
 
         notes = {"identity": self.identity.model_dump(), "tasks": [list(names) for names in state.tasks]}
+        ours = any((self.newest / name).exists() for name in (folders.MANIFEST, LEARNER_FILE))  # it may be damaged
         on_main_process(
-            partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=True)
+            partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=ours)
         )
 
     def write_features(self) -> None:
@@ -298,7 +300,7 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
 
 def _check_new(learner: ClassIncrementalLearner, own: list[Task], output: Path, resumes: bool) -> None:
     """Raise unless a run can start in a folder, and its tasks have new classes only."""
-    old = folders.task_folders(output)
+    old = layout.task_folders(output)
     if old:
         why = "none of them is valid" if resumes else "resume is off"
         raise ValueError(

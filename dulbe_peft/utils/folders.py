@@ -4,8 +4,7 @@ A folder is written under a temporary name beside its place. `manifest.json` com
 every file. One rename then puts the folder in place. Reading checks every file against the manifest first.
 
 One rule protects what others wrote: a folder is written where there is none, where it is empty, or where its manifest
-says that an earlier call of the same kind wrote it. A file that a person names for an answer replaces one of the same
-suffix alone, and none that a run, a model or an export keeps.
+says that an earlier call of the same kind wrote it.
 """
 
 from __future__ import annotations
@@ -20,22 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import Field
 
 from dulbe_peft.utils.files import TEMPORARY_MARK, sync, temporary_folder, write_errors
-from dulbe_peft.utils.records import Record, read_record, write_record
+from dulbe_peft.utils.records import Count, Record, read_record, write_record
 
 MANIFEST = "manifest.json"
-LEARNER_FILE = "learner.json"
-PROGRESS_FILE = "progress.json"  # in the folder of a run's task
-RESULTS_FILE = "results.json"
-TIMINGS_FILE = "timings.json"
 MODEL_CARD = "README.md"  # people edit it where the folder is published, so reading does not check it
 LOCK_SUFFIX = ".dulbe_peft.lock"
-TASK_FOLDER = r"task-\d{3,}"  # regular expression of the name that a run gives to a finished task's folder
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
@@ -47,7 +40,7 @@ class FileEntry(Record):
     """One file of a folder."""
 
     sha256: str
-    size: Annotated[int, Field(ge=0)]
+    size: Count
 
 
 class Manifest(Record):
@@ -74,17 +67,16 @@ def commit_folder(
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`; a link is followed.
 
     Files of others in the folder stay, and so does an edited model card. On any error the folder is as it was. Without
-    `lock` the caller keeps other writers out. With `overwrite`, a damaged folder of this library is replaced, too.
+    `lock` the caller keeps other writers out. With `overwrite` the caller knows that all in the folder may go.
     """
     folder = folder.resolve()
-    check_outside_learners(folder.parent, f"write the {kind}")
+    check_outside_saved(folder.parent, f"write the {kind}")
     held = exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)) if lock else nullcontext()
     with held, write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if lock:
             clear_leftovers(folder.parent, re.escape(folder.name))
-        ours = overwrite and any((folder / name).exists() for name in (MANIFEST, LEARNER_FILE))
-        others = [] if ours else _files_of_others(folder, kind)
+        others = [] if overwrite else _files_of_others(folder, kind)
         temporary = temporary_folder(folder)
         try:
             write(temporary)
@@ -97,29 +89,12 @@ def commit_folder(
             raise
 
 
-def check_outside_learners(folder: Path, what: str) -> None:
-    """Raise a `FileExistsError` where `folder` holds a saved learner, or lies in a folder that does."""
+def check_outside_saved(folder: Path, what: str) -> None:
+    """Raise a `FileExistsError` where `folder` is one that `commit_folder` wrote, or lies inside one."""
     for place in (folder.resolve(), *folder.resolve().parents):
-        if (place / LEARNER_FILE).is_file():
-            raise FileExistsError(f"{place} holds a saved learner: {what} to a folder outside of it")
-
-
-def check_answer_file(path: str, suffix: str) -> None:
-    """Raise where `path` cannot be a new file for an answer, or one that an earlier answer of this suffix may be."""
-    file = Path(path).resolve()
-    if not path or file.is_dir():
-        raise ValueError(f"{path!r} is no file's name: expected the path of a {suffix} file")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: the folder {file.parent} does not exist")
-    check_outside_learners(file.parent, f"write {path}")
-    kept = {LEARNER_FILE, MANIFEST, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE}
-    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
-    exported = file.is_file() and (file.parent / MANIFEST).is_file()
-    of_a_run = file.name == "predictions.csv" and (file.parent / RESULTS_FILE).is_file()
-    if file.name in kept or exported or of_a_run:
-        raise FileExistsError(f"{path} is where a run, a model or an export keeps its own file: choose another name")
-    if file.is_file() and file.suffix.lower() != suffix:
-        raise FileExistsError(f"{path} exists and is no {suffix} file: it is not overwritten, choose another name")
+        with suppress(CheckpointError):
+            kind = parse_manifest(place).kind
+            raise FileExistsError(f"{place} is a saved folder of the kind {kind!r}: {what} to a folder outside of it")
 
 
 def check_replaceable(files: Sequence[Path], kind: type[Record] | None = None) -> None:
@@ -286,22 +261,6 @@ def load_errors(folder: Path) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def task_folders(output: Path) -> list[Path]:
-    """The folders `task-001`, `task-002`, ... of a run, the newest first."""
-    folders = [path for path in output.iterdir() if re.fullmatch(TASK_FOLDER, path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("task-")), reverse=True)
-
-
-def newest_task(output: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest task folder of a run that is whole, with its manifest; `warn` is told of every damaged one."""
-    for folder in task_folders(output):
-        try:
-            return folder, read_manifest(folder)
-        except CheckpointError as error:
-            warn(f"stepping over {folder}: {error}")
-    return None
 
 
 def json_sha256(content: Any) -> str:
