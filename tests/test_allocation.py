@@ -90,8 +90,8 @@ def test_allocation_is_pure(probe, stats):
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
         ({"residual_rank": 1.0}, TypeError, "residual_rank must be an int, got 1.0"),
-        ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
-        ({"residual_rank": 12}, ValueError, "= 13 exceeds the 12 input features of layer 'k'"),
+        ({"shared_rank": 0, "residual_rank": 0}, ValueError, "= 0 of layer 'k' must be from 1 to"),
+        ({"residual_rank": 12}, ValueError, "= 13 of layer 'k' must be from 1 to its 12 input"),
         ({"probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
         ({"probe": {"v": randn(3, 12) * float("inf")}}, ValueError, "gradient of layer 'v' holds NaN or infinity"),
         ({"stats": {"v": torch.eye(11)}}, ValueError, "statistic of layer 'v' must be (12, 12)"),

@@ -9,7 +9,7 @@ from stepping import adapted, begin, end, new_task, train, update
 
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.occupation import old_statistic
+from dulbe_peft.strategies.occupation_memory import old_statistic
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 WIDTH = 10

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from test_model import random_modes
 from torch import nn
 from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection, Trainer, TrainingArguments
 
@@ -54,7 +55,7 @@ class Case:
     def adapted(self, tasks=1, adapter_name="default", **fields):
         model = get_peft_model(self.base(), self.config(**fields), adapter_name=adapter_name).eval()
         for _ in range(tasks):
-            model.fold_task()
+            model.begin_task(random_modes(model))
             for parameter in (*model.shared_parameters(), *model.residual_parameters()):
                 parameter.data.normal_(std=0.1)
         return model

@@ -5,15 +5,35 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
 from torch import nn
+
+from dulbe_peft.adapter.linear import Updates, add_updates
+
+
+def quantization(layer: nn.Module) -> QuantizationBackend | None:
+    """What PEFT knows of a quantised layer; None where it is not one."""
+    # Only a merge needs torchao's own function, and none takes place here.
+    return resolve_quantization_backend(layer, get_apply_tensor_subclass=object)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether an adapter can stand beside the layer: a linear one, quantised or not."""
+    backend = None if isinstance(layer, nn.Linear) else quantization(layer)
+    return isinstance(layer, nn.Linear) or (backend is not None and backend.layer_type == "linear")
 
 
 class DualModeLayer(BaseTunerLayer, nn.Module):
-    """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it."""
+    """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it.
+
+    Attributes:
+        packed: whether the base layer computes otherwise than x W' + bias from a plain weight, as quantised ones do.
+            All updates are added to what it returns, and the weight is never read or written.
+    """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types
 
@@ -25,26 +45,35 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._pristine_weight: torch.Tensor | None = None
-        linear = self.get_base_layer()
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"a dual-mode layer wraps torch.nn.Linear, got {type(linear).__name__}")
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        linear = self._linear
+        self.quantization_backend = quantization(linear)
+        own_forward = getattr(linear.forward, "__func__", None) is not nn.Linear.forward
+        self.packed = own_forward or type(linear.weight) is not nn.Parameter
+        self.in_features: int = linear.in_features
+        self.out_features: int = linear.out_features
         self.register_state_dict_post_hook(_restore_pristine)
 
     @property
-    def _linear(self) -> nn.Linear:
-        return cast(nn.Linear, self.get_base_layer())
+    def _linear(self) -> Any:
+        return self.get_base_layer()
+
+    def get_base_weight(self) -> torch.Tensor:
+        """W_0, (d_out, d_in), of a quantised layer as PEFT unpacks it."""
+        weight = super().get_base_weight()
+        if not weight.is_floating_point() or weight.shape != (self.out_features, self.in_features):
+            raise ValueError(f"the weight of a {type(self._linear).__name__} cannot be unpacked, and is needed here")
+        return weight
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """The whole update of `adapter`, (d_out, d_in) in float32."""
+        """The whole update of `adapter`, (d_out, d_in) in at least float32."""
+        raise NotImplementedError
+
+    def updates(self, adapter: str) -> Updates:
+        """The whole update of `adapter` as factors."""
         raise NotImplementedError
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * dW, with dW as `get_delta_weight` has it, while a block runs; inner blocks win."""
-        raise NotImplementedError
-
-    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def adapters_here(self, names: Iterable[str]) -> list[str]:
@@ -85,12 +114,28 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self._pristine_weight = None
         self.merged_adapters.clear()
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         if self.disable_adapters and self.merged:
             self.unmerge()
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
-        return self._adapted_forward(x)
+        return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
+
+    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        updates = [update for name in self.adapters_here(self.active_adapters) for update in self.updates(name)]
+        return add_updates(self.base_layer(x), x, updates)
+
+    def _mixed_forward(self, x: torch.Tensor, names: list[str]) -> torch.Tensor:
+        """Each row, (n, ..., d_in), with the adapter of its name; a name that the layer does not have adds nothing."""
+        if len(x) != len(names):
+            raise ValueError(f"adapter_names has {len(names)} names, but a layer reads {len(x)} rows")
+        result = self.base_layer(x)
+        for name in self.adapters_here(dict.fromkeys(names)):
+            rows = torch.tensor([row for row, own in enumerate(names) if own == name], device=x.device)
+            result = result.index_copy(0, rows, add_updates(result[rows], x[rows], self.updates(name)))
+        return result
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True  # the update is additive

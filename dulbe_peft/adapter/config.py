@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
+from peft.utils.other import get_pattern_key
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dulbe_peft.adapter.registration import DULBE
@@ -19,7 +21,13 @@ from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.hub import has_file
 from dulbe_peft.utils.tensors import tensor_shapes
 
+DENSE = -1  # the rank of a history that is one matrix
 MAX_HISTORY_RANK = 2**20  # 100,000 tasks; no model grows more, and a file that claims more is refused
+
+
+def _by_pattern(pattern: Mapping[str, int], layer: str, default: int) -> int:
+    """The value of the first key, a name ending or a regular expression, that fits a layer, as PEFT's patterns do."""
+    return pattern.get(get_pattern_key(list(pattern), layer), default)
 
 
 def _holds_only_tensors(path: Path) -> bool:
@@ -42,16 +50,37 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".
     """
 
+    rank_pattern: dict[str, int] = field(
+        default_factory=dict,
+        metadata={"help": "Name ending of a vision layer, or a regular expression of it -> its own residual_rank."},
+    )
     history_rank: int = field(
         default=0,
         metadata={"help": "Rank of the folded history; kept up to date by the library, never set by hand."},
     )
+    history_pattern: dict[str, int] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Layer -> rank of its history where it is another one, -1 where the history is one matrix; kept "
+            "up to date by the library, never set by hand."
+        },
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "r" in kwargs:
+            raise TypeError(f"r={kwargs['r']!r}: this method has two ranks instead, shared_rank and residual_rank")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE
         self.history_rank = check_int("history_rank", self.history_rank, 0, MAX_HISTORY_RANK)
+        for name, least, most in (("history_pattern", DENSE, MAX_HISTORY_RANK), ("rank_pattern", 0, None)):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} must be a mapping of layers to ranks, got {getattr(self, name)!r:.100}")
+            for layer, rank in getattr(self, name).items():
+                check_int(f"{name}[{layer!r}]", rank, least, most)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), str):
                 try:
@@ -81,11 +110,27 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             raise ValueError(f"{source!r} holds {WEIGHTS_NAME}, a pickle, and no {SAFETENSORS_WEIGHTS_NAME}")
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME
-        if file.is_file():  # its header alone, before memory is taken for what the configuration claims
-            ranks = {shape[-1] for name, shape in tensor_shapes(file).items() if ".dulbe_history_" in name and shape}
-            if ranks - {getattr(config, "history_rank", 0)}:
+        if file.is_file() and isinstance(config, cls):
+            # Its header alone, before memory is taken for what the configuration claims.
+            ranks = {shape[-1] for name, shape in tensor_shapes(file).items() if ".dulbe_history_P" in name and shape}
+            if ranks - {config.history_rank, *(max(0, rank) for rank in config.history_pattern.values())}:
                 raise ValueError(f"history_rank is {config.history_rank}, but {file} has a history of {sorted(ranks)}")
         return config
+
+    def ranks_of(self, layer: str) -> tuple[int, int]:
+        """r_S and r_R of a layer of the vision tower, by its dotted name."""
+        return self.shared_rank, _by_pattern(self.rank_pattern, layer, self.residual_rank)
+
+    def history_rank_of(self, layer: str) -> int:
+        """How many columns the history of a layer has; DENSE where it is one matrix."""
+        return _by_pattern(self.history_pattern, layer, self.history_rank)
+
+    def set_history(self, ranks: Mapping[str, int]) -> None:
+        """Take down the histories of all layers, by their dotted names."""
+        self.history_rank = max(0, *ranks.values()) if ranks else 0
+        # The names fit the vision tower alone, too.
+        different = [(name, rank) for name, rank in ranks.items() if rank != self.history_rank]
+        self.history_pattern = {re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", n): r for n, r in different}
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data, sets as sorted lists, so that the same adapter gives the same file."""

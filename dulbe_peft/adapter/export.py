@@ -1,38 +1,27 @@
 """The same update as a stock LoRA adapter, which loads without this package.
 
-dW = [B_1 ... B_t] [P_1 ... P_t]'            exact: LoRA's B and A; every task adds r_S + r_R to their rank
-B = Q_B R_B,  P = Q_P R_P,  R_B R_P' = U S V'
-dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')  compressed: the best approximation of rank k, by a small SVD
+dW = [B_1 ... B_t] [P_1 ... P_t]'    exact: LoRA's B and A; every task adds r_S + r_R to their rank
+
+Where the history is one matrix, it is B_1 and P_1 is the identity.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from torch import nn
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.factors import Factors, all_factors, best_of_rank
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import write_tensors
 
 COMPRESSION_FILE = "compression.json"
-
-
-class _Factors(NamedTuple):
-    """A layer's update, scale * up @ down."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
 
 
 def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = None) -> Path:
@@ -61,8 +50,8 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
     if compress_to is not None:
         compress_to = check_int("compress_to", compress_to, 1)
     tuner: Any = model.base_model
-    adapter = tuner._active()
-    layers = _factors(model.get_base_model(), adapter)
+    adapter = tuner.adapter_name
+    layers = all_factors(model.get_base_model(), adapter)
     if compress_to is not None:
         layers, report = _compress(layers, compress_to)
         write_json(folder / COMPRESSION_FILE, report)
@@ -75,47 +64,23 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
     write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
-def _factors(base: nn.Module, adapter: str) -> dict[str, _Factors]:
-    """Layer name -> its whole update, history first; the layer's own tensors."""
-    layers = {}
-    for name, layer in base.named_modules():
-        if isinstance(layer, DualModeLinear) and adapter in layer.dulbe_P:
-            down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1).T
-            up = torch.cat([layer.dulbe_history_B[adapter], layer.current_up(adapter)], dim=1)
-            layers[name] = _Factors(down, up.detach(), 1.0)
-        elif isinstance(layer, TextLoraLinear) and adapter in layer.dulbe_text_A:
-            down, up = layer.dulbe_text_A[adapter].detach(), layer.dulbe_text_B[adapter].detach()
-            layers[name] = _Factors(down, up, layer.scaling[adapter])
-    return layers
-
-
-def _compress(layers: dict[str, _Factors], rank: int) -> tuple[dict[str, _Factors], dict[str, Any]]:
+def _compress(layers: dict[str, Factors], rank: int) -> tuple[dict[str, Factors], dict[str, Any]]:
     """The best factors of at most `rank`, and the report."""
     compressed, rows = {}, {}
     lost = total = 0.0
     for name, factors in layers.items():
-        down, up = factors.down.double(), factors.up.double()
-        if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-            raise ValueError(f"the update of layer {name!r} holds NaN or infinity: it cannot be compressed")
-        left, left_core = torch.linalg.qr(up)
-        right, right_core = torch.linalg.qr(down.T)
-        u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
-        kept = factors
-        if len(down) > rank:
-            root = values[:rank].sqrt()
-            short_up, short_down = left @ (u[:, :rank] * root), (root[:, None] * vh[:rank]) @ right.T
-            kept = _Factors(short_down.to(factors.down.dtype), short_up.to(factors.up.dtype), factors.scale)
-        energy = (factors.scale * values) ** 2
+        kept, values = best_of_rank(factors, rank, name)
+        energy = values**2
         left_out, whole = energy[len(kept.down) :].sum().item(), energy.sum().item()
         error = (left_out / whole) ** 0.5 if whole else 0.0
         compressed[name] = kept
-        rows[name] = {"rank_before": len(down), "rank": len(kept.down), "relative_error": error}
+        rows[name] = {"rank_before": len(factors.down), "rank": len(kept.down), "relative_error": error}
         lost, total = lost + left_out, total + whole
     error = (lost / total) ** 0.5 if total else 0.0
     return compressed, {"rank": rank, "relative_error": error, "layers": rows}
 
 
-def _lora_config(config: DualModeLoraConfig, layers: dict[str, _Factors]) -> LoraConfig:
+def _lora_config(config: DualModeLoraConfig, layers: dict[str, Factors]) -> LoraConfig:
     """A configuration with the highest rank as the default, and the layers that differ as patterns."""
     ranks = {name: len(factors.down) for name, factors in layers.items()}
     alphas = {name: factors.scale * ranks[name] for name, factors in layers.items()}

@@ -3,16 +3,23 @@
     x (.., d_in) ──┬── W = W_0 + B_hist P_hist'  (frozen, folded once, d_out x d_in) ──┬── + ── y (.., d_out)
                    └── P = [P_S P_R] (frozen, d_in x r) ── B = [B_S B_R] (trained) ────┘
 
-W_0 is never written to: the folded weight is a cache beside it, recomputed from W_0 and the saved factors by
+W_0 is never written to: the folded weight is a cache beside it, recomputed from W_0 and the saved history by
 `DualModeLinear.folded_weight` alone. A model that learned and a model that was loaded therefore agree bit for bit, and
 disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight,
 and it keeps the pristine one beside it, so `unmerge` is exact too.
+
+The history is a pair of factors until these would take more than one matrix, r (d_in + d_out) > d_in d_out. From then
+on B_hist holds the sum of all updates, (d_out, d_in), and P_hist, which would be the identity, has no column.
+
+A packed base layer, such as a quantised one, has no weight to fold into. There every weight below is what is added to
+the base layer's output, W - W_0, and the normal state adds the factors of the history.
 
 Which weight a forward pass of the vision tower's layer uses, and whether it adds the current modes:
 
 | state | set by | weight | modes |
 | --- | --- | --- | --- |
 | normal | | W_0 + B_hist P_hist', cached | on |
+| mixed | `adapter_names` | W_0; a row adds its own adapter's factors | on |
 | held | `layer.holding(weight)` | the given one; further updates are added where given | on, or off as asked |
 | scaled | `layer.scaled(adapter, scale)` | W_0 + scale * (B_hist P_hist' + B P') | off: they are in the weight |
 | resting | `layer.resting()` | as above | off |
@@ -31,9 +38,8 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.adapter.linear import Updates, updated_linear
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
+from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
 
 
 class _Held(NamedTuple):
@@ -49,8 +55,9 @@ class DualModeLinear(DualModeLayer):
         dulbe_P: adapter name -> P = [P_S P_R], (d_in, r_S + r_R), float32, orthonormal columns, frozen.
         dulbe_shared_B: adapter name -> B_S, (d_out, r_S), trainable.
         dulbe_residual_B: adapter name -> B_R, (d_out, r_R), trainable.
-        dulbe_history_P: adapter name -> (d_in, history rank), the bases of all finished tasks, frozen.
-        dulbe_history_B: adapter name -> (d_out, history rank), their up-projections, frozen.
+        dulbe_history_P: adapter name -> (d_in, history rank), the bases of all finished tasks, frozen; (d_in, 0)
+            where the history is dense.
+        dulbe_history_B: adapter name -> (d_out, history rank), their up-projections, frozen; or (d_out, d_in).
 
     Reference:
         Section "Subspace-Frozen Parameterization".
@@ -59,7 +66,7 @@ class DualModeLinear(DualModeLayer):
     adapter_layer_names = ("dulbe_shared_B", "dulbe_residual_B")
     other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B")
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
         self.dulbe_P = BufferDict({}, persistent=True)
         self.dulbe_history_P = BufferDict({}, persistent=True)
@@ -71,17 +78,19 @@ class DualModeLinear(DualModeLayer):
         self._held: _Held | None = None
         self._resting = False
         self._active_adapter = adapter_name
-        self.update_layer(adapter_name, config)
+        self.update_layer(adapter_name, config, key)
 
-    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
-        """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history."""
-        rank = config.shared_rank + config.residual_rank
-        basis = torch.linalg.qr(torch.randn(self.in_features, rank, dtype=torch.float32))[0]
-        self.dulbe_P[adapter_name] = basis.contiguous()
-        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, config.history_rank, dtype=torch.float32)
-        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, config.history_rank, dtype=torch.float32)
-        modes = (self.dulbe_shared_B, config.shared_rank), (self.dulbe_residual_B, config.residual_rank)
-        for container, rank in modes:
+    def update_layer(self, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
+        """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history.
+
+        `key` is the layer's dotted name, which the patterns of the configuration speak of.
+        """
+        ranks, history_rank = config.ranks_of(key), config.history_rank_of(key)
+        self.dulbe_P[adapter_name] = torch.linalg.qr(torch.randn(self.in_features, sum(ranks)))[0].contiguous()
+        columns = self.in_features if history_rank == DENSE else history_rank
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, max(0, history_rank))
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, columns)
+        for container, rank in zip((self.dulbe_shared_B, self.dulbe_residual_B), ranks, strict=True):
             up = torch.zeros(self.out_features, rank, dtype=torch.float32)
             if not config.init_weights and rank:
                 nn.init.kaiming_uniform_(up, a=math.sqrt(5))
@@ -102,41 +111,49 @@ class DualModeLinear(DualModeLayer):
         The one place where an effective weight is made, and cached until a factor changes. What is written through
         `.data`, or to tensors of inference mode, is not noticed.
         """
+        history = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
+        if self.packed:
+            return dense(self.history(adapter))
         base = self._linear.weight
-        factors = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
-        if factors[0].shape[1] == 0:
+        if history[0].shape[1] == 0:
             return base
         if base.requires_grad or torch.compiler.is_compiling():
-            return _fold(base, *factors)
-        key = tuple(_identity(tensor) for tensor in (base, *factors))
+            return _sum(base, dense(self.history(adapter)))
+        key = tuple(_identity(tensor) for tensor in (base, *history))
         if self._folded is None or self._folded[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._folded = key, (base, *factors), _fold(base, *factors)
+                self._folded = key, (base, *history), _sum(base, dense(self.history(adapter)))
         return self._folded[2]
 
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
         """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
-        up, down = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
-        if modes:
-            up = torch.cat([up, self.current_up(adapter)], dim=1)
-            down = torch.cat([down, self.dulbe_P[adapter]], dim=1)
-        return _fold(self._linear.weight, scale * up, down)
+        delta = scale * (self.get_delta_weight(adapter) if modes else dense(self.history(adapter)))
+        return delta if self.packed else _sum(self._linear.weight, delta)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """History and current modes together, (d_out, d_in) in float32."""
-        up, history_up = self.current_up(adapter).float(), self.dulbe_history_B[adapter].float()
-        with without_autocast(up):
-            current = up @ self.dulbe_P[adapter].float().T
-            return torch.addmm(current, history_up, self.dulbe_history_P[adapter].float().T)
+        """History and current modes together, (d_out, d_in) in at least float32."""
+        return dense(self.history(adapter)) + dense((self.dulbe_P[adapter], self.current_up(adapter)))
+
+    def history(self, adapter: str) -> Update:
+        """The factors P_hist and B_hist, or None and the sum of all finished tasks' updates."""
+        down, up = self.dulbe_history_P[adapter], self.dulbe_history_B[adapter]
+        return down if down.shape[1] == up.shape[1] else None, up
+
+    def updates(self, adapter: str, history: bool = True, modes: bool = True) -> Updates:
+        """History and current modes as factors, none where there is no history."""
+        kept = [self.history(adapter)] if history and self.dulbe_history_B[adapter].shape[1] else []
+        down = self.dulbe_P[adapter]
+        return [*kept, (down, self.current_up(adapter).to(down.dtype))] if modes else kept
 
     def current_up(self, adapter: str) -> torch.Tensor:
         """B = [B_S B_R], (d_out, r_S + r_R)."""
         return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
 
     def history_rank(self, adapter: str) -> int:
-        """Rank of `adapter`'s folded history."""
-        return int(self.dulbe_history_B[adapter].shape[1])
+        """How many columns `adapter`'s folded history has; DENSE where it is one matrix."""
+        down, up = self.history(adapter)
+        return DENSE if down is None else up.shape[1]
 
     def is_trained(self, adapter: str) -> bool:
         """Whether any current up-projection differs from zero."""
@@ -157,13 +174,33 @@ class DualModeLinear(DualModeLayer):
         """Leave out the current modes: the history alone."""
         return self._temporarily("_resting", True)
 
+    @property
+    def in_block(self) -> bool:
+        """Whether a block holds another weight, or leaves out the current modes."""
+        return self._held is not None or self._resting
+
+    def repeats_bases(self, adapter: str) -> bool:
+        """Whether the current bases are those of the modes that were folded last."""
+        current = self.dulbe_P[adapter]
+        return torch.equal(self.dulbe_history_P[adapter][:, -current.shape[1] :], current)
+
     @torch.no_grad()
-    def fold(self, adapter: str) -> None:
-        """Append the current modes to the history and set B = 0."""
-        up = self.current_up(adapter).float()
-        self.dulbe_history_B[adapter] = torch.cat([self.dulbe_history_B[adapter], up], dim=1)
-        self.dulbe_history_P[adapter] = torch.cat([self.dulbe_history_P[adapter], self.dulbe_P[adapter]], dim=1)
+    def fold(self, adapter: str, keep_factors: bool = False) -> None:
+        """Add the current modes to the history and set B = 0; a history of too many factors becomes one matrix."""
+        old, up = self.history(adapter)
+        modes = self.dulbe_P[adapter], self.current_up(adapter).float()
+        if old is None:
+            self.dulbe_history_B[adapter] = up + dense(modes)
+        else:
+            self.set_history(adapter, torch.cat([old, modes[0]], 1), torch.cat([up, modes[1]], 1), keep_factors)
         self._zero_up_projections(adapter)
+
+    @torch.no_grad()
+    def set_history(self, adapter: str, down: torch.Tensor, up: torch.Tensor, keep_factors: bool = False) -> None:
+        """Make B P', from (d_in, r) and (d_out, r), the history: as one matrix where the factors take more."""
+        if not keep_factors and down.numel() + up.numel() > self.in_features * self.out_features:
+            down, up = down[:, :0], dense((down, up))
+        self.dulbe_history_P[adapter], self.dulbe_history_B[adapter] = down.contiguous(), up.contiguous()
 
     @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
@@ -185,18 +222,18 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear, held = self._linear, self._held
-        weight = linear.weight if held is None else held.weight
-        updates = [] if held is None else held.updates()
+        linear, held, names = self._linear, self._held, self.adapters_here(self.active_adapters)
         modes = not self._resting and (held is None or held.modes)
-        for name in self.adapters_here(self.active_adapters):
-            if held is None and weight is linear.weight:
-                weight = self.folded_weight(name)
-            elif held is None and self.history_rank(name):
-                # A second adapter's history, beside the folded first one's.
-                updates.append((self.dulbe_history_P[name], self.dulbe_history_B[name]))
-            if modes:
-                updates.append((self.dulbe_P[name], self.current_up(name).to(self.dulbe_P[name].dtype)))
+        # The first adapter's history is in the weight; a second one's stands beside it.
+        folded = names[0] if names and held is None and not self.packed else None
+        updates = [] if held is None else held.updates()
+        for name in names:
+            updates = updates + self.updates(name, held is None and name != folded, modes)
+        if self.packed:
+            before: Updates = [] if held is None else [(None, held.weight)]
+            return add_updates(self.base_layer(x), x, before + updates)
+        weight = linear.weight if folded is None else self.folded_weight(folded)
+        weight = weight if held is None else held.weight
         return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, updates)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +243,16 @@ class DualModeLinear(DualModeLayer):
         self._folded = None
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         """Resize the history to the length in the state before its values are copied in."""
         self._folded = None
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
@@ -215,7 +261,12 @@ class DualModeLinear(DualModeLayer):
                 saved = state_dict.get(f"{prefix}{attribute}.{name}")
                 if saved is not None and saved.ndim == 2 and saved.shape[0] == size:
                     buffers[name] = buffers[name].new_zeros(saved.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        for name, up in self.dulbe_history_B.items():
+            down = self.dulbe_history_P[name]
+            if not fit(down, up):
+                shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+                errors.append(f"{prefix}: dulbe_history_P.{name} and dulbe_history_B.{name} do not fit: {shapes}")
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -223,7 +274,5 @@ def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
     return id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
-def _fold(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(base.dtype, torch.float32)
-    with without_autocast(base):
-        return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype).T).to(base.dtype)
+def _sum(base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    return (base.to(torch.promote_types(base.dtype, delta.dtype)) + delta).to(base.dtype)

@@ -18,29 +18,47 @@ from torch.nn import functional as F
 
 from dulbe_peft.utils.precision import without_autocast
 
-Updates = list[tuple[torch.Tensor, torch.Tensor]]
+# Pairs P, (d_in, r), and B, (d_out, r), of updates B P'; with None for P, B is (d_out, d_in) and the whole update.
+Update = tuple[torch.Tensor | None, torch.Tensor]
+Updates = list[Update]
+
+
+def fit(down: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether P and B are a history: they have as many columns, or P has none and B is (d_out, d_in)."""
+    return up.shape[1] in (down.shape[1], len(down) if down.shape[1] == 0 else down.shape[1])
+
+
+def dense(update: Update) -> torch.Tensor:
+    """B P', (d_out, d_in), in at least float32."""
+    down, up = update
+    dtype = torch.promote_types(up.dtype, torch.float32)
+    with without_autocast(up):
+        return up.to(dtype) if down is None else up.to(dtype) @ down.to(dtype).T
+
+
+def add_updates(result: torch.Tensor, x: torch.Tensor, updates: Updates) -> torch.Tensor:
+    """The result, (..., d_out), + sum_i (x P_i) B_i'; the products run in P's dtype."""
+    for down, up in updates:
+        hidden = x.to(up.dtype) if down is None else x.to(down.dtype) @ down
+        result = result + F.linear(hidden, up).to(result.dtype)
+    return result
 
 
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:
-    """x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in), and pairs P, (d_in, r), B, (d_out, r).
-
-    Products with an update run in P's dtype, the others in x's.
-    """
-    fused = (
-        len(updates) == 1
+    """x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in); products with W run in x's dtype."""
+    down, up = updates[0] if len(updates) == 1 else (None, None)
+    if (
+        down is not None
+        and up is not None
         and not weight.requires_grad
         and (bias is None or not bias.requires_grad)
-        and not updates[0][0].requires_grad
-        and x.dtype == weight.dtype == updates[0][0].dtype == updates[0][1].dtype
+        and not down.requires_grad
+        and x.dtype == weight.dtype == down.dtype == up.dtype
         and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
-    )
-    if fused:
-        return _UpdatedLinear.apply(x, weight, bias, *updates[0])
-    result = F.linear(x, weight, bias)
-    for down, up in updates:
-        result = result + F.linear(x.to(down.dtype) @ down, up).to(result.dtype)
-    return result
+    ):
+        return _UpdatedLinear.apply(x, weight, bias, down, up)
+    return add_updates(F.linear(x, weight, bias), x, updates)
 
 
 class _UpdatedLinear(torch.autograd.Function):

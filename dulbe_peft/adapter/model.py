@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -11,9 +12,11 @@ from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.combination import add_weighted_adapter
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.registration import DULBE, PREFIX
@@ -73,10 +76,10 @@ class DualModeLoraModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         if isinstance(target, (DualModeLinear, TextLoraLinear)):
-            target.update_layer(adapter_name, peft_config)
+            target.update_layer(adapter_name, peft_config, current_key)
             return
         kind = TextLoraLinear if in_text_tower(current_key) else DualModeLinear
-        layer = kind(target, adapter_name, peft_config)
+        layer = kind(target, adapter_name, peft_config, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained before it is made active
         self._replace_module(parent, target_name, layer, target)
@@ -101,6 +104,74 @@ class DualModeLoraModel(BaseTuner):
                 if not torch.isfinite(layer.get_delta_weight(name)).all():
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        packed = [n for n, m in self.model.named_modules() if isinstance(m, DualModeLayer) and m.packed]
+        if packed:
+            raise ValueError(
+                f"layer {packed[0]!r} is quantised, or computes in a way of its own ({len(packed)} such layers): no "
+                "update can be merged into its weight; use the adapter as it is, or load the base model unquantised"
+            )
+
+    @contextmanager
+    def _enable_peft_forward_hooks(
+        self, *args: Any, adapter_names: Sequence[str] | Mapping[str, Sequence[str]] | None = None, **kwargs: Any
+    ) -> Iterator[None]:
+        """Give each row of a forward pass the adapter of its name.
+
+        `adapter_names` is one list for all inputs, or a mapping with a list for "pixel_values" and for "input_ids".
+        """
+        if adapter_names is None:
+            yield
+            return
+        inputs = ("pixel_values", "input_ids")
+        if not isinstance(adapter_names, Mapping):
+            adapter_names = dict.fromkeys(inputs, adapter_names)
+        self._check_rows(adapter_names, inputs)
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):
+                    names = {"adapter_names": [*adapter_names[inputs[in_text_tower(name)]]]}
+                    hook = module.register_forward_pre_hook(
+                        lambda _, args, kwargs, names=names: (args, kwargs | names), with_kwargs=True
+                    )
+                    hooks.callback(hook.remove)
+            yield
+
+    def _check_rows(self, names: Mapping[str, Sequence[str]], inputs: tuple[str, ...]) -> None:
+        if set(names) != set(inputs):
+            raise ValueError(f"adapter_names must be a list, or a mapping with the keys {inputs}, got {list(names)}")
+        unknown = sorted({name for rows in names.values() for name in rows} - {*self.peft_config, "__base__"})
+        if unknown:
+            raise ValueError(f"adapter_names has {unknown}, the model {[*self.peft_config, '__base__']}")
+        if self.training:
+            raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
+        self.check_unmerged()
+        if any(isinstance(layer, DualModeLinear) and layer.in_block for layer in self._layers()):
+            raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        svd_rank: int | None = None,
+    ) -> None:
+        """Add an adapter whose update is the weighted sum of others' updates; it is not made active.
+
+        Args:
+            adapters: names of adapters in the same layers.
+            weights: one number for each.
+            adapter_name: the new adapter's name. Its history is the sum, and its modes are new.
+            combination_type: "cat" is exact; "svd" takes the best approximation of a rank in every layer.
+            svd_rank: that rank; None takes the highest rank among the adapters.
+
+        Raises:
+            ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
+        """
+        add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, svd_rank)
+
     def unload(self) -> nn.Module:
         """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
         for layer in self._layers():
@@ -112,7 +183,9 @@ class DualModeLoraModel(BaseTuner):
         """All layers of both towers, with whatever adapters."""
         return [module for module in self.modules() if isinstance(module, DualModeLayer)]
 
-    def _active(self) -> str:
+    @property
+    def adapter_name(self) -> str:
+        """The name of the active adapter, of which there must be exactly one."""
         if len(self.active_adapters) != 1:
             raise ValueError(f"one adapter must be active for this call, got {self.active_adapters}: call set_adapter")
         return self.active_adapters[0]
@@ -120,11 +193,11 @@ class DualModeLoraModel(BaseTuner):
     @property
     def active_config(self) -> DualModeLoraConfig:
         """The configuration of the active adapter."""
-        return cast(DualModeLoraConfig, self.peft_config[self._active()])
+        return cast(DualModeLoraConfig, self.peft_config[self.adapter_name])
 
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
         """Name -> layer for every adapted layer of the vision tower, in the model's order."""
-        adapter = self._active()
+        adapter = self.adapter_name
         return {
             name: module
             for name, module in self.model.named_modules()
@@ -133,16 +206,16 @@ class DualModeLoraModel(BaseTuner):
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """B_S of every adapted layer, each (d_out, r_S)."""
-        return (layer.dulbe_shared_B[self._active()] for layer in self.dual_mode_layers().values())
+        return (layer.dulbe_shared_B[self.adapter_name] for layer in self.dual_mode_layers().values())
 
     def residual_parameters(self) -> Iterator[nn.Parameter]:
         """B_R of every adapted layer, each (d_out, r_R)."""
-        return (layer.dulbe_residual_B[self._active()] for layer in self.dual_mode_layers().values())
+        return (layer.dulbe_residual_B[self.adapter_name] for layer in self.dual_mode_layers().values())
 
     @property
     def history_rank(self) -> int:
-        """Rank of the active adapter's folded history, the same in every layer."""
-        return max((layer.history_rank(self._active()) for layer in self.dual_mode_layers().values()), default=0)
+        """The most columns that the folded history of a layer has; 0 where there is none, or every one is a matrix."""
+        return max([0, *(layer.history_rank(self.adapter_name) for layer in self.dual_mode_layers().values())])
 
     def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
         """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
@@ -155,27 +228,44 @@ class DualModeLoraModel(BaseTuner):
             TypeError: `modes` is no mapping to [`ModeBases`].
             ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed then.
         """
-        adapter, layers = self._active(), self.dual_mode_layers()
+        adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
-        ranks = self.active_config.shared_rank, self.active_config.residual_rank
-        shapes = {name: tuple((layer.in_features, rank) for rank in ranks) for name, layer in layers.items()}
+        shapes = {
+            name: tuple((layer.in_features, rank) for rank in self.active_config.ranks_of(name))
+            for name, layer in layers.items()
+        }
         check_modes(modes, shapes, orthonormal)
         self.fold_task()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
 
-    def fold_task(self) -> None:
+    def fold_task(self, keep_factors: bool = False) -> None:
         """Take the current modes into the history, dW = B_S P_S' + B_R P_R', unless B = 0, and set B = 0.
+
+        Args:
+            keep_factors: keep the modes of every task apart, where one matrix would already take less memory.
 
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
-        adapter, layers = self._active(), self.dual_mode_layers().values()
+        adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
-        if any(layer.is_trained(adapter) for layer in layers):
-            for layer in layers:
-                layer.fold(adapter)
-            self.active_config.history_rank = self.history_rank
+        if not any(layer.is_trained(adapter) for layer in layers.values()):
+            return
+        if all(layer.repeats_bases(adapter) for layer in layers.values()):
+            warnings.warn(
+                "this task was trained in the same bases as the task before it, so nothing protects what that one "
+                "learned: call begin_task(allocate_modes(...)) before each task",
+                stacklevel=3,
+            )
+        for layer in layers.values():
+            layer.fold(adapter, keep_factors)
+        self.note_history()
+
+    def note_history(self) -> None:
+        """Bring the configuration in line with the layers' histories."""
+        ranks = {name: layer.history_rank(self.adapter_name) for name, layer in self.dual_mode_layers().items()}
+        self.active_config.set_history(ranks)
 
     def previous_task(self) -> AbstractContextManager[None]:
         """The vision tower as it was when this task began: history on, current modes off. All else stays as it is."""
@@ -184,7 +274,7 @@ class DualModeLoraModel(BaseTuner):
 
     def without_idle_modes(self) -> AbstractContextManager[None]:
         """Leave out modes whose B are all zero, as between tasks: the same outputs at a lower cost."""
-        adapter, layers = self._active(), self.dual_mode_layers().values()
+        adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         if any(layer.merged or layer.is_trained(adapter) for layer in layers):
             return nullcontext()
         return _all_of(layer.resting() for layer in layers)
@@ -194,13 +284,13 @@ class DualModeLoraModel(BaseTuner):
 
         Without held weights code is compiled anew for each rank of the history, and makes the weights in every pass.
         """
-        adapter, layers = self._active(), self.dual_mode_layers().values()
-        frozen = (layer for layer in layers if not layer.base_layer.weight.requires_grad)
+        adapter, layers = self.adapter_name, self.dual_mode_layers().values()
+        frozen = (layer for layer in layers if not (layer.packed or layer.base_layer.weight.requires_grad))
         return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight."""
-        adapter, layers = self._active(), self.dual_mode_layers().values()
+        adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         self.check_unmerged()
         return _all_of(layer.holding(layer.scaled_weight(adapter, scale)) for layer in layers)
 
@@ -220,7 +310,7 @@ class DualModeLoraModel(BaseTuner):
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
         """
         check_number("scale", scale, least=0, most=1)
-        adapter = self._active()
+        adapter = self.adapter_name
         self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError(
@@ -231,7 +321,7 @@ class DualModeLoraModel(BaseTuner):
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:
         """Train the bases P of these layers, or of all, beside B while the block runs; yields them, (d_in, r) each."""
-        adapter, layers = self._active(), self.dual_mode_layers()
+        adapter, layers = self.adapter_name, self.dual_mode_layers()
         bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
         try:
             yield [basis.requires_grad_() for basis in bases]
@@ -248,7 +338,7 @@ class DualModeLoraModel(BaseTuner):
 
     def check_unscaled(self) -> None:
         """Raise inside a block of `scaled`."""
-        if any(layer._held is not None for layer in self.dual_mode_layers().values()):
+        if any(layer.in_block for layer in self.dual_mode_layers().values()):
             raise ValueError("the model is scaled for the length of a block: learn before or after it")
 
     @classmethod
@@ -261,10 +351,9 @@ class DualModeLoraModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
-        ranks = (
-            value.shape[1] for key, value in state_dict.items() if key.endswith(f"dulbe_history_P.{adapter_name}")
-        )
-        config.history_rank = max(ranks, default=0)  # type: ignore[attr-defined]
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, DualModeLinear)}
+        ranks = {n: layer.history_rank(adapter_name) for n, layer in layers.items() if adapter_name in layer.dulbe_P}
+        cast(DualModeLoraConfig, config).set_history(ranks)
         return super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
 
     @classmethod

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from dulbe_peft.adapter.linear import fit
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
 
@@ -43,9 +44,6 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
         raise ValueError(f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]}")
-    ranks = {saved[key].shape[-1] for key in ours if ".dulbe_history_" in key and saved[key].ndim}
-    if len(ranks) > 1:
-        raise ValueError(f"the saved adapter's history has different ranks {sorted(ranks)} in different layers")
     for key in sorted(ours):
         expected = known[key].shape
         if ".dulbe_history_" in key:
@@ -55,6 +53,10 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
             raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
         if saved[key].dtype not in _FLOATS:
             raise ValueError(f"the saved adapter's {key!r} has type {saved[key].dtype}, expected floating point")
+    for key in (key for key in ours if ".dulbe_history_P" in key):
+        down, up = saved[key], saved[key.replace(".dulbe_history_P", ".dulbe_history_B")]
+        if not fit(down, up):
+            raise ValueError(f"the saved adapter's {key!r} does not fit its B: {tuple(down.shape)}, {tuple(up.shape)}")
     for key, tensor in saved.items():
         if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"the saved adapter's {key!r} holds NaN or infinity")

@@ -10,7 +10,7 @@ import peft
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer, is_linear
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_record
 
@@ -50,14 +50,15 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
     """
     modules = {name: module for name, module in model.named_modules() if name and ".base_layer" not in name}
     if config.target_modules == "all-linear" and find_record(model) is not None:
-        linear = [n for n, m in modules.items() if isinstance(m, (nn.Linear, DualModeLayer)) and not in_text_tower(n)]
+        linear = [n for n, m in modules.items() if isinstance(m, DualModeLayer) or is_linear(m)]
+        linear = [name for name in linear if not in_text_tower(name)]
         # The blocks are the numbered modules.
         inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
         config.target_modules = sorted({name.rpartition(".")[2] for name in inside})
     every = config.target_modules == "all-linear"
     visual = False
     for name, module in modules.items():
-        if every and not isinstance(module, nn.Linear):
+        if every and not is_linear(module):
             continue
         targeted = find_target(config, model, name)
         if not isinstance(targeted, _ExcludedModule) and (targeted or every):
@@ -68,8 +69,8 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
 
 
 def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> None:
-    linear = module.get_base_layer() if isinstance(module, DualModeLayer) else module
-    if not isinstance(linear, nn.Linear):
+    linear: Any = module.get_base_layer() if isinstance(module, DualModeLayer) else module
+    if not is_linear(linear):
         hint = ""
         if isinstance(linear, nn.MultiheadAttention):
             hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
@@ -78,7 +79,9 @@ def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> N
     if in_text_tower(name):
         ranks, rank = "text_rank", config.text_rank
     else:
-        ranks, rank = "shared_rank + residual_rank", config.shared_rank + config.residual_rank
+        ranks, rank = "shared_rank + residual_rank", sum(config.ranks_of(name))
+        if not rank:
+            raise ValueError(f"shared_rank and the residual_rank of layer {name!r} are both 0: one must be positive")
     if rank > linear.in_features:
         raise ValueError(f"{ranks} = {rank} exceeds in_features = {linear.in_features} of layer {name!r}")
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.adapter.linear import Updates, dense
 
 
 class TextLoraLinear(DualModeLayer):
@@ -27,7 +26,7 @@ class TextLoraLinear(DualModeLayer):
     adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
     other_param_names = ("scaling",)
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig) -> None:
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
         self.scaling: dict[str, float] = {}
         self._scale = 1.0  # of a `scaled` block
@@ -36,7 +35,7 @@ class TextLoraLinear(DualModeLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
-    def update_layer(self, adapter_name: str, config: DualModeLoraConfig) -> None:
+    def update_layer(self, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
         self.scaling[adapter_name] = config.text_alpha / config.text_rank
         down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
@@ -48,22 +47,15 @@ class TextLoraLinear(DualModeLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
+    def updates(self, adapter: str) -> Updates:
+        scale = self._scale * self.scaling[adapter]
+        return [(self.dulbe_text_A[adapter].T, scale * self.dulbe_text_B[adapter])]
+
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """(text_alpha / text_rank) B A, (d_out, d_in) in float32."""
-        down, up = self.dulbe_text_A[adapter].float(), self.dulbe_text_B[adapter].float()
-        with without_autocast(up):
-            return self.scaling[adapter] * (up @ down)
+        return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         return self._temporarily("_scale", scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scale": 1.0}
-
-    def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.base_layer(x)
-        for name in self.adapters_here(self.active_adapters):
-            down, up = self.dulbe_text_A[name], self.dulbe_text_B[name]
-            hidden = F.linear(self._cast_input_dtype(x, down.dtype), down)
-            result = result + (self._scale * self.scaling[name] * F.linear(hidden, up)).to(result.dtype)
-        return result

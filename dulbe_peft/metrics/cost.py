@@ -37,9 +37,12 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
 def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int]:
     """How many numbers an adapter keeps for use after so many tasks; one that is merged keeps none."""
     layers = model.dual_mode_layers().values()
-    rank = sum(layer.dulbe_P["default"].shape[1] * (layer.in_features + layer.out_features) for layer in layers)
     text = sum(p.numel() for name, p in model.named_parameters() if ".dulbe_text_" in name)
-    history = rank * (tasks if strategy.folds else 1)
+    history = 0
+    for layer in layers:
+        rank = layer.dulbe_P["default"].shape[1] * (tasks if strategy.folds else 1)
+        factors, matrix = rank * (layer.in_features + layer.out_features), layer.in_features * layer.out_features
+        history += factors if strategy.keeps_factors else min(factors, matrix)
     return {"history": history, "text": text, "total": history + text}
 
 

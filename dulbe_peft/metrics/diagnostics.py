@@ -44,7 +44,7 @@ def layer_demands(
     gradients: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
     shared_rank: int = 1,
-    residual_rank: int = 8,
+    residual_rank: int | Mapping[str, int] = 8,
     support_rank: int = 128,
 ) -> dict[str, LayerDemand]:
     """The energy of each layer's gradient G, (d_out, d_in), and its parts along modes and occupied directions.

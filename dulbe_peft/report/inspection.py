@@ -39,7 +39,8 @@ def inspect_task(
     trainer = TaskTrainer(state, learner.encoder, learner.logit_scale)
     gradients, _ = trainer.probe(learner.encoder.images(data), data.class_names)
     config = state.adapter.active_config
-    return layer_demands(gradients, learner.statistics, config.shared_rank, config.residual_rank, config.support_rank)
+    residual_ranks = {name: config.ranks_of(name)[1] for name in gradients}
+    return layer_demands(gradients, learner.statistics, config.shared_rank, residual_ranks, config.support_rank)
 
 
 @in_turn

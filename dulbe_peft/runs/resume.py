@@ -68,7 +68,7 @@ class Listings(Record):
 def identity_of(state: LearnerState) -> Identity:
     """The identity of a run that begins with a learner."""
     adapter = {} if state.config is None else state.config.to_dict()
-    for name in ("history_rank", "inference_mode", "peft_version"):
+    for name in ("history_pattern", "history_rank", "inference_mode", "peft_version"):
         adapter.pop(name, None)
     settings = {
         "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items()},

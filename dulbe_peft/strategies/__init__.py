@@ -8,7 +8,7 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
-from dulbe_peft.strategies.frozen import Frozen, Rapf
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.loda import Loda
@@ -16,6 +16,7 @@ from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
+from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 

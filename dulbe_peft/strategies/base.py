@@ -61,7 +61,7 @@ class NewTask:
     @property
     def adapter_name(self) -> str:
         """The name under which the layers hold the adapter's tensors."""
-        return self.adapter.active_adapters[0]
+        return self.adapter.adapter_name
 
     @property
     def layers(self) -> dict[str, DualModeLinear]:
@@ -70,18 +70,24 @@ class NewTask:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """r_S and r_R of the adapter."""
-        config = self.adapter.active_config
-        return config.shared_rank, config.residual_rank
+        """r_S and r_R of all layers that `rank_pattern` does not name."""
+        return self.adapter.active_config.ranks_of("")
+
+    def rank(self, layer: str) -> int:
+        """r_S + r_R of a layer."""
+        return sum(self.adapter.active_config.ranks_of(layer))
 
     def generator(self, salt: int = 0) -> torch.Generator:
         """A random generator on the CPU that depends on the seed, the task and `salt` alone."""
         return torch.Generator().manual_seed((self.args.seed * 1_000_003 + self.index * 1_009 + salt) % 2**63)
 
     def modes(self, bases: Mapping[str, torch.Tensor]) -> dict[str, ModeBases]:
-        """Bases of r_S + r_R columns, (d_in, r_S + r_R), as modes: the first r_S columns are the shared mode."""
-        rank = self.ranks[0]
-        return {name: ModeBases(basis[:, :rank].float(), basis[:, rank:].float()) for name, basis in bases.items()}
+        """Bases as modes: of their first r_S + r_R columns, (d_in, ...), the first r_S are the shared mode."""
+        modes = {}
+        for name, basis in bases.items():
+            shared, residual = basis[:, : self.rank(name)].float().tensor_split([self.ranks[0]], dim=1)
+            modes[name] = ModeBases(shared, residual)
+        return modes
 
 
 @dataclass
@@ -108,6 +114,7 @@ class Strategy:
         adapts: whether anything is trained. If not, the classifiers alone learn.
         trains_bases: whether P is trained beside B, as LoRA does.
         folds: whether the update joins the frozen history when the task ends. If not, it is trained on.
+        keeps_factors: whether the method reads the pairs of finished tasks, so that the history must not become dense.
         remembers_inputs: whether `remember` needs X'X of the task's images by the finished model.
         remembers_more: whether `remember` is called for further images of known classes, too; nothing is trained on
             them, and the memory must be a sum over images.
@@ -121,6 +128,7 @@ class Strategy:
     adapts: ClassVar[bool] = True
     trains_bases: ClassVar[bool] = False
     folds: ClassVar[bool] = True
+    keeps_factors: ClassVar[bool] = False
     remembers_inputs: ClassVar[bool] = False
     remembers_more: ClassVar[bool] = False
     orthonormal: ClassVar[bool] = True

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import NewTask
-from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic
+from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs
 from dulbe_peft.subspaces.modes import ModeBases
 
@@ -44,13 +44,13 @@ class Bofa(OccupationStrategy):
     target_modules = ("visual_projection",)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        rank, generator, bases = sum(task.ranks), task.generator(), {}
+        generator, bases = task.generator(), {}
         for name, layer in task.layers.items():
             old = old_statistic(task, name)
             if old is not None:
-                bases[name] = least_directions(old, rank, f"statistics of layer {name!r}")
+                bases[name] = least_directions(old, task.rank(name), f"statistics of layer {name!r}")
             else:
-                bases[name] = torch.linalg.qr(torch.randn(layer.in_features, rank, generator=generator)).Q
+                bases[name] = torch.linalg.qr(torch.randn(layer.in_features, task.rank(name), generator=generator)).Q
         return task.modes(bases)
 
     @contextmanager

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.adapter.linear import Updates
+from dulbe_peft.adapter.linear import Updates, dense
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_updates
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -102,7 +102,7 @@ class ClLora(Strategy):
         lower, upper, _ = lower_and_upper(layers, self.shared_blocks)
         bases = {name: layers[name].dulbe_P[task.adapter_name] for name in lower}
         for name in upper if task.index else lower + upper:
-            start = torch.rand(layers[name].in_features, sum(task.ranks), generator=generator)
+            start = torch.rand(layers[name].in_features, task.rank(name), generator=generator)
             bases[name] = torch.linalg.qr(start).Q
         return task.modes(bases)
 
@@ -163,10 +163,11 @@ class ClLora(Strategy):
 
     def _add_lower_gradients(self, loss: torch.Tensor, task: NewTask, lower: list[str]) -> None:
         """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
-        adapter, rank = task.adapter_name, sum(task.ranks)
+        adapter = task.adapter_name
         layers = [task.layers[name] for name in lower]
         ups = [(layer, up[adapter]) for layer in layers for up in (layer.dulbe_shared_B, layer.dulbe_residual_B)]
         for (layer, up), gradient in zip(ups, torch.autograd.grad(loss, [up for _, up in ups]), strict=True):
-            # All tasks have the same A, so the B of the last task is the sum of what they folded.
-            gradient *= row_scales(layer.dulbe_history_B[adapter].unflatten(1, (-1, rank)).sum(dim=1))
+            # All tasks have the same orthonormal A, so the B of the last task is the whole history times A'.
+            old_up = dense(layer.history(adapter)) @ layer.dulbe_P[adapter]
+            gradient *= row_scales(old_up)
             up.grad = gradient if up.grad is None else up.grad.add_(gradient)

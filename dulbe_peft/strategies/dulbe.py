@@ -13,7 +13,7 @@ import torch
 from dulbe_peft.adapter.gradients import route_gradients
 from dulbe_peft.strategies.base import GRADIENTS, TEACHER, NewTask, Step
 from dulbe_peft.strategies.losses import bidirectional_kl
-from dulbe_peft.strategies.occupation import OccupationStrategy
+from dulbe_peft.strategies.occupation_memory import OccupationStrategy
 from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases
 
@@ -36,8 +36,9 @@ class Dulbe(OccupationStrategy):
             raise ValueError(f"routing must be shared or both, got {self.routing!r}")
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        support_rank = task.adapter.active_config.support_rank
-        return allocate_modes(task.gradients, task.memory, *task.ranks, support_rank=support_rank)
+        config = task.adapter.active_config
+        residual_ranks = {name: config.ranks_of(name)[1] for name in task.gradients}
+        return allocate_modes(task.gradients, task.memory, config.shared_rank, residual_ranks, config.support_rank)
 
     def backward(self, task: NewTask, step: Step) -> None:
         structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight

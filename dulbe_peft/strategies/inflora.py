@@ -68,7 +68,8 @@ class InfLora(ProjectionMemoryStrategy):
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         bases: dict[str, torch.Tensor] = {}
         for names, old, energy in self._occupied_and_used(task, task.inputs):
-            directions = top_directions(old, energy, sum(task.ranks), f"inputs of layer {names[0]!r}")
+            rank = max(map(task.rank, names))
+            directions = top_directions(old, energy, rank, f"inputs of layer {names[0]!r}")
             bases.update(dict.fromkeys(names, directions / math.sqrt(3)))
         return task.modes(bases)
 

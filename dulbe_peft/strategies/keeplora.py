@@ -71,7 +71,7 @@ class KeepLora(ProjectionMemoryStrategy):
         for name, old in self._occupied(task).items():
             label = f"gradient of layer {name!r}"
             gradient = to_float64(task.gradients[name], label)
-            bases[name] = top_directions(old, gradient.T @ gradient, sum(task.ranks), label)
+            bases[name] = top_directions(old, gradient.T @ gradient, task.rank(name), label)
         return task.modes(bases)
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
@@ -86,6 +86,6 @@ class KeepLora(ProjectionMemoryStrategy):
         if task.memory:
             return self.from_memory(task.memory)
         return {
-            name: Subspace(principal_directions(layer.scaled_weight(task.adapter_name, 0.0), self.eps_w, name))
+            name: Subspace(principal_directions(layer.get_base_weight(), self.eps_w, name))
             for name, layer in task.layers.items()
         }

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic, with_inputs
+from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic, with_inputs
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -83,22 +83,22 @@ class Loda(OccupationStrategy):
         check_number("ridge", self.ridge, positive=True)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        shared_rank, residual_rank = task.ranks
-        modes = {}
+        bases: dict[str, torch.Tensor] = {}
         for names in task.inputs.groups:
             label = f"inputs of layer {names[0]!r}"
             new, old = to_float64(task.inputs[names[0]], label), old_statistic(task, names[0])
+            rank = max(map(task.rank, names))
             if old is None:
-                both = general_pair(new, shared_rank + residual_rank, label)
-                general, isolated = both[:, :shared_rank], both[:, shared_rank:]
+                basis = general_pair(new, rank, label)
             else:
-                general = general_pair(old.to(new) + new, shared_rank, label)
-                isolated = isolated_pair(old.to(new), new, residual_rank, self.ridge, label)
-            modes.update(dict.fromkeys(names, ModeBases(general.float(), isolated.float())))
-        return modes
+                general = general_pair(old.to(new) + new, task.ranks[0], label)
+                isolated = isolated_pair(old.to(new), new, rank - task.ranks[0], self.ridge, label)
+                basis = torch.cat([general, isolated], dim=1)
+            bases.update(dict.fromkeys(names, basis))
+        return task.modes(bases)
 
     def finish(self, task: NewTask) -> None:
-        adapter, rank, layers = task.adapter_name, task.ranks[0], task.layers
+        adapter, layers, rank = task.adapter_name, task.layers, task.ranks[0]
         for names in task.inputs.groups:
             new, old = to_float64(task.inputs[names[0]], names[0]), old_statistic(task, names[0])
             if old is None or not rank:

@@ -20,18 +20,18 @@ from dulbe_peft.strategies.base import NewTask, Strategy
 from dulbe_peft.subspaces.modes import ModeBases
 
 
-def uniform_bases(task: NewTask, bound: Callable[[int], float]) -> dict[str, torch.Tensor]:
-    """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(d_in)` of 0."""
-    generator, rank, bases = task.generator(), sum(task.ranks), {}
+def uniform_bases(task: NewTask, bound: Callable[[str, int], float]) -> dict[str, torch.Tensor]:
+    """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(name, d_in)` of 0."""
+    generator, bases = task.generator(), {}
     for name, layer in task.layers.items():
-        uniform = torch.rand(layer.in_features, rank, generator=generator)
-        bases[name] = bound(layer.in_features) * (2 * uniform - 1)
+        uniform = torch.rand(layer.in_features, task.rank(name), generator=generator)
+        bases[name] = bound(name, layer.in_features) * (2 * uniform - 1)
     return bases
 
 
 def kaiming_bases(task: NewTask) -> dict[str, torch.Tensor]:
     """Layer name -> A', uniform within 1 / sqrt(d_in) of 0, as PEFT starts LoRA's A."""
-    return uniform_bases(task, lambda width: 1 / math.sqrt(width))
+    return uniform_bases(task, lambda _, width: 1 / math.sqrt(width))
 
 
 @dataclass(frozen=True)

@@ -62,23 +62,27 @@ class MgClip(Strategy):
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
         if task.index:
             return None
-        rank = sum(task.ranks)
-        return task.modes(uniform_bases(task, lambda width: self.alpha / rank * math.sqrt(6 / (width + rank))))
+
+        def bound(name: str, width: int) -> float:
+            return self.alpha / task.rank(name) * math.sqrt(6 / (width + task.rank(name)))
+
+        return task.modes(uniform_bases(task, bound))
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         """Train A itself, not P: a step of Adam has the same length whatever the scale of what it trains."""
-        adapter, scale, layers = task.adapter_name, self.alpha / sum(task.ranks), task.layers
-        downs = {name: (layer.dulbe_P[adapter] / scale).requires_grad_() for name, layer in layers.items()}
+        adapter, layers = task.adapter_name, task.layers
+        scales = {name: self.alpha / task.rank(name) for name in layers}
+        downs = {name: (layer.dulbe_P[adapter] / scales[name]).requires_grad_() for name, layer in layers.items()}
         weights = {name: layer.folded_weight(adapter) for name, layer in layers.items()}
 
         def scaled_pair(name: str) -> Updates:
-            return [(scale * downs[name], layers[name].current_up(adapter))]
+            return [(scales[name] * downs[name], layers[name].current_up(adapter))]
 
         with replaced_updates(task, weights, scaled_pair):
             yield list(downs.values())
         for name, down in downs.items():
-            layers[name].dulbe_P[adapter] = (scale * down).detach()
+            layers[name].dulbe_P[adapter] = (scales[name] * down).detach()
 
     def epochs(self, task: NewTask) -> int:
         if not task.index:

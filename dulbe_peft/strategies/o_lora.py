@@ -32,6 +32,7 @@ class OLora(MergedLora):
     """
 
     name = "o_lora"
+    keeps_factors = True
     lambda_1: float = 0.5
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ class SdLora(MergedLora):
     magnitude: float = 0.8
 
     name = "sd_lora"
+    keeps_factors = True
 
     def __post_init__(self) -> None:
         check_number("magnitude", self.magnitude, positive=True)
@@ -65,7 +66,7 @@ class SdLora(MergedLora):
         adapter, layers, old, magnitudes = task.adapter_name, task.layers, {}, {}
         for name, layer in layers.items():
             down, up = layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter]
-            old[name], norms = directions(down, up, sum(task.ranks))
+            old[name], norms = directions(down, up, task.rank(name))
             magnitudes[name] = torch.cat([norms, norms.new_tensor([self.magnitude])]).requires_grad_()
         task.notes.update(magnitudes)
 
@@ -79,8 +80,9 @@ class SdLora(MergedLora):
             yield [*bases, *magnitudes.values()]
 
     def finish(self, task: NewTask) -> None:
-        adapter, rank = task.adapter_name, sum(task.ranks)
+        adapter = task.adapter_name
         for name, layer in task.layers.items():
+            rank = task.rank(name)
             old, _ = directions(layer.dulbe_history_P[adapter], layer.dulbe_history_B[adapter], rank)
             ups = scaled(torch.cat([old, layer.current_up(adapter)], dim=1), task.notes[name])
             layer.dulbe_history_B[adapter] = ups[:, :-rank].contiguous()

@@ -15,7 +15,7 @@ def allocate_modes(
     probe: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
     shared_rank: int = 1,
-    residual_rank: int = 8,
+    residual_rank: int | Mapping[str, int] = 8,
     support_rank: int = 128,
 ) -> dict[str, ModeBases]:
     """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
@@ -26,7 +26,7 @@ def allocate_modes(
             `OccupationStatistics` or any mapping; None or empty at the first task. A layer without an entry is planned
             as at the first task.
         shared_rank: r_S.
-        residual_rank: r_R.
+        residual_rank: r_R, one for all layers or layer name -> r_R.
         support_rank: K_h; clamped to what a layer and its data allow.
 
     Returns:
@@ -48,37 +48,35 @@ def supports_and_modes(
     probe: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
     shared_rank: int,
-    residual_rank: int,
+    residual_rank: int | Mapping[str, int],
     support_rank: int,
 ) -> tuple[dict[str, torch.Tensor], dict[str, ModeBases]]:
     """U, (d_in, K), of the layers that have a statistic, and the modes of all; see `allocate_modes`."""
     check_int("shared_rank", shared_rank, 0)
-    check_int("residual_rank", residual_rank, 0)
     check_int("support_rank", support_rank, 0)
-    if not shared_rank + residual_rank:
-        raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
+    residual_ranks = residual_rank if isinstance(residual_rank, Mapping) else dict.fromkeys(probe, residual_rank)
     # Layers that share a statistic share its decomposition; the statistic is kept alive, so that its id is unique.
-    decomposed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    decomposed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     supports, modes = {}, {}
     for name, gradient in probe.items():
         label = f"gradient of layer {name!r}"
         if gradient.ndim != 2:
             raise ValueError(f"{label} must be a matrix, got shape {tuple(gradient.shape)}")
-        width = gradient.shape[1]
-        if shared_rank + residual_rank > width:
-            total = f"shared_rank + residual_rank = {shared_rank + residual_rank}"
-            raise ValueError(f"{total} exceeds the {width} input features of layer {name!r}")
+        width, rank = gradient.shape[1], check_int("residual_rank", residual_ranks[name], 0)
+        if not 0 < shared_rank + rank <= width:
+            total = f"shared_rank + residual_rank = {shared_rank + rank} of layer {name!r}"
+            raise ValueError(f"{total} must be from 1 to its {width} input features")
         if stats and name in stats:
             matrix = stats[name]
             if matrix.ndim != 2 or matrix.shape[1] != width or len(matrix) > width:
                 sizes = f"{(width, width)}, or a sketch of fewer rows, as its gradient says"
                 raise ValueError(f"statistic of layer {name!r} must be {sizes}, got {tuple(matrix.shape)}")
-            if id(matrix) not in decomposed:
-                inputs = matrix.to(gradient.device), support_rank, residual_rank, f"statistic of layer {name!r}"
-                decomposed[id(matrix)] = matrix, historical_support(*inputs)
-            supports[name] = decomposed[id(matrix)][1].to(gradient.device)
+            if (id(matrix), rank) not in decomposed:
+                inputs = matrix.to(gradient.device), support_rank, rank, f"statistic of layer {name!r}"
+                decomposed[id(matrix), rank] = matrix, historical_support(*inputs)
+            supports[name] = decomposed[id(matrix), rank][1].to(gradient.device)
         support = supports.get(name)
-        shared, residual = allocate_layer(gradient, support, shared_rank, residual_rank, label)
+        shared, residual = allocate_layer(gradient, support, shared_rank, rank, label)
         captured = _capture(gradient, shared), _capture(gradient, residual)
         modes[name] = ModeBases(shared, residual, *captured, 0 if support is None else support.shape[1])
     return supports, modes

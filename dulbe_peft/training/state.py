@@ -158,4 +158,4 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
 def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Put saved tensors into the active adapter, whose history takes their length."""
     set_peft_model_state_dict(model, state)
-    model.active_peft_config.history_rank = model.history_rank
+    model.note_history()

@@ -93,7 +93,7 @@ class TaskTrainer:
         with torch.no_grad():
             self.strategy.finish(task)
         if self.strategy.folds:
-            self.adapter.fold_task()
+            self.adapter.fold_task(self.strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode(images, "close", self.strategy.remembers_inputs)
             memory = self.strategy.remember(task, inputs)

@@ -1,0 +1,207 @@
+"""Histories that become one matrix, ranks that differ from layer to layer, and sums of adapters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from peft import (
+    PeftModel,
+    get_layer_status,
+    get_model_status,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.utils.hotswap import hotswap_adapter
+from test_model import CONFIG, PIXELS, image_features, random_modes, randomise, text_features
+
+from dulbe_peft import DualModeLoraConfig, allocate_modes, probe_gradients
+from dulbe_peft.adapter.export import export_lora
+
+
+def learned(model, tasks):
+    for _ in range(tasks):
+        model.begin_task(random_modes(model))
+        randomise(p for p in model.parameters() if p.requires_grad)
+    return model
+
+
+def literal(layer, name="default"):
+    """The whole update in float64; a history without bases is the update itself."""
+    down, up = layer.dulbe_history_P[name].double(), layer.dulbe_history_B[name].double()
+    history = up @ down.T if down.shape[1] == up.shape[1] else up
+    return history + layer.current_up(name).double() @ layer.dulbe_P[name].double().T
+
+
+def nbytes(layer):
+    return layer.dulbe_history_P["default"].nbytes + layer.dulbe_history_B["default"].nbytes
+
+
+def native(clip, folder):
+    """What transformers' own loading gives, which knows the ranks from the configuration alone."""
+    clip.load_adapter(str(folder))
+    with torch.no_grad():
+        return clip.get_image_features(pixel_values=PIXELS).pooler_output
+
+
+@pytest.mark.parametrize(("tasks", "matrices"), [(7, 4), (12, 8)])
+def test_a_history_never_takes_more_than_one_matrix(tiny_clip, tmp_path, tasks, matrices):
+    """k and v, 32 x 32, become matrices at 17 columns, fc1 and fc2, 64 x 32, at 22."""
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
+    layers = model.dual_mode_layers()
+    expected = {name: layer.base_layer.weight.double() for name, layer in layers.items()}
+    for _ in range(tasks):
+        learned(model, 1)
+        for name, layer in layers.items():
+            expected[name] = (
+                expected[name] + layer.current_up("default").double() @ layer.dulbe_P["default"].double().T
+            )
+        model.fold_task()
+    assert sum(layer.history_rank("default") == -1 for layer in layers.values()) == matrices
+    for name, layer in layers.items():
+        assert nbytes(layer) <= layer.base_layer.weight.nbytes
+        torch.testing.assert_close(layer.folded_weight("default").double(), expected[name], atol=2e-6, rtol=0)
+    learned(model, 1)
+    images = image_features(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(image_features(PeftModel.from_pretrained(tiny_clip(), tmp_path / "adapter")), images)
+    assert torch.equal(native(tiny_clip(), tmp_path / "adapter"), images)
+    vision = PeftModel.from_pretrained(tiny_clip().vision_model, tmp_path / "adapter")
+    with torch.no_grad():
+        states = model.get_base_model().vision_model(PIXELS).last_hidden_state
+        assert torch.equal(vision(PIXELS).last_hidden_state, states)
+    export_lora(model, tmp_path / "lora")
+    stock = PeftModel.from_pretrained(tiny_clip(), tmp_path / "lora")
+    torch.testing.assert_close(image_features(stock), images, atol=5e-6, rtol=1e-5)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(image_features(merged), images, atol=5e-6, rtol=1e-5)
+
+
+FRESH = """
+import sys, torch, dulbe_peft
+from peft import AutoPeftModel
+folder = sys.argv[1]
+model = AutoPeftModel.from_pretrained(folder + "/adapter").eval()
+images, pixels = torch.load(folder + "/images.pt")
+with torch.no_grad():
+    assert torch.equal(model.get_image_features(pixel_values=pixels).pooler_output, images)
+print(model.history_rank, sorted(model.active_peft_config.history_pattern.items())[0])
+"""
+
+
+def test_auto_peft_model_loads_a_long_history_in_a_fresh_process(tiny_clip, tmp_path):
+    tiny_clip().save_pretrained(tmp_path / "base")
+    base = type(tiny_clip()).from_pretrained(tmp_path / "base")
+    model = learned(get_peft_model(base, DualModeLoraConfig(**CONFIG)), 8)
+    model.save_pretrained(tmp_path / "adapter")
+    torch.save((image_features(model), PIXELS), tmp_path / "images.pt")
+    done = subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "21 ('encoder.layers.0.self_attn.k_proj', -1)\n", done.stderr[-3000:]
+
+
+def test_history_factors_that_do_not_fit_are_refused_also_without_strict(tiny_clip):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
+    own, raw = partial(set_peft_model_state_dict, model), partial(model.load_state_dict, strict=False)
+    for state, load in ((get_peft_model_state_dict(model), own), (model.state_dict(), raw)):
+        key = next(key for key in state if "fc1.dulbe_history_B" in key)
+        with pytest.raises((RuntimeError, ValueError), match=r"dulbe_history_P.* (do|does) not fit"):
+            load({**state, key: state[key][:, :-1]})
+
+
+def test_rank_pattern_gives_layers_a_residual_rank_of_their_own(tiny_clip, tmp_path):
+    pattern = {"fc1": 4, r"layers\.0\.self_attn\.k_proj": 0}
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, rank_pattern=pattern))
+    wanted = {name: 4 if "fc1" in name else 0 if "0.self_attn.k" in name else 2 for name in model.dual_mode_layers()}
+    probe = probe_gradients(model, [PIXELS], lambda m, x: (m.get_image_features(x).pooler_output.square().mean(), 3))
+    modes = allocate_modes(probe, None, residual_rank=wanted)
+    assert {name: mode.residual.shape[1] for name, mode in modes.items()} == wanted
+    for _ in range(2):
+        model.begin_task(modes)
+        randomise((*model.shared_parameters(), *model.residual_parameters()))
+        modes = {name: replace(mode, shared=-mode.shared) for name, mode in modes.items()}
+    expected = image_features(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(image_features(PeftModel.from_pretrained(tiny_clip(), tmp_path)), expected)
+    assert torch.equal(native(tiny_clip(), tmp_path), expected)
+
+
+@pytest.mark.parametrize("kind", ["cat", "svd"])
+def test_a_weighted_sum_of_adapters(tiny_clip, tmp_path, kind):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
+    model.add_adapter("second", DualModeLoraConfig(**CONFIG | {"residual_rank": 1}, text_rank=3))
+    model.set_adapter("second")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1)
+    model.add_weighted_adapter(["default", "second"], [0.7, -0.4], "sum", kind, None if kind == "cat" else 4)
+    assert model.active_adapters == ["second"]
+    model.set_adapter("sum")
+    for layer in (module for module in model.modules() if hasattr(module, "get_delta_weight")):
+        expected = 0.7 * layer.get_delta_weight("default").double() - 0.4 * layer.get_delta_weight("second").double()
+        if kind == "svd":
+            u, s, vh = torch.linalg.svd(expected)
+            expected = (u[:, :4] * s[:4]) @ vh[:4]
+        torch.testing.assert_close(layer.get_delta_weight("sum").double(), expected, atol=2e-6, rtol=0)
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path / "sum")
+    assert torch.equal(image_features(loaded), image_features(model))
+    assert torch.equal(text_features(loaded), text_features(model))
+
+
+def test_what_has_no_weighted_sum_is_refused(tiny_clip):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 1)
+    model.add_adapter("second", DualModeLoraConfig(**CONFIG, target_modules=["fc1"]))
+    before = set(model.peft_config)
+    for arguments, words in (
+        ((["default", "third"], [1, 1], "sum"), "adapters must be some of"),
+        ((["default"], [1, 1], "sum"), "1 adapters and 2 weights"),
+        ((["default"], [float("nan")], "sum"), "weights must be finite"),
+        ((["default"], [1], "second"), "already has the adapter"),
+        ((["default"], [1], "sum", "ties"), "'cat' or 'svd', got 'ties'"),
+        ((["default", "second"], [1, 1], "sum"), "different layers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.add_weighted_adapter(*arguments)
+    assert set(model.peft_config) == before
+
+
+def test_exports_are_swapped_in_a_running_model(tiny_clip, tmp_path):
+    expected = {}
+    for name in ("first", "second"):
+        model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
+        export_lora(model, tmp_path / name)
+        expected[name] = image_features(model)
+    stock = PeftModel.from_pretrained(tiny_clip(), tmp_path / "first")
+    for name in ("second", "first"):
+        hotswap_adapter(stock, tmp_path / name, adapter_name="default")
+        torch.testing.assert_close(image_features(stock), expected[name], atol=2e-6, rtol=1e-5)
+
+
+def test_peft_says_how_the_layers_stand(tiny_clip):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 1)
+    model.add_adapter("second", DualModeLoraConfig(**CONFIG))
+    status = get_model_status(model)
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert status.requires_grad == {"default": True, "second": False} and status.num_adapter_layers == 16
+    assert status.trainable_params == model.get_nb_trainable_parameters()[0]
+    model.merge_adapter()
+    assert {tuple(layer.merged_adapters) for layer in get_layer_status(model)} == {("default",)}
+
+
+def test_lora_s_rank_is_answered_by_ours():
+    with pytest.raises(TypeError, match="r=8.*shared_rank and residual_rank"):
+        DualModeLoraConfig(r=8)
+
+
+def test_a_stream_trained_in_the_same_bases_is_warned_of(tiny_clip):
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, init_weights=False))
+    model.fold_task()
+    randomise(model.shared_parameters())
+    with pytest.warns(UserWarning, match="nothing protects what that one learned"):
+        model.fold_task()
+    learned(model, 2).fold_task()  # bases of its own for each task: no warning

@@ -1,0 +1,144 @@
+"""Base layers that are quantised or have a forward of their own: all but a merge works beside what they return."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from test_model import CONFIG, PIXELS, image_features, text_features
+from torch import nn
+
+from dulbe_peft import DualModeLoraConfig, OccupationStatistics, allocate_modes, collect_statistics, probe_gradients
+from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.strategies import make_strategy
+
+
+class Packed(nn.Linear):
+    """A linear layer whose weight lies in one byte a number, in a shape of its own."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        self.scale = linear.weight.detach().abs().max() / 127
+        packed = (linear.weight.detach() / self.scale).round().to(torch.int8).reshape(-1, 1)
+        self.weight, self.bias = nn.Parameter(packed, requires_grad=False), linear.bias
+
+    def dequantized(self):
+        return (self.weight.float() * self.scale).reshape(self.out_features, self.in_features)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.dequantized(), self.bias)
+
+
+def pack(clip):
+    """The model with packed layers, and the same model with their values in plain ones."""
+    plain = copy.deepcopy(clip)
+    for name, module in list(clip.named_modules()):
+        if isinstance(module, nn.Linear) and ".layers." in name:
+            packed = Packed(module)
+            parent, _, child = name.rpartition(".")
+            setattr(clip.get_submodule(parent), child, packed)
+            plain.get_submodule(name).weight.data = packed.dequantized()
+    return clip, plain
+
+
+def quantise(clip):
+    """The same by torchao."""
+    torchao = importlib.import_module("torchao.quantization")
+    torchao.quantize_(clip, torchao.Int8WeightOnlyConfig(version=2), lambda _, name: name.endswith(("fc1", "k_proj")))
+    plain = copy.deepcopy(clip)
+    for module in plain.modules():
+        if isinstance(module, nn.Linear) and hasattr(module.weight, "dequantize"):
+            module.weight = nn.Parameter(module.weight.dequantize(), requires_grad=False)
+    return clip, plain
+
+
+@pytest.fixture(params=[pack, quantise])
+def pair(request, tiny_clip):
+    if request.param is quantise:
+        pytest.importorskip("torchao")
+    torch.manual_seed(3)
+    return request.param(tiny_clip())
+
+
+def loss_fn(model, batch):
+    return model.get_image_features(pixel_values=batch).pooler_output.square().mean(), len(batch)
+
+
+def learn(model, tasks=2):
+    """Tasks by hand: probe, allocate, one step, fold, statistics."""
+    statistics, probes = OccupationStatistics(), []
+    for task in range(tasks):
+        probes.append(probe_gradients(model, [PIXELS + task], loss_fn))
+        model.begin_task(allocate_modes(probes[-1], statistics, residual_rank=2, support_rank=4))
+        with model.held_weights():
+            loss_fn(model, PIXELS + task)[0].backward()
+        for parameter in (*model.shared_parameters(), *model.residual_parameters()):
+            parameter.data -= 10 * parameter.grad
+        collect_statistics(model, [PIXELS], loss_fn, into=statistics)
+    return probes
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_packed_model_learns_as_its_plain_values_do(pair, tmp_path):
+    bases = copy.deepcopy(pair)
+    models = [get_peft_model(base, DualModeLoraConfig(**CONFIG)) for base in pair]
+    assert all(layer.packed for name, layer in models[0].dual_mode_layers().items() if "fc1" in name)
+    models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if "dulbe_" in k}, strict=False)
+    pristine = image_features(models[0])
+    for packed, plain in zip(*map(learn, models), strict=True):
+        for name, gradient in packed.items():
+            close(gradient, plain[name])
+    packed, plain = models
+    assert not torch.allclose(image_features(packed), pristine, atol=1e-3)
+    close(image_features(packed), image_features(plain))
+    close(text_features(packed), text_features(plain))
+    for scale in (0.0, 0.5):
+        with packed.scaled(scale), plain.scaled(scale):
+            close(image_features(packed), image_features(plain))
+    with packed.previous_task(), plain.previous_task():
+        close(image_features(packed), image_features(plain))
+    packed.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(bases[0], tmp_path / "adapter")
+    assert torch.equal(image_features(loaded), image_features(packed))
+    export_lora(packed, tmp_path / "lora")
+    close(image_features(PeftModel.from_pretrained(bases[1], tmp_path / "lora")), image_features(plain))
+
+
+def test_a_merge_is_refused_by_the_layer_s_name_and_changes_nothing(pair):
+    model = get_peft_model(pair[0], DualModeLoraConfig(**CONFIG, init_weights=False))
+    expected = image_features(model)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"layers\.0\.(self_attn\.k_proj|mlp\.fc1).* is quantised"):
+            merge()
+    assert torch.equal(image_features(model), expected)
+
+
+def test_a_strategy_that_reads_the_weight_unpacks_it_or_says_that_it_cannot(pair):
+    model = get_peft_model(pair[0], DualModeLoraConfig(**CONFIG))
+    name, layer = next((name, layer) for name, layer in model.dual_mode_layers().items() if "fc1" in name)
+    if isinstance(layer.base_layer, Packed):
+        with pytest.raises(ValueError, match="weight of a Packed cannot be unpacked"):
+            layer.get_base_weight()
+    else:
+        assert torch.equal(layer.get_base_weight(), pair[1].get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("strategy", ["sd_lora", "cl_lora", "lora_sub"])
+def test_strategies_that_replace_the_weight_add_to_a_packed_one(tiny_clip, strategy):
+    from stepping import adapted, features
+    from stepping import learn as learn_task
+
+    kind, found = make_strategy(strategy), []
+    for base in pack(tiny_clip()):
+        torch.manual_seed(0)
+        adapter, memory = adapted(base), None
+        for index in range(2):
+            memory = learn_task(kind, adapter, index, memory)
+        found.append(features(adapter))
+    close(*found)
