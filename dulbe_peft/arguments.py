@@ -24,7 +24,7 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
-AUGMENTATIONS = ("crop", "flip", "affine")  # in the order in which they are done
+AUGMENTATIONS = ("crop", "flip", "affine")
 LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 

@@ -11,8 +11,9 @@ from peft import get_peft_model
 from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft.arguments import AUGMENTATIONS
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.data.augmentation import augmented
+from dulbe_peft.data.augmentation import CHANGES, augmented
 from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.images import LabelledImages
 
@@ -133,6 +134,7 @@ def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
 
 
 def test_what_cannot_be_augmented_is_refused(base):
+    assert tuple(CHANGES) == AUGMENTATIONS
     for wrong in ("mirror", "crop+crop", "", "none+crop"):
         with pytest.raises(ValueError, match="augment must be none, or some of crop, flip, affine"):
             LearnerArguments(augment=wrong)

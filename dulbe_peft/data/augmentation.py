@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dulbe_peft.arguments import AUGMENTATIONS
-
 
 def augmented(image: Any, kinds: str, seed: Sequence[int]) -> Image.Image:
-    """A view of an upright RGB image; `kinds` are names of `AUGMENTATIONS` with "+" between them."""
+    """A view of an upright RGB image; `kinds` are names of `CHANGES` with "+" between them."""
     if not isinstance(image, Image.Image):
         raise TypeError(
             f"augment={kinds!r} needs images that are not preprocessed, got a {type(image).__name__}: give PIL images "
             "or files, or leave augment out"
         )
     random = np.random.default_rng(seed)
-    for name, change in zip(AUGMENTATIONS, (_crop, _flip, _affine), strict=True):
+    for name, change in CHANGES.items():
         if name in kinds.split("+"):
             image = change(image, random)
     return image
@@ -54,3 +52,6 @@ def _affine(image: Image.Image, random: np.random.Generator) -> Image.Image:
     return image.transform(
         image.size, Image.Transform.AFFINE, data, resample=Image.Resampling.BICUBIC, fillcolor=colour
     )
+
+
+CHANGES = {"crop": _crop, "flip": _flip, "affine": _affine}  # in the order in which they are done
