@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shlex
 import signal
@@ -13,13 +15,18 @@ import pytest
 import yaml
 
 import dulbe_peft
+from dulbe_peft import STRATEGIES, ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.commands.main import COMMANDS, main, parse
+from dulbe_peft.commands.run import say_results
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 
+MACHINE = ["--device", "cpu", "--no-progress"]
+KEYS = ["--target-modules", "k_proj,v_proj"]
+BETTER = {"lda": 0.5, "bridge": 0.75}
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
 
@@ -33,8 +40,43 @@ def settings_from(*argv):
     return given_settings(found.pop("config"), found)
 
 
+def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monkeypatch):
+    """Nothing trained, all classes one task; the classifier that was best answers where it is named."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--model", str(demo_model_folder()), "--data", str(folders), "--output", "out", *MACHINE]) == 0
+    said = capsys.readouterr().out.splitlines()
+    results = json.loads(Path("out/results.json").read_text())
+    saved = json.loads(Path("out/task-001/learner.json").read_text())
+    assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
+    assert saved["classifiers"][0] == "bayes" == STRATEGIES["frozen"].classifiers[0]
+    accuracies = {name: block["last_accuracy"] for name, block in results["classifiers"].items()}
+    assert said[-1] == "next: dulbe-peft report out"
+    assert f"best on the test images: {max(accuracies, key=accuracies.get)}, " in "\n".join(said)
+
+    say_results(
+        {"classifiers": {n: {"last_accuracy": a, "average_accuracy": a} for n, a in BETTER.items()}}, "o", "lda"
+    )
+    said = capsys.readouterr().out
+    assert "bridge, 75.00 %, 25.00 points more than lda, which answers unless you write --classifier bridge" in said
+    assert "next: dulbe-peft export o o-bridge --format transformers --classifier bridge\n" in said
+
+    images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]
+    loaded = ClassIncrementalLearner.from_pretrained("out")
+    rows = loaded.classifiers["lda"].probabilities(loaded.image_embeds(images)).max(dim=1)
+    assert main(["predict", "out", *images, "--classifier", "lda", "--csv", "-", *MACHINE]) == 0
+    found = list(csv.reader(io.StringIO(capsys.readouterr().out)))[1:]
+    assert [row[1] for row in found] == [loaded.class_names[label] for label in rows.indices]
+    assert [float(row[2]) for row in found] == pytest.approx(rows.values.tolist(), abs=1e-5)
+    assert main(["evaluate", "out", "--data", str(folders), "--classifier", "lda", *MACHINE]) == 0
+    assert next(iter(json.loads(capsys.readouterr().out)["classifiers"])) == "lda"
+    assert main(["export", "out", "model", "--format", "transformers", "--classifier", "lda", *MACHINE]) == 0
+    assert "lda" in Path("model/README.md").read_text()
+    assert main(["predict", "out", images[0], "--classifier", "ldaa"]) == 2
+    assert "'out' has no classifier 'ldaa'; it has bayes, lda" in capsys.readouterr().err
+
+
 def test_run_evaluate_and_export(folders, tmp_path, capsys):
-    settings = {"increment": 2, "prompt_template": "a photo of the digit {}.", "epochs": 3}
+    settings = {"increment": 2, "prompt_template": "a photo of the digit {}.", "epochs": 3, "strategy": "dulbe"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     command = ["run", "--config", str(tmp_path / "run.yaml"), "--model", str(demo_model_folder())]
     assert main([*command, "--data", str(folders), "--output", str(tmp_path / "out"), *QUICK]) == 0
@@ -45,34 +87,33 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys):
     assert results["configuration"]["arguments"]["prompt_template"] == settings["prompt_template"]
     assert results["class_names"] == [["one", "three"], ["two", "zero"]]
 
-    assert main(["evaluate", str(tmp_path / "out" / "task-002"), "--data", str(folders)]) == 0
+    learner = str(tmp_path / "out" / "task-002")
+    assert main(["evaluate", learner, "--data", str(folders)]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["accuracy"] == pytest.approx(results["head"]["last_accuracy"]) and figures["num_classes"] == 4
-
-    assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "lora")]) == 0
+    assert main(["export", learner, str(tmp_path / "lora")]) == 0
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["peft_type"] == "LORA"
     capsys.readouterr()
-    assert main(["export", str(tmp_path / "out" / "task-002"), str(tmp_path / "short"), "--compress-to", "2"]) == 0
+    assert main(["export", learner, str(tmp_path / "short"), "--compress-to", "2"]) == 0
     report = json.loads((tmp_path / "short" / "compression.json").read_text())
     assert f"relative error {report['relative_error']:.2e} over all layers" in capsys.readouterr().out
 
 
 def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys):
-    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
-    choice = ["--strategy", "frozen", "--classifiers", "ranpac:features=64,seed=1,lda"]
-    assert main([*base, *choice, "--output", str(tmp_path / "frozen")]) == 0
+    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *MACHINE]
+    out = str(tmp_path / "frozen")
+    assert main([*base, "--classifiers", "ranpac:features=64,seed=1,lda", "--output", out]) == 0
     said = capsys.readouterr().out
     assert "\nranpac  " in said and "\nlda  " in said and "bridge" not in said
-    results = json.loads((tmp_path / "frozen" / "results.json").read_text())
-    assert results["strategy"] == {"name": "frozen"} and list(results["classifiers"]) == ["lda", "ranpac"]
     saved = json.loads((tmp_path / "frozen" / "task-002" / "learner.json").read_text())
     assert saved["classifiers"] == ["ranpac", "lda"]  # the first one is what predict uses
-    config = json.loads((tmp_path / "frozen" / "task-002" / "ranpac_config.json").read_text())
-    assert config["settings"] == {"features": 64, "seed": 1, "ridge": "auto"}
-    assert main(["export", str(tmp_path / "frozen" / "task-002"), str(tmp_path / "lora")]) == 2
+    assert main(["export", out, str(tmp_path / "lora")]) == 2
     assert "has no adapter to export" in capsys.readouterr().err
-
-    assert main([*base, "--strategy", "bofa", "--output", str(tmp_path / "bofa"), "--increment", "4"]) == 0
+    assert main([*base, "--classifiers", "lda", "--output", out]) == 2
+    assert "classifiers was 'lda, ranpac' and is now 'lda'" in capsys.readouterr().err
+    assert main([*base, "--classifiers", "lda", "--output", out, "--overwrite"]) == 0
+    assert f"what was in {out} is now in {out}.old" in capsys.readouterr().err and Path(f"{out}.old/task-002").is_dir()
+    assert main([*base, *QUICK, "--strategy", "bofa", "--output", str(tmp_path / "bofa"), "--increment", "4"]) == 0
     adapter = json.loads((tmp_path / "bofa" / "task-001" / "adapter_config.json").read_text())
     assert adapter["target_modules"] == ["visual_projection"]  # the strategy's own, where the user names none
     capsys.readouterr()
@@ -91,20 +132,22 @@ def test_class_order_from_a_file(folders, tmp_path):
 
 def test_dry_run_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--target-modules", "k_proj,v_proj"]) == 0
+    assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--strategy", "dulbe", *KEYS]) == 0
     said = capsys.readouterr().out
     assert "adapted visual layers: 8" in said and "trainable parameters: " in said
     assert f"statistics: {4 * 96 * 96 * 4 / 2**20:.2f} MiB" in said  # k and v share one matrix in each of four blocks
     assert not list(tmp_path.iterdir())
 
 
-def test_every_field_is_a_flag():
+def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
     settings = settings_from(*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2")
     assert settings["target_modules"] == r".*\.fc1" and settings["init_weights"] is False
     assert settings["layers_to_transform"] == [1, 2] and settings["text_target_modules"] == ["fc1", "fc2"]
-    listed = settings_from("run", "--target-modules", "k_proj")
-    assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj"]
+    (tmp_path / "run.yaml").write_text("target_modules: k_proj,v_proj\nclassifiers: [bridge, 'lda:shrinkage=0.1']\n")
+    listed = settings_from("run", "--config", str(tmp_path / "run.yaml"))
+    assert listed == settings_from("run", *KEYS, "--classifiers", "bridge,lda:shrinkage=0.1")
+    assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
@@ -226,8 +269,8 @@ def test_the_rest_of_the_help(capsys):
         (["evaluate", "x", "--dta", "y"], "No such option '--dta'. Did you mean '--data'?"),
         (["evaluate", "x"], "dulbe-peft evaluate: Missing option '--data'"),
         (["run", "photos"], "unexpected extra argument (photos)"),
-        (["run", "--epochs", "many"], "Invalid value for '--epochs': 'many' is not an integer"),
-        (["run", "--epochs", "0"], "Invalid value for '--epochs': 0 must be at least 1"),
+        (["run", "--epochs", "many"], "Invalid value for '--epochs': epochs must be a valid integer"),
+        (["run", "--epochs", "0"], "Invalid value for '--epochs': epochs must be at least 1, got '0'"),
         (["run", "--lr-schedule", "sometimes"], "'sometimes' is not one of 'step', 'epoch'"),
         (["predcit"], "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
         ([], "dulbe-peft: Missing command.  dulbe-peft --help"),
@@ -240,8 +283,8 @@ def test_mistyped_flags_get_a_hint(argv, words, capsys):
 
 
 def test_answers_that_need_no_model_import_none():
-    wrong = [["predcit"], ["run"], ["run", "--model"], ["run", "--epochs", "0"]]
-    answers = [["--help"], ["--version"], *wrong, *([name, "--help"] for name in COMMANDS)]
+    wrong = [["predcit"], ["run"], ["run", "--model"]]
+    answers = [["--help"], ["--version"], ["help", "run"], *wrong, *([name, "--help"] for name in COMMANDS)]
     heavy = {"torch", "peft", "transformers", "pydantic", "numpy", "sklearn"}
     code = f"""
 import sys

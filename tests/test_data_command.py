@@ -1,18 +1,23 @@
-"""What `run` says of the data before it trains, and what a file that cannot be read does to a stream."""
+"""What `check` and `run` say of the data, and what a file that cannot be read does to a stream."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, ImageEnhance
 
 from dulbe_peft.commands.main import main
+from dulbe_peft.data import decoding
 from dulbe_peft.data.decoding import IMAGE_SUFFIXES
+from dulbe_peft.data.duplicates import NEAR, SIDE, find_duplicates
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.runs.setup import fit_increment
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
@@ -33,7 +38,7 @@ def test_a_run_says_what_there_is_and_tests_on_what_is_held_back(photos, tmp_pat
     assert run(photos / "train", "--test-fraction", "0.4", "--output", str(out), *FROZEN) == 0
     said = capsys.readouterr().out
     assert said.startswith("4 classes; images: ") and "in test" in said.splitlines()[0]
-    assert "increment is not set: tasks of 2, about half of the 4 classes" in said and "task 2/2: 4 classes" in said
+    assert "task 1/1: 4 classes" in said and said.splitlines()[-1] == f"next: dulbe-peft report {out}"
     assert "prototype" in json.loads((out / "results.json").read_text())["classifiers"]
     assert run(photos, "--test-fraction", "0.4", "--output", str(out), *FROZEN) == 2
     assert "has the test split 'test'" in capsys.readouterr().err
@@ -49,23 +54,32 @@ def test_a_run_without_test_images(photos, tmp_path, capsys):
 
 
 def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
-    bad = photos / "train" / "two" / "1.png"
+    bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
     bad.write_bytes(bad.read_bytes()[:60])
     (photos / "test" / "two" / "notes.txt").write_text("x")
-    command = ["run", "--model", "no-such-model", "--data", str(photos), "--output", str(tmp_path / "out")]
-    assert main(command) == 2
+    assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out]) == 2
     said = capsys.readouterr().err
     assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--skip-unreadable" in said
-    assert run(photos, "--skip-unreadable", "--output", str(tmp_path / "out"), *FROZEN) == 0
+    assert run(photos, "--skip-unreadable", "--output", out, *FROZEN) == 0
     said = capsys.readouterr().out
-    assert f"  {bad}: " in said and "left out: 1" in said and "files ending in .txt are not read, such as" in said
-    assert "two             4       3" in said and "4 classes      19      12" in said and "task 2/2" in said
+    assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
+    assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
+    other = photos / "test" / "two" / "x.png"
+    other.write_bytes(bad.read_bytes())
+    capsys.readouterr()
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu"]) == 2
+    assert str(other) in capsys.readouterr().err
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--skip-unreadable"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_images"] == 12
 
 
 def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_path, capsys, monkeypatch):
     from dulbe_peft.runs.run import run_stream
 
-    bad, out = photos / "train" / "zero" / "3.png", tmp_path / "out"
+    bad, command = (
+        photos / "train" / "zero" / "3.png",
+        ["--output", str(tmp_path / "out"), "--increment", "2", *FROZEN],
+    )
     whole = bad.read_bytes()
 
     def meanwhile(*arguments):
@@ -75,33 +89,38 @@ def test_a_file_that_breaks_in_a_later_task_loses_no_finished_one(photos, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr("dulbe_peft.runs.run.run_stream", meanwhile)
-        assert run(photos, "--output", str(out), *FROZEN) == 2
+        assert run(photos, *command) == 2
     captured = capsys.readouterr()
-    assert "task 1/2" in captured.out and str(bad) in captured.err and (out / "task-001").is_dir()
-    assert run(photos, "--output", str(out), *FROZEN) == 2
+    assert "task 1/2" in captured.out and str(bad) in captured.err and (tmp_path / "out" / "task-001").is_dir()
+    assert run(photos, *command) == 2
     assert str(bad) in capsys.readouterr().err
     bad.write_bytes(whole)
-    assert run(photos, "--output", str(out), *FROZEN) == 0
+    assert run(photos, *command) == 0
     said = capsys.readouterr().out
     assert "resuming after task-001" in said and "task 2/2" in said and "task 1/2" not in said
 
 
-@pytest.mark.parametrize("strategy", ["dulbe", "frozen", "bofa"])
-def test_a_dry_run_opens_the_data(photos, capsys, strategy, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("dulbe", ["k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8", "kept from task to task beside"]),
+        ("frozen", ["nothing is trained, no layer is adapted"]),
+        ("bofa", ["visual_projection  96 -> 64  1 layer "]),
+    ],
+)
+def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     quick = ["--classifiers", "prototype"] if strategy == "frozen" else []
-    assert run(photos, "--dry-run", "--strategy", strategy, *quick) == 0
+    assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy, *quick) == 0
     said = capsys.readouterr().out
-    assert "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three" in said
-    assert "pixel cache: 0.0 MiB" in said and "the whole run: about " in said and " MiB with 4 classes" in said
-    if strategy == "frozen":
-        assert "nothing is trained, no layer is adapted" in said
-    elif strategy == "bofa":
-        assert "visual_projection  96 -> 64  1 layer " in said
-    else:
-        assert "k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8" in said
-        assert "fc2  256 -> 96  4 layers" in said and "kept from task to task beside the adapter: " in said
+    for word in (
+        *words,
+        "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three",
+        " MiB with 4 classes",
+    ):
+        assert word in said
+    assert "pixel cache: 0.0 MiB" in said and "the whole run: about " in said
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -109,24 +128,108 @@ def test_a_dry_run_of_a_single_class_and_of_images_that_are_read_each_time(photo
     for name in ("one", "three", "two"):
         for split in ("train", "test"):
             shutil.rmtree(photos / split / name)
-    assert run(photos, "--dry-run", "--pixel-cache-mb", "0", "--num-workers", "1") == 0
+    assert run(photos, "--dry-run", "--pixel-cache-mb", "0", "--num-workers", "1", "--strategy", "dulbe") == 0
     said = capsys.readouterr().out
     assert "task 1: 1 class," in said and "pixel cache: none" in said and "in this process alone" in said
 
 
 @pytest.mark.parametrize("names", ["text_projection", "k_porj"])
-@pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys, names, more):
-    assert run(photos, "--output", str(tmp_path / "out"), "--target-modules", names, *more) == 2
+def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys, names):
+    flags = ["--output", str(tmp_path / "out"), "--target-modules", names]
+    assert run(photos, *flags, "--strategy", "dulbe") == 2
     said = capsys.readouterr().err
     assert names in said and ("text_target_modules" in said) == names.startswith("text")
     assert not (tmp_path / "out").exists()
+    assert run(photos, *flags, "--dry-run", *FROZEN) == 0
+    assert "--target-modules changes nothing" in capsys.readouterr().err
 
 
-def test_the_increment_is_fitted_to_the_classes():
-    without = {100: 10, 20: 10, 19: 10, 5: 3, 1: 1}
-    assert {classes: fit_increment(None, classes) for classes in without} == without
-    assert [fit_increment(asked, 5) for asked in (7, 5, 2)] == [5, 5, 2]
+# ---------------------------------------------------------------------- check
+
+
+class Page(HTMLParser):
+    """The sources of a page's pictures."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.pictures = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.pictures += [value for name, value in attrs if (tag, name) == ("img", "src")]
+
+
+def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
+    """The same file across splits and in two classes, and a picture that was saved again, smaller and brighter."""
+    shutil.copy(photos / "train" / "one" / "1.png", photos / "test" / "one" / "copy.png")
+    shutil.copy(photos / "train" / "two" / "2.png", photos / "train" / "zero" / "copy\x1b[2J.png")
+    noise = np.random.default_rng(0).integers(0, 256, (12, 12), dtype=np.uint8)
+    large = Image.fromarray(noise).resize((480, 480), Image.Resampling.BICUBIC)
+    large.save(photos / "train" / "three" / "large.png")
+    again = ImageEnhance.Brightness(large.resize((200, 200))).enhance(1.05)
+    again.save(photos / "test" / "three" / "again.jpg", quality=60)
+    (photos / "train" / "rare").mkdir()
+    large.rotate(90).save(photos / "train" / "rare" / "1.png")
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images to learn from: rare (1)" in said
+    for words, first, second in (
+        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
+        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+    ):
+        pair = f"  {first}  =  {second}".replace("?", str(photos))
+        assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
+    assert "sizes in pixels: 8 x 8 to 480 x 480" in said and "\x1b" not in said
+    assert said.endswith(f"next: dulbe-peft advise --model openai/clip-vit-base-patch16 --data {photos}\n")
+    pictures = Page(tmp_path / "page.html").pictures
+    assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
+    assert run(photos, "--dry-run", *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+
+
+def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
+    """Every pair's correlation of grey thumbnails in float64; of pairs with one image, that with its first one."""
+    generator = np.random.default_rng(0)
+    pictures = [generator.integers(0, 256, (16, 16)).astype(float) for _ in range(4)]
+    pictures += [pictures[0] * 0.9 + 9, pictures[0] + generator.normal(0, 5, (16, 16)), np.full((16, 16), 40.0)]
+    pictures += [np.full((16, 16), 41.0)]
+    (tmp_path / "a").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(tmp_path / "a" / f"{number}.png")
+    images = ImageFolder(tmp_path)
+    rows = [np.asarray(images.image(i).convert("L"), dtype=float).ravel() for i in range(len(images))]
+    expected = {
+        (i, j)
+        for j in range(len(rows))
+        for i in range(j)
+        if rows[i].std() > 1 and rows[j].std() > 1 and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR
+    }
+    assert SIDE == 16 and {row.places for row in find_duplicates({"train": images}, near=True)} == {(0, 4), (0, 5)}
+    assert expected == {(0, 4), (0, 5), (4, 5)} and find_duplicates({"train": images}) == []
+
+
+def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, capsys, monkeypatch):
+    (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
+    monkeypatch.setattr("dulbe_peft.data.folders.IMAGE_SUFFIXES", (".png",))
+    assert main(["check", str(photos)]) == 0
+    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    (photos / "train" / "one" / "1.png").write_bytes(b"x")
+    assert main(["check", str(photos)]) == 2
+    assert "cannot be read: 1" in capsys.readouterr().out
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
+    for command in (["check", archive], ["run", "--model", "m", "--data", archive, "--output", "o"]):
+        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+    assert "unzip it" in decoding.image_problem(archive)
+
+
+def test_photographs_of_phones_are_read(photos, capsys):
+    pytest.importorskip("pillow_heif")
+    Image.linear_gradient("L").convert("RGB").save(photos / "train" / "one" / "phone.heic", format="HEIF")
+    images = ImageFolder(photos, "train")
+    assert images.image(len(images.labels[images.labels == 0]) - 1).size == (256, 256)
+    assert main(["check", str(photos)]) == 0 and "left out" not in capsys.readouterr().out
 
 
 def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
@@ -134,14 +237,14 @@ def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
     model, namespace = "openai/clip-vit-base-patch16", {"__name__": "page"}
     pieces = re.findall(r"```(bash|python)\n(.*?)```", text, flags=re.DOTALL)
-    assert [language for language, _ in pieces] == ["bash", "python", "bash", "bash", "python"]
+    assert len(pieces) >= 5
     for language, code in pieces:
         if language == "python":
             exec(compile(code, "docs/data.md", "exec"), namespace)
             continue
         (command,) = code.replace("\\\n", " ").strip().splitlines()
         words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
-        assert main([*words, *QUICK, *FROZEN]) == 0
+        assert main([*words, *([*QUICK, *FROZEN] if words[0] == "run" else [])]) == 0
     assert (tmp_path / "held-back" / "results.json").is_file()
     assert "the whole run: about" in capsys.readouterr().out
     for suffix in IMAGE_SUFFIXES:

@@ -205,7 +205,7 @@ def test_a_learner_keeps_how_images_are_resized(digit_folders, tmp_path, capsys)
         assert torch.allclose(found[resize], pixel_values(processor, seen), atol=1e-6)
     assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
     assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
-    assert "arguments.image_resize differ" in capsys.readouterr().err
+    assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- class names

@@ -110,8 +110,8 @@ def test_image_folder_says_what_is_missing(folder):
         ImageFolder(folder)
     with pytest.raises(ValueError, match="zebra has no folder"):
         ImageFolder(folder / "train" / "zebra")
-    write(folder / "train" / "raw" / "1.heic", b"")
-    with pytest.raises(ValueError, match=r"class folder .*raw has no \.jpg.* \(files ending in \.heic are not read\)"):
+    write(folder / "train" / "raw" / "1.psd", b"")
+    with pytest.raises(ValueError, match=r"class folder .*raw has no \.jpg.* \(files ending in \.psd are not read\)"):
         ImageFolder(folder, "train")
 
 
@@ -133,7 +133,7 @@ def test_load_data_chooses_by_the_path(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match='written "hf:user/birds"'):
         load_data("user/birds")
     write(tmp_path / "x.tar", b"")
-    with pytest.raises(ValueError, match=r"x\.tar is a file, expected a folder"):
+    with pytest.raises(ValueError, match=r"x\.tar is a file, it is an archive: unzip it"):
         load_data(tmp_path / "x.tar")
 
 

@@ -117,11 +117,16 @@ def other_weight(learner):
 @pytest.mark.parametrize(
     ("fields", "change", "order", "words"),
     [
-        ({"seed": 1}, None, (0, 1, 2, 3), "arguments.seed differ;"),
-        ({"learning_rate": 0.5, "epochs": 2}, None, (0, 1, 2, 3), "arguments.epochs, arguments.learning_rate differ;"),
-        ({"rank": 3}, None, (0, 1, 2, 3), "adapter.residual_rank differ;"),
+        ({"seed": 1}, None, (0, 1, 2, 3), "seed was 0 and is now 1;"),
+        (
+            {"learning_rate": 0.5, "epochs": 2},
+            None,
+            (0, 1, 2, 3),
+            "epochs was 1 and is now 2, learning_rate was .* 0.5;",
+        ),
+        ({"rank": 3}, None, (0, 1, 2, 3), "residual_rank was 2 and is now 3;"),
         ({}, other_head, (0, 1, 2, 3), r"classifiers\.bridge\.depths"),
-        ({}, other_weight, (0, 1, 2, 3), "base_model differ"),
+        ({}, other_weight, (0, 1, 2, 3), "base_model was "),
         ({}, None, (1, 0, 2, 3), r"task 1 has the classes \['one', 'three'\] there, and \['three', 'one'\] in the"),
         ({}, None, (0, 1, 3, 2), r"task 2 has the classes \['two', 'zero'\] there, and \['zero', 'two'\] in the"),
     ],

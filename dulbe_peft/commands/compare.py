@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from dulbe_peft.commands.options import argument, command, option
+from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
 EXAMPLE = """example:
   dulbe-peft compare examples/comparisons/digits.yaml --output comparison
@@ -17,14 +18,17 @@ goes on.
 """
 
 
-@command(EXAMPLE, resumes=True)
+@command(EXAMPLE, kept="finished runs are kept")
 @argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
 @option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
 @option("--backend", type=click.Choice(("local", "dask", "ray")), default="local", help="who runs (local)")
 @option("--address", help="of the scheduler of dask or ray; else one starts on this machine")
 @option("--dry-run", is_flag=True, help="print the runs that are missing, and exit")
-def compare(file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool) -> int:
+@overwrite_option
+def compare(
+    file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool, overwrite: bool
+) -> int:
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan
@@ -40,8 +44,9 @@ def compare(file: str, output: str, jobs: int | None, backend: str, address: str
         chosen = len(plan.cells()) - len(certain)
         print(f"{len(missing)} runs are missing" + (f", and {chosen} whose settings are chosen" if chosen else ""))
         return 0
+    check_folder(output, file, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)
     print(format_summary(entries))
-    files = f"{folder / 'comparison.json'} and {folder / 'comparison.csv'}"
-    print(f"written: {files}; dulbe-peft report {folder} draws it")
+    print(f"written: {folder / 'comparison.json'} and {folder / 'comparison.csv'}")
+    say_next("report", folder)
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.options import command, option, setting_options
-from dulbe_peft.commands.outputs import check_outputs, output_file
+from dulbe_peft.commands.outputs import check_outputs, output_file, overwrite_option
 from dulbe_peft.runs.settings import StreamArguments, given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
@@ -24,12 +24,13 @@ _SHOWN = ("model", "revision", "strategy", "classifiers")
 @option("--classes", type=int, help="how many classes (expected_classes of the file, or 100)")
 @option("--tasks", type=int, default=10, help="how many tasks (10)")
 @option("--json", "file", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print")
+@overwrite_option
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
-def cost(classes: int | None, tasks: int, file: str | None, config: str | None, **flags: Any) -> int:
+def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, config: str | None, **flags: Any) -> int:
     stream, adapter, _ = validated(given_settings(config, flags))
     if not stream.model:
         raise ValueError("--model is required")
-    check_outputs(("--json", file, ".json"), inputs=[config])
+    check_outputs(("--json", file, ".json"), inputs=[config], overwrite=overwrite)
     import torch
 
     from dulbe_peft.adapter.config import DualModeLoraConfig

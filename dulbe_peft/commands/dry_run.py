@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.runs.setup import Setup
+from dulbe_peft.utils.terminal import printable
 
 
 def describe(setup: Setup) -> None:
@@ -22,7 +23,7 @@ def describe(setup: Setup) -> None:
         tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
         classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
-        print(f"task {number}: {classes}, {images} to learn from, {tested}: {names}")
+        print(f"task {number}: {classes}, {images} to learn from, {tested}: {printable(names)}")
     if setup.strategy.adapts:
         _describe_model(setup.model, setup.strategy)
     else:
@@ -78,7 +79,7 @@ def _describe_stream(setup: Setup) -> None:
         size = classifier.nbytes_with(classes)
         print(f"classifier {name}: {size / 2**20:.2f} MiB with {counted(classes, 'class')}")
     workers = "; images were read in this process alone" if args.num_workers else ""
-    print(f"the whole run: about {_duration(seconds)} (an estimate, from one step on your images{workers})")
+    print(f"the whole run: about {duration(seconds)} (an estimate, from one step on your images{workers})")
 
 
 def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
@@ -127,7 +128,8 @@ def _passes(learner: Any, part: Any) -> tuple[float, float]:
     return times[1] - times[0], times[2] - times[1]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as people say it, such as 7 min."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)

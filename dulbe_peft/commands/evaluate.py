@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, labelled_options, learner_options, option
+from dulbe_peft.commands.outputs import say_next
+from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
+    import torch
+
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.evaluation import Evaluation
 
 EXAMPLE = """example:
   dulbe-peft evaluate out --data photos
@@ -27,7 +32,7 @@ go there as JSON: dulbe-peft evaluate out --data photos > figures.json
 
 
 @command(EXAMPLE)
-@learner_options()
+@learner_options(choose=True)
 @labelled_options
 @option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
 @option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
@@ -50,50 +55,59 @@ def evaluate(
     loaded, images = load(), open_images()
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
+    figures: dict[str, Any] = {}
+    found = loaded.evaluate_images(images.select(known)) if known and not zero_shot else None
     if zero_shot:
         if not unknown:
             raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
         figures = _zero_shot(loaded, images, known, unknown, list(scale) or [1.0])
-    else:
-        if not known:
-            raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}")
-        figures = _accuracy(loaded, images, known, unknown, reject)
+    elif found is not None:
+        figures = _accuracy(found, len(images), known, unknown)
+    elif reject is None:
+        raise ValueError(
+            f"none of the classes in {data!r} has been learned by {learner!r}; --reject measures how many of their "
+            "images are called unknown"
+        )
+    if reject is not None:
+        others = images.select(unknown) if unknown else None
+        figures["rejection"] = _rejection(loaded, None if found is None else found.probability, others, reject)
     if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
         print(json.dumps(figures, indent=2, ensure_ascii=False))
+    if found is not None:
+        best = max(figures["classifiers"], key=figures["classifiers"].__getitem__)
+        which = [] if best == loaded.classifier.name else ["--classifier", best]
+        say_next("export", learner, "exported", "--format", "transformers", *which, to=sys.stderr)
     return 0
 
 
-def _accuracy(
-    learner: ClassIncrementalLearner,
-    images: LabelledImages,
-    known: list[str],
-    unknown: list[str],
-    reject: float | None,
-) -> dict[str, Any]:
-    """How right every classifier is about the classes that were learned."""
+def _accuracy(found: Evaluation, images: int, known: list[str], unknown: list[str]) -> dict[str, Any]:
+    """How right every classifier is about the classes that were learned; `images` counts those of all classes."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.evaluation import BASELINES
 
-    chosen = images.select(known)
-    found, left_out = learner.evaluate_images(chosen), len(images) - len(chosen)
-    not_learned = {"classes": unknown, "num_images": left_out}
-    figures = found.figures() | {"num_classes": len(known), "not_learned": not_learned}
-    print(f"{counted(len(chosen), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
+    figures, left_out = found.figures(), images - len(found.truth)
+    print(f"{counted(len(found.truth), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
     baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
     for name, accuracy in (figures["classifiers"] | baselines).items():
         print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
     if unknown:
-        listed = f"{', '.join(unknown)} ({counted(left_out, 'image')})"
+        listed = f"{', '.join(map(printable, unknown))} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
-    if reject is None:
-        return figures
+    return figures | {"num_classes": len(known), "not_learned": {"classes": unknown, "num_images": left_out}}
+
+
+def _rejection(
+    learner: ClassIncrementalLearner, of_known: torch.Tensor | None, others: LabelledImages | None, reject: float
+) -> dict[str, Any]:
+    """The shares of the images of known and of other classes that are "none of these"; None where there are none."""
     threshold = learner.classifier.rejection_threshold(reject)
-    refused = (found.probability < threshold).double().mean().item()
-    rows = learner.predictions(images.select(unknown), reject=reject) if unknown else []
-    share = sum(not row.known for row in rows) / len(rows) if rows else None
-    others = "" if share is None else f", {100 * share:.2f} % of those of other classes"
-    print(f"none of these: {100 * refused:.2f} % of the images of known classes{others}", file=sys.stderr)
-    return figures | {"rejection": {"asked_for": reject, "refused": refused, "found": share}}
+    refused = None if of_known is None else (of_known < threshold).double().mean().item()
+    rows = learner.predictions(others, reject=reject) if others is not None else []
+    found = sum(not row.known for row in rows) / len(rows) if rows else None
+    shares = {"the images of known classes": refused, "those of other classes": found}
+    said = [f"{100 * share:.2f} % of {whose}" for whose, share in shares.items() if share is not None]
+    print(f"none of these: {', '.join(said)}", file=sys.stderr)
+    return {"asked_for": reject, "refused": refused, "found": found}
 
 
 def _zero_shot(

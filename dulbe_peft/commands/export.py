@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
+from dulbe_peft.commands.outputs import check_folder, overwrite_option
 
 EXAMPLE = """example:
   dulbe-peft export out exported --format onnx
@@ -21,7 +22,7 @@ Each format holds the learner's classifier, and a README.md with the lines of co
 
 
 @command(EXAMPLE)
-@learner_options()
+@learner_options(choose=True)
 @argument("output", "folder for the export; only an earlier export is replaced")
 @option(
     "--format",
@@ -30,19 +31,20 @@ Each format holds the learner's classifier, and a README.md with the lines of co
     default="lora",
     help="what to write (lora)",
 )
-@option("--classifier", metavar="NAME", help="which of the learner's classifiers; none: the first")
 @option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
+@overwrite_option
 def export(
-    learner: str, load: Callable[[], Any], output: str, kind: str, classifier: str | None, compress_to: int | None
+    learner: str, load: Callable[[], Any], output: str, kind: str, compress_to: int | None, overwrite: bool
 ) -> int:
     if compress_to is not None and kind != "lora":
         raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
+    check_folder(output, learner, overwrite=overwrite, flag="folder")
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
-    folder = export_learner(load(), output, kind, classifier, compress_to)
+    folder = export_learner(load(), output, kind, None, compress_to)
     if compress_to is not None:
         report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_other_folder
+from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option, say_next
 
 EXAMPLE = """example:
   dulbe-peft forget june "great auk" dodo --output june-without
@@ -19,12 +19,15 @@ No image is called by a forgotten class any more. The model stays as it is. june
 @learner_options()
 @argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
-def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str) -> int:
+@overwrite_option
+def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str, overwrite: bool) -> int:
     check_other_folder(learner, output)
+    check_folder(output, learner, overwrite=overwrite)
     loaded = load()
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
     loaded.save_pretrained(output)
     print(f"{len(loaded.class_names)} classes are left")
     print(f"written: {output}")
+    say_next("export", output, f"{output}-export", "--format", "transformers")
     return 0

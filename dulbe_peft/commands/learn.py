@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, field_options, learner_options, option
-from dulbe_peft.commands.outputs import check_other_folder
+from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option
+from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen_tests, source_of
 
@@ -28,13 +28,14 @@ was stopped.
 _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 
 
-@command(EXAMPLE, resumes=True)
+@command(EXAMPLE, kept="finished tasks are kept")
 @learner_options()
 @option("--data", required=True, help="images, as for run")
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
 @option("--increment", type=int, help="new classes per task; without it all are one task")
 @option("--no-update", is_flag=True, help="leave out images of classes that are known")
 @field_options(StreamArguments, _DATA)
+@overwrite_option
 def learn(
     learner: str,
     load: Callable[[], ClassIncrementalLearner],
@@ -42,9 +43,9 @@ def learn(
     output: str,
     increment: int | None,
     no_update: bool,
+    overwrite: bool,
     **flags: Any,
 ) -> int:
-    from dulbe_peft.report import format_summary
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.runs.setup import check_run_folder
@@ -52,6 +53,7 @@ def learn(
 
     check_other_folder(learner, output)
     check_run_folder(data, output)
+    check_folder(output, learner, data, overwrite=overwrite)
     loaded = load()
     given = {name: value for name, value in flags.items() if value is not None}
     source = {
@@ -79,31 +81,28 @@ def learn(
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
         write_pictures(output, [*tests, *(task.test for task in tasks)], results)
-        if results.get("classifiers"):
-            print(format_summary(results))
-            gain = "" if new or not before else _gain(before, known_tasks(loaded)[-1].row)
-            if gain:
-                print(gain)
-        print(f"written: {Path(output) / 'results.json'}")
+        if results.get("classifiers") and before and not new:
+            _say_gain(before, known_tasks(loaded)[-1].row)
+        say_results(results, output, next(iter(loaded.classifiers)))
     leave()
     return 0
 
 
-def _gain(before: Row, after: Row) -> str:
-    """What further images of known classes changed, where both rows are of tests of the same tasks."""
+def _say_gain(before: Row, after: Row) -> None:
+    """Print what further images of known classes changed, where both rows are of tests of the same tasks."""
     from dulbe_peft.metrics.accuracy import percent
 
     def tested(row: Row) -> list[bool]:
         return [value is not None for score in [*row.classifiers.values()][:1] for value in score.by_task]
 
     if tested(before) != tested(after) or not tested(before):
-        return ""
+        return
     rows = [
         f"{name} {percent(score.accuracy, 2)} % before, {percent(after.classifiers[name].accuracy, 2)} % after"
         for name, score in before.classifiers.items()
         if name in after.classifiers
     ]
-    return f"with the further images: {'; '.join(rows)}"
+    print(f"with the further images: {'; '.join(rows)}")
 
 
 def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shlex
@@ -10,18 +11,20 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 import click
 
 from dulbe_peft.utils.imports import when_imported
+from dulbe_peft.utils.terminal import printable_lines
 
 # Each command's line in the help; its file has the same name with underscores.
 COMMANDS = {
     "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
-    "run": "learn a class-incremental stream and write results.json",
+    "check": "look through a folder of images: counts, duplicates, files that cannot be read",
+    "run": "learn a folder of images, or a class-incremental stream of them",
     "learn": "give a finished learner new classes, and more images of known ones",
     "forget": "take classes out of a learner",
     "predict": "name the classes of images",
@@ -34,6 +37,7 @@ COMMANDS = {
     "cost": "count parameters, multiply-adds and memory",
     "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
     "env": "print versions and the accelerator, for a bug report",
+    "help": "show the help of a command",
 }
 
 
@@ -78,7 +82,10 @@ class Commands(click.Group):
                     raise
             if terminated:  # the signal ended a process that reads images, too, and its end is this error
                 return _stopped(ctx, signal.SIGTERM)
-            print(f"dulbe-peft: {error}", file=sys.stderr)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above
+                error = OSError(f"standard output cannot be written to: {error.strerror}")
+            _complain(f"dulbe-peft: {error}")
             return 2
 
 
@@ -101,6 +108,11 @@ commands.commands = dict(COMMANDS)  # type: ignore[arg-type] # what click compar
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130, 141 or 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stderr is None:  # somebody closed it; the next file that is opened must not take its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        _complain("dulbe-peft: standard output is closed: send it to a file, or to /dev/null")
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     # A bar for each model that is loaded says nothing to a person.
@@ -111,8 +123,16 @@ def main(argv: list[str] | None = None) -> int:
         return int(commands.main(argv, prog_name="dulbe-peft", standalone_mode=False, obj=argv))
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "dulbe-peft"
-        print(f"{path}: {error.format_message()}  {path} --help lists what there is.", file=sys.stderr)
+        _complain(f"{path}: {error.format_message()}  {path} --help lists what there is.")
         return 2
+    except click.Abort:  # Ctrl-C before the command was called
+        _complain("dulbe-peft: stopped by SIGINT")
+        return 128 + signal.SIGINT
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # where nobody can be told, the exit status says it
+        print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
@@ -142,10 +162,12 @@ def _terminable(received: list[int]) -> Iterator[None]:
 
 
 def _stopped(ctx: click.Context, number: signal.Signals) -> int:
-    """Say how to go on with a stream that was stopped; returns the exit status."""
-    print(f"dulbe-peft: stopped by {number.name}", file=sys.stderr)
+    """Say how to go on with a command that was stopped; returns the exit status."""
+    _complain(f"dulbe-peft: stopped by {number.name}")
     name = ctx.invoked_subcommand
-    if name is not None and getattr(commands.get_command(ctx, name), "resumes", False):
-        command = [sys.executable, "-m", "dulbe_peft", *ctx.obj, *ctx.meta.get("to go on", [])]
-        print(f"finished tasks are kept; to go on:\n{shlex.join(command)}", file=sys.stderr)
+    kept = ctx.meta.get("kept") or (name and getattr(commands.get_command(ctx, name), "kept", ""))
+    if kept:
+        given = [word for word in ctx.obj if word != "--overwrite"]  # which would put aside what is kept
+        command = [sys.executable, "-m", "dulbe_peft", *given, *ctx.meta.get("to go on", [])]
+        _complain(f"{kept}; to go on:\n{shlex.join(command)}")
     return 128 + number

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Callable, Collection
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import click
-from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.runs.settings import GROUPS
+from dulbe_peft.runs.settings import GROUPS, from_text
 from dulbe_peft.utils.settings import field_types
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -38,7 +37,7 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose help shows its options in groups, and its examples as they were typed."""
 
-    resumes = False  # whether the same command goes on where it was stopped
+    kept = ""  # of a command that goes on where it was stopped: what is kept
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read `--scale 0.25 0.5` as `--scale 0.25 --scale 0.5`, which is all that click knows."""
@@ -67,12 +66,12 @@ class Command(click.Command):
         formatter.write(f"\n{self.epilog or ''}")
 
 
-def command(example: str = "", usage: str = "[OPTIONS]", resumes: bool = False) -> Decorator:
+def command(example: str = "", usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
     """Make a function a command; its parameters are those that the decorators below it declare."""
 
     def make(function: Callable[..., int]) -> Command:
         made: Command = click.command(cls=Command, epilog=example)(function)
-        made.resumes, made.options_metavar = resumes, usage
+        made.kept, made.options_metavar = kept, usage
         return made
 
     return make
@@ -132,37 +131,22 @@ def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
         return facts | {"type": click.Choice(kinds)}
     if field.metadata.get("repeated"):
         return facts | {"multiple": True, "metavar": "TEXT"}
-    if list[int] in kinds:
-        return facts | {"type": lambda text: [int(part) for part in text.split(",")], "metavar": "A,B,..."}
-    if list[str] in kinds:  # a text with other characters is a regular expression where the field takes one
-        names = (lambda text: text.split(",") if re.fullmatch(r"[\w.,]+", text) else text) if str in kinds else None
-        return facts | {"type": names or (lambda text: text.split(",")), "metavar": "A,B,..."}
-    return facts | {"type": _Number(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[0]}
+    kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is Annotated else kinds[0]
+    shown = {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(kind, "A,B,...")
+    return facts | {"type": _Setting(field.name, hint), "metavar": shown}
 
 
-class _Number(click.ParamType):
-    """A number between the limits of its annotation, so that a wrong flag costs no pydantic."""
+class _Setting(click.ParamType):
+    """A setting, read and checked as in a YAML file."""
 
-    def __init__(self, hint: Any) -> None:
-        self.kind, *self.limits = get_args(hint)
-        self.name = "integer" if self.kind is int else "float"
+    def __init__(self, name: str, hint: Any) -> None:
+        self.name, self.hint = name, hint
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            number = self.kind(value)
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is not {'an integer' if self.kind is int else 'a number'}", param, ctx)
-        for limit in self.limits:
-            low: Any = limit.ge if isinstance(limit, Ge) else None
-            if low is not None and not number >= low:
-                self.fail(f"{value} must be {'above 0' if 0 < low < 1e-30 else f'at least {low}'}", param, ctx)
-            low = limit.gt if isinstance(limit, Gt) else None
-            if low is not None and not number > low:
-                self.fail(f"{value} must be above {low}", param, ctx)
-            high: Any = limit.le if isinstance(limit, Le) else None
-            if high is not None and not number <= high:
-                self.fail(f"{value} must be at most {high:g}", param, ctx)
-        return number
+            return from_text(self.name, value, self.hint)
+        except (ValueError, TypeError) as error:
+            self.fail(str(error), param, ctx)
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -176,10 +160,10 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-def learner_options(optional: bool = False) -> Decorator:
+def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
     """The learner, and the options of its machine; the command gets `learner`, and `load` to make it.
 
-    Where a learner is `optional`, `--model` alone is a pristine model.
+    Where a learner is `optional`, `--model` alone is a pristine model; `choose` adds `--classifier`.
     """
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
 
@@ -187,10 +171,15 @@ def learner_options(optional: bool = False) -> Decorator:
         @wraps(function)
         def call(learner: str | None, model: str | None, **flags: Any) -> int:
             machine = {name: value for name in _MACHINE if (value := flags.pop(name)) is not None}
-            status: int = function(learner=learner, load=partial(_load_learner, learner, model, machine), **flags)
+            first = flags.pop("classifier", None)
+            load = partial(_load_learner, learner, model, machine, first)
+            status: int = function(learner=learner, load=load, **flags)
             return status
 
         made = field_options(LearnerArguments, _MACHINE, "machine")(call)
+        if choose:
+            what = "which of the learner's classifiers answers; none: its first"
+            made = option("--classifier", metavar="NAME", help=what)(made)
         what = f"the base model, where it is not where it was{alone}"
         made = option("--model", metavar="MODEL", help=what)(made)
         what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
@@ -200,38 +189,51 @@ def learner_options(optional: bool = False) -> Decorator:
 
 
 def _load_learner(
-    learner: str | None, model: str | None, machine: dict[str, Any], **defaults: Any
+    learner: str | None, model: str | None, machine: dict[str, Any], first: str | None, **defaults: Any
 ) -> ClassIncrementalLearner:
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
     given = defaults | machine
-    if learner is not None:
-        base = None if model is None else load_dual_encoder(model)[0]
-        return ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
-    if model is None:
-        raise ValueError("name a saved learner, or a pristine model with --model")
-    clip, processor = load_dual_encoder(model)
-    return ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
+    if learner is None:
+        if model is None:
+            raise ValueError("name a saved learner, or a pristine model with --model")
+        clip, processor = load_dual_encoder(model)
+        return ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
+    base = None if model is None else load_dual_encoder(model)[0]
+    loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
+    if first is not None:
+        if first not in loaded.classifiers:
+            raise ValueError(f"{learner!r} has no classifier {first!r}; it has {', '.join(loaded.classifiers)}")
+        chosen = {first: loaded.classifiers[first], **loaded.classifiers}
+        loaded.state = replace(loaded.state, classifiers=chosen)
+    return loaded
 
 
 def labelled_options(function: Any) -> Any:
     """The options that name labelled images to look at; the command gets `data`, and `open_images` to open them."""
 
     @wraps(function)
-    def call(data: str, split: str, class_names: str | None, **flags: Any) -> int:
-        status: int = function(data=data, open_images=partial(_load_labelled, data, split, class_names), **flags)
+    def call(data: str, split: str, class_names: str | None, skip_unreadable: bool, **flags: Any) -> int:
+        open_images = partial(_load_labelled, data, split, class_names, skip_unreadable)
+        status: int = function(data=data, open_images=open_images, **flags)
         return status
 
+    skip = option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
     names = option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
     splits = option("--split", default="test", help="split of the data (test); '' for a folder of classes")
     data = "images: a folder of classes or of parquet files, or hf:NAME"
-    return option("--data", required=True, help=data)(splits(names(call)))
+    return option("--data", required=True, help=data)(splits(names(skip(call))))
 
 
-def _load_labelled(data: str, split: str, class_names: str | None) -> LabelledImages:
+def _load_labelled(data: str, split: str, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+    from dulbe_peft.data.inventory import readable_images
     from dulbe_peft.data.readers import load_data
     from dulbe_peft.streams.protocols import rename_classes
 
     images = load_data(data, split=split or None)
+    if skip_unreadable:
+        images, found = readable_images(images)
+        if found.unreadable:
+            print(found.format(), file=sys.stderr)
     return rename_classes(images, class_names) if class_names else images

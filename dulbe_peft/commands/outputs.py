@@ -1,15 +1,26 @@
-"""Files that a person names for a command's answers: what must not be overwritten, and how they are written."""
+"""What a person names for a command's answers: what must not be overwritten, and how it is written."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from dulbe_peft.commands.options import option
+
+overwrite_option = option(
+    "--overwrite", is_flag=True, help="begin anew where something else stands, which becomes NAME.old"
+)
 
 
-def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | None] = ()) -> None:
+def check_outputs(
+    *files: tuple[str, str | None, str], inputs: Sequence[str | None] = (), overwrite: bool = False
+) -> None:
     """Refuse files that were most likely named by mistake, before any work is done.
 
     Each file is its flag, path and suffix. A path of None is not written, and "-" is standard output. `inputs` are
@@ -21,17 +32,22 @@ def check_outputs(*files: tuple[str, str | None, str], inputs: Sequence[str | No
         if path is None:
             continue
         file = Path(path) if path == "-" else Path(path).resolve()
-        if path != "-":
-            _check_answer_file(path, suffix)
         if file in read:
             raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
         if file in flags:
             raise ValueError(f"{flags[file]} and {flag} both name {path}: give each a file of its own")
+        if path != "-":
+            taken = _check_answer_file(path, suffix)
+            _check_writable(path, flag)
+            if taken and not overwrite:
+                raise FileExistsError(f"{path} exists and is no {suffix} file: choose another name, or --overwrite")
+            if taken:
+                _step_aside(path, inputs)
         flags[file] = flag
 
 
-def _check_answer_file(path: str, suffix: str) -> None:
-    """Raise where `path` cannot be a new file for an answer, or one that an earlier answer of this suffix may be."""
+def _check_answer_file(path: str, suffix: str) -> bool:
+    """Whether a file of another kind is at `path`; raises where the path can never be that of an answer."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
@@ -46,8 +62,38 @@ def _check_answer_file(path: str, suffix: str) -> None:
     of_a_run = file.name == "predictions.csv" and (file.parent / layout.RESULTS_FILE).is_file()
     if file.name in kept or of_a_run:
         raise FileExistsError(f"{path} is where a run or a model keeps its own file: choose another name")
-    if file.is_file() and file.suffix.lower() != suffix:
-        raise FileExistsError(f"{path} exists and is no {suffix} file: it is not overwritten, choose another name")
+    return file.is_file() and file.suffix.lower() != suffix
+
+
+def check_folder(output: str, *inputs: str | None, overwrite: bool = False, flag: str = "--output") -> None:
+    """Refuse a folder that cannot be written to; what stands there steps aside where the user says `overwrite`."""
+    if overwrite:
+        _step_aside(output, inputs)
+    _check_writable(output, flag)
+
+
+def _check_writable(path: str, flag: str) -> None:
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise PermissionError(f"{place} cannot be written to: choose another {flag}")
+
+
+def _step_aside(path: str, inputs: Sequence[str | None]) -> None:
+    """Give what stands at a path the name NAME.old, so that nothing is lost."""
+    place = Path(path)
+    if not os.path.lexists(place):
+        return
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(f"--overwrite is for a single process: move {path} away before the launch")
+    for other in (".", *filter(None, inputs)):
+        if place.resolve() in (Path(other).resolve(), *Path(other).resolve().parents):
+            raise ValueError(f"--overwrite would move {path}, in which the command works: choose another name")
+    names = (f"{place.name}.old{number or ''}" for number in itertools.count())
+    aside = next(place.with_name(name) for name in names if not os.path.lexists(place.with_name(name)))
+    place.rename(aside)
+    print(f"what was in {path} is now in {aside}", file=sys.stderr)
 
 
 def check_other_folder(learner: str, output: str) -> None:
@@ -62,6 +108,16 @@ def check_other_folder(learner: str, output: str) -> None:
             f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
             "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"
         )
+
+
+def data_name(data: str) -> str:
+    """What outputs are named after: the folder of the data, or its name on the Hub."""
+    return data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
+
+
+def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
+    """Print the command that one would most likely type now."""
+    print(f"next: dulbe-peft {shlex.join(map(str, arguments))}", file=to or sys.stdout)
 
 
 @contextmanager

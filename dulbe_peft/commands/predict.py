@@ -7,10 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, TYPE_CHECKING, Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_outputs, output_file
+from dulbe_peft.commands.outputs import check_folder, check_outputs, output_file, overwrite_option, say_next
+from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -19,23 +22,28 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 EXAMPLE = """examples:
   dulbe-peft predict out photo.jpg
   dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
+  dulbe-peft predict out holidays --sort-into sorted
   find . -name '*.jpg' | dulbe-peft predict out -
 
 Folders are read at any depth. A file that cannot be read is reported on standard error and
-stepped over. With --reject 0.05, an image is "none of these" where its best probability is below
-that of all but 5 % of the training images that were held back. `dulbe-peft evaluate --reject`
-measures how many images of known classes that refuses.
+stepped over. Answers are printed and written as they come: the same command goes on with a
+table that was interrupted. With --reject 0.05, an image is "none of these" where its best
+probability is below that of all but 5 % of the training images that were held back.
+`dulbe-peft evaluate --reject` measures how many images of known classes that refuses.
 """
 NONE = "none of these"
+HEADER = ["path", "class", "probability"]
 
 
 @command(EXAMPLE)
-@learner_options()
+@learner_options(choose=True)
 @argument("paths", "image files or folders; -: an image or paths on standard input", nargs=-1, required=True)
 @option("--top-k", type=int, default=1, help="how many classes for each image (1)")
 @option("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
 @option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
+@option("--sort-into", metavar="FOLDER", help="copy each image into a folder of its class, and replace nothing")
 @option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
+@overwrite_option
 def predict(
     learner: str,
     load: Callable[..., ClassIncrementalLearner],
@@ -43,39 +51,60 @@ def predict(
     top_k: int,
     csv: str | None,
     json_file: str | None,
+    sort_into: str | None,
     reject: float | None,
+    overwrite: bool,
 ) -> int:
     """Write the answers; returns 2 where no image could be read."""
+    from dulbe_peft.commands.tables import copy_into, growing_table
     from dulbe_peft.data.inventory import counted
 
-    check_outputs(("--csv", csv, ".csv"), ("--json", json_file, ".json"))
+    check_outputs(("--csv", csv, ".csv"), ("--json", json_file, ".json"), inputs=paths, overwrite=overwrite)
+    if sort_into is not None:
+        check_folder(sort_into, flag="--sort-into")
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty: neither an image nor a path is there")
-    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
-    rows = load(num_workers=workers if many else 0).predictions(images, top_k, reject)
-    for row in rows:
-        if row.error is not None:
-            print(f"dulbe-peft: {row.image} cannot be read: {row.error}", file=sys.stderr)
-    read = [row for row in rows if row.error is None]
-    if csv:
-        with output_file(csv) as file:
-            _write_csv(file, read)
+    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
+    loaded = load(num_workers=workers if many else 0)
+    rows: list[Prediction] = []  # what goes into the JSON file
+    read = unread = refused = 0
+    with ExitStack() as opened:
+        done: set[str] = set()
+        write: Callable[[list[list[Any]]], None] | None = None
+        if csv:
+            settings = [str(loaded.folder or learner), loaded.classifier.name, top_k, reject]
+            write, done = opened.enter_context(growing_table(csv, HEADER, settings, anew=overwrite or bool(json_file)))
+        for found in _answers(loaded, images, done, top_k, reject):
+            for row in found:
+                if row.error is not None:
+                    print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
+                elif not csv and not json_file:
+                    print(_line(row))
+            good = [row for row in found if row.error is None]
+            sys.stdout.flush()
+            if write is not None:
+                write([line for row in good for line in _lines(row)])
+            if sort_into is not None:
+                for row in good:
+                    copy_into(Path(row.image), row.classes[0] if row.known else NONE, Path(sort_into))
+            rows += found if json_file else []
+            read, unread = read + len(good), unread + len(found) - len(good)
+            refused += sum(not row.known for row in good)
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    if not csv and not json_file:
-        for row in read:
-            print(_line(row))
-    unread, refused = len(rows) - len(read), sum(not row.known for row in read)
-    if csv or json_file or unread or reject is not None:
-        parts = [counted(len(read), "image")]
+    files = [file for file in (csv, json_file, sort_into) if file not in (None, "-")]
+    if csv or json_file or sort_into or unread or reject is not None:
+        parts = [counted(read, "image")]
+        parts += [f"{len(done)} were answered before"] * bool(done)
         parts += [f"{refused} of them {NONE}"] * (reject is not None)
         parts += [f"{unread} could not be read"] * bool(unread)
-        files = [file for file in (csv, json_file) if file not in (None, "-")]
-        print(", ".join(parts) + (f"; written: {' and '.join(files)}" if files else ""), file=sys.stderr)
-    return 0 if read else 2
+        print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
+    if files and sort_into is None and "-" not in paths:
+        say_next("predict", learner, *paths, "--sort-into", "sorted", to=sys.stderr)
+    return 0 if read or done else 2
 
 
 def _images(paths: Iterable[str]) -> Iterator[Any]:
@@ -88,6 +117,8 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
         if path != "-":
             yield path
             continue
+        if sys.stdin is None:
+            raise ValueError("standard input is closed: neither an image nor a path is there")
         data = sys.stdin.buffer.read()
         file: Any = io.BytesIO(data)
         file.name = "standard input"
@@ -102,22 +133,30 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
             yield file
 
 
+def _answers(
+    learner: ClassIncrementalLearner, images: list[Any], done: set[str], top_k: int, reject: float | None
+) -> Iterator[list[Prediction]]:
+    """The answers of a batch of images for each reading process after another."""
+    from dulbe_peft.data.unlabelled import unlabelled_images
+
+    every = unlabelled_images(images)
+    left = [index for index in range(len(every)) if not done or printable(every.item_name(index)) not in done]
+    size = learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    for start in range(0, len(left), size):
+        yield learner.predictions(every.at(left[start : start + size]), top_k, reject)
+
+
 def _line(row: Prediction) -> str:
-    names = [f"{name} {100 * p:.2f} %" for name, p in zip(row.classes, row.probabilities, strict=True)]
+    names = [f"{printable(name)} {100 * p:.2f} %" for name, p in zip(row.classes, row.probabilities, strict=True)]
     if not row.known:
         names = [f"{NONE} (best: {names[0]})"]
-    return "\t".join([row.image, *names])
+    return "\t".join([printable(row.image), *names])
 
 
-def _write_csv(file: IO[str], rows: Iterable[Prediction]) -> None:
-    """One line for each class of each image; an unknown image has one line, without a class."""
-    from dulbe_peft.utils.files import write_rows
-
-    lines: list[list[Any]] = []
-    for row in rows:
-        answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-        lines += [[row.image, name, f"{probability:.6f}"] for name, probability in answers]
-    write_rows(file, ["path", "class", "probability"], lines)
+def _lines(row: Prediction) -> list[list[Any]]:
+    """The lines of a table for one image: one for each class, and for an unknown image one without a class."""
+    answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
+    return [[printable(row.image), printable(name), f"{probability:.6f}"] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import check_outputs
+from dulbe_peft.commands.outputs import check_folder, check_outputs, overwrite_option
 
 EXAMPLE = """example:
   dulbe-peft report out
@@ -23,12 +23,23 @@ The page is one file that any browser opens, also without a network.
 @option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
 @option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
 @option("--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run")
-def report(runs: tuple[str, ...], output: str | None, csv: str | None, latex: str | None, figures: str | None) -> int:
+@overwrite_option
+def report(
+    runs: tuple[str, ...],
+    output: str | None,
+    csv: str | None,
+    latex: str | None,
+    figures: str | None,
+    overwrite: bool,
+) -> int:
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 
     named = (output, csv, latex)
-    check_outputs(*zip(("--output", "--csv", "--latex"), named, (".html", ".csv", ".tex"), strict=True))
+    flags, suffixes = ("--output", "--csv", "--latex"), (".html", ".csv", ".tex")
+    check_outputs(*zip(flags, named, suffixes, strict=True), inputs=runs, overwrite=overwrite)
+    if figures is not None:
+        check_folder(figures, *runs, overwrite=overwrite, flag="--figures")
     # Where a link is named, what it leads to is written.
     files = tuple(None if path is None else Path(path).resolve() for path in named)
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())

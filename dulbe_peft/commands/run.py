@@ -1,46 +1,57 @@
-"""`dulbe-peft run`: learn a class-incremental stream."""
+"""`dulbe-peft run`: learn a folder of images, or a class-incremental stream of them."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.options import command, setting_options
+from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 from dulbe_peft.runs.settings import given_settings, validated
+from dulbe_peft.utils.settings import field_types
 
 EXAMPLE = """example:
-  dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --increment 10 --output out
+  dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
 
 photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
+Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
 The same command goes on where a run was stopped, and where classes were added.
 """
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = (
     *("model", "data", "output", "strategy", "classifiers", "increment", "test_fraction", "class_order", "dry_run"),
-    *("epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
+    *("skip_unreadable", "epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
 )
 
 
-@command(EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", resumes=True)
+@command(EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
 @setting_options(ESSENTIAL)
-def run(config: str | None, **flags: Any) -> int:
+@overwrite_option
+def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     settings = given_settings(config, flags)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
     stream, *_ = validated(settings)
+    if not stream.dry_run:
+        check_folder(stream.output, stream.data, stream.model, config, overwrite=overwrite)
     if not stream.resume:
         click.get_current_context().meta["to go on"] = ["--resume"]
     from dulbe_peft.commands.dry_run import describe
-    from dulbe_peft.report import format_summary
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.setup import set_up
     from dulbe_peft.runs.sources import source_of
     from dulbe_peft.utils.processes import leave, world
 
     setup = set_up(settings)
+    trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
+    if trains and not setup.strategy.adapts:
+        flags_of = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))
+        print(f"{flags_of} changes nothing, because nothing is trained: --strategy dulbe trains", file=sys.stderr)
     if stream.dry_run:
         describe(setup)
         return 0
@@ -52,12 +63,31 @@ def run(config: str | None, **flags: Any) -> int:
         source=source_of(stream),
         check_zero_shot=setup.check_zero_shot,
         test_ahead=stream.test_ahead,
-        class_texts=setup.class_texts(),
     )
     if world()[0] == 0:
         write_pictures(stream.output, [task.test for task in setup.tasks], results)
-        if "classifiers" in results:
-            print(format_summary(results))
-        print(f"written: {Path(stream.output) / 'results.json'}")
+        say_results(results, stream.output, next(iter(learner.classifiers)))
     leave()
     return 0
+
+
+def say_results(results: dict[str, Any], output: str, first: str) -> None:
+    """The table of a run, which classifier was best, and the next commands; `first` is the classifier that answers."""
+    from dulbe_peft.metrics.accuracy import percent
+    from dulbe_peft.report import format_summary
+
+    rows = {name: block["last_accuracy"] for name, block in results.get("classifiers", {}).items()}
+    if results.get("classifiers"):
+        print(format_summary(results))
+    print(f"written: {Path(output) / 'results.json'}")
+    tested = {name: accuracy for name, accuracy in rows.items() if accuracy is not None}
+    if tested:
+        best = max(tested, key=lambda name: (tested[name], name == first))
+        words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
+        if best != first:
+            words += f", {percent(tested[best] - tested[first], 2)} points more than {first}, which answers"
+            words += f" unless you write --classifier {best}"
+        print(words)
+        if best != first:
+            say_next("export", output, f"{output}-{best}", "--format", "transformers", "--classifier", best)
+    say_next("report", output)

@@ -22,12 +22,30 @@ _SUFFIXES = {
     "GIF": (".gif",),
     "TIFF": (".tif", ".tiff"),
     "AVIF": (".avif",),
+    "HEIF": (".heic", ".heif"),
 }
-_OPTIONAL = {"WEBP", "AVIF"}  # not in every build of Pillow
-IMAGE_FORMATS = tuple(
-    name for name in _SUFFIXES if name not in _OPTIONAL or name.lower() in features.get_supported_modules()
-)
+_OPTIONAL = {"WEBP", "AVIF", "HEIF"}  # not in every build of Pillow, and what phones write in a package of its own
+_PRESENT = [name.upper() for name in features.get_supported_modules()]
+try:
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+    _PRESENT.append("HEIF")
+except ImportError:
+    pass
+IMAGE_FORMATS = tuple(name for name in _SUFFIXES if name not in _OPTIONAL or name in _PRESENT)
 IMAGE_SUFFIXES = tuple(suffix for name in IMAGE_FORMATS for suffix in _SUFFIXES[name])
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
+
+
+def why_not_read(suffix: str) -> str:
+    """Why files with a suffix, in lower case, are left out."""
+    if suffix in ARCHIVES:
+        return "it is an archive: unzip it, and name the folder that comes out"
+    if suffix in _SUFFIXES["HEIF"]:
+        return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
+    return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
+
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -154,7 +172,10 @@ def _reason(error: Exception, source: Any) -> str:
     """An error in words that need no path, which the caller gives."""
     if isinstance(source, (str, os.PathLike)) and os.path.islink(source) and not os.path.exists(source):
         return f"{os.path.basename(source)} is a link to {os.readlink(os.fspath(source))}, which does not exist"
+    suffix = os.path.splitext(source)[1].lower() if isinstance(source, (str, os.PathLike)) else ""
     if isinstance(error, Image.UnidentifiedImageError):
+        if suffix in (*ARCHIVES, *_SUFFIXES["HEIF"]) and suffix not in IMAGE_SUFFIXES:
+            return why_not_read(suffix)
         return f"it is none of the formats {', '.join(IMAGE_FORMATS)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

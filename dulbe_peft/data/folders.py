@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dulbe_peft.data.decoding import IMAGE_SUFFIXES
+from dulbe_peft.data.decoding import IMAGE_SUFFIXES, why_not_read
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import check_class_names, normalized
 
@@ -48,8 +48,7 @@ class FolderContent:
                 if self.seen == before:
                     self.left_out.append((entry.path, "an empty folder"))
             elif suffix not in IMAGE_SUFFIXES:
-                why = f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
-                self.left_out.append((entry.path, why))
+                self.left_out.append((entry.path, why_not_read(suffix)))
             elif (entry.is_symlink() and not os.path.exists(entry.path)) or entry.is_file():
                 self.images.append(prefix + entry.name)  # a link to nothing or to itself, too: reading it says so
             else:

@@ -1,4 +1,4 @@
-"""What a data set holds, found before anything is trained: counts, what is left out, what cannot be read."""
+"""What a data set holds, found before anything is learned: counts, unreadable files, duplicates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.decoding import image_problem
+from dulbe_peft.data.duplicates import Duplicate
 from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.utils.terminal import printable
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
-_SHOWN = 20  # unreadable images that a message names
+_SHOWN = 20  # unreadable images, or rare classes, that a message names
+FEW = 4  # images of a class, below which its answers are rough
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Inventory:
         left_out: (path, reason) of files and folders that are no part of the data.
         unchecked: number of images that have no file whose header could be read, as in a list of tensors.
         positions: split -> positions of the unreadable images in that data set.
+        duplicates: pairs of equal images, where they were looked for.
 
     Example:
         >>> found = inspect_images(ImageFolder("photos", "train"))
@@ -42,6 +46,7 @@ class Inventory:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     unchecked: int = 0
     positions: dict[str, list[int]] = field(default_factory=dict)
+    duplicates: list[Duplicate] = field(default_factory=list)
 
     def __add__(self, other: Inventory) -> Inventory:
         """The inventory of two splits."""
@@ -51,6 +56,7 @@ class Inventory:
             list(dict.fromkeys(self.left_out + other.left_out)),
             self.unchecked + other.unchecked,
             self.positions | other.positions,
+            self.duplicates + other.duplicates,
         )
 
     @property
@@ -69,7 +75,7 @@ class Inventory:
         return line
 
     def format(self, most: int = 40) -> str:
-        """A table of the first classes and of all, then what is left out and why, then what cannot be read."""
+        """A table of the first classes and of all, then all problems."""
         names = self.class_names
         rows = [("class", *self.counts)]
         rows += [(name, *(str(counts.get(name, 0)) for counts in self.counts.values())) for name in names[:most]]
@@ -82,18 +88,28 @@ class Inventory:
             row[0].ljust(widths[0]) + "".join(f"  {cell:>{max(width, 6)}}" for cell, width in zip(row[1:], widths[1:]))
             for row in rows
         ]
+        return "\n".join(lines + self.problems())
+
+    def problems(self) -> list[str]:
+        """What is left out and why, then what was not looked at, cannot be read, is rare, or is there twice."""
+        lines = []
         if self.left_out:
             paths: dict[str, list[str]] = {}
             for path, why in self.left_out:
                 paths.setdefault(why, []).append(path)
             reasons = sorted(paths.items(), key=lambda row: -len(row[1]))
             lines += ["", f"left out: {len(self.left_out)}"]
-            lines += [f"  {len(rows):>6}  {why}, such as {rows[0]}" for why, rows in reasons]
+            lines += [f"  {len(rows):>6}  {why}, such as {printable(rows[0])}" for why, rows in reasons]
         if self.unchecked:
             lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable)]
-        return "\n".join(lines)
+        learned = next(iter(self.counts.values()), {})
+        rare = [f"{printable(name)} ({count})" for name, count in learned.items() if count < FEW]
+        if rare:
+            more = f", and {len(rare) - _SHOWN} more" if len(rare) > _SHOWN else ""
+            lines += ["", f"fewer than {FEW} images to learn from: {', '.join(rare[:_SHOWN])}{more}"]
+        return lines + duplicate_lines(self.duplicates)
 
 
 def counted(number: int, noun: str) -> str:
@@ -104,8 +120,29 @@ def counted(number: int, noun: str) -> str:
 
 def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
     """The first unreadable images, one a line with its reason, and how many more there are."""
-    lines = [f"  {name}: {reason}" for name, reason in unreadable[:_SHOWN]]
+    lines = [f"  {printable(name)}: {reason}" for name, reason in unreadable[:_SHOWN]]
     return lines if len(unreadable) <= _SHOWN else [*lines, f"  ... and {len(unreadable) - _SHOWN} more"]
+
+
+def duplicate_lines(duplicates: Sequence[Duplicate], most: int = 3) -> list[str]:
+    """For each kind of duplicates, worst first, how many there are and the first of them."""
+    kinds = {
+        "both learned from and tested on, so the accuracy says too much": lambda d: d.splits[0] != d.splits[1],
+        "in two classes": lambda d: d.splits[0] == d.splits[1] and d.classes[0] != d.classes[1],
+        "twice in a class": lambda d: d.splits[0] == d.splits[1] and d.classes[0] == d.classes[1],
+    }
+    lines = []
+    for what, holds in kinds.items():
+        for exact, how in ((True, "the same file"), (False, "nearly the same picture")):
+            found = [row for row in duplicates if row.exact == exact and holds(row)]
+            if found:
+                lines += ["", f"{how} {what}: {counted(len(found), 'pair')}"]
+                lines += [
+                    f"  {'  =  '.join(map(printable, map(': '.join, zip(row.splits, row.names))))}"
+                    for row in found[:most]
+                ]
+                lines += [f"  ... and {len(found) - most} more"] * (len(found) > most)
+    return lines
 
 
 def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False) -> Inventory:
@@ -135,6 +172,13 @@ def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False
     bad = {index: problem for index, problem in problems if problem is not None}
     unreadable = [(images.item_name(index), problem) for index, problem in bad.items()]
     return Inventory(counts, unreadable, left_out, positions={title: list(bad)})
+
+
+def readable_images(dataset: LabelledImages) -> tuple[LabelledImages, Inventory]:
+    """The images that can be decoded, and what was found."""
+    found = inspect_images(dataset, in_full=True)
+    bad = [position for positions in found.positions.values() for position in positions]
+    return dataset.at(np.setdiff1d(np.arange(len(dataset)), bad)), found
 
 
 def _problems(images: LabelledImages, in_full: bool) -> list[str | None]:

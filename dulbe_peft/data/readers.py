@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import DEMO_DIGITS, load_digit_images
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.hub import HUB_PREFIX, is_dataset_folder, load_hub_images
@@ -46,7 +47,9 @@ def load_data(
     if path.is_dir():
         return ImageFolder(path, split)
     if path.exists():
-        raise ValueError(f"{path} is a file, expected a folder of images or of parquet files")
+        archive = path.suffix.lower() in ARCHIVES
+        why = why_not_read(path.suffix.lower()) if archive else "expected a folder of images or of parquet files"
+        raise ValueError(f"{path} is a file, {why}")
     if text == DEMO_DIGITS:
         return load_digit_images(split)
     hub = f'; a dataset of the Hugging Face hub is written "hf:{text}"' if _HUB_NAME.fullmatch(text) else ""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.digits import DEMO_DIGITS
+from dulbe_peft.data.duplicates import find_duplicates
 from dulbe_peft.data.folders import SPLIT_NAMES, FolderContent, holds_only_folders, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, labelled_images
@@ -144,11 +145,12 @@ def open_stream_data(
         parts[split] = parts[split].at(np.setdiff1d(np.arange(len(parts[split])), bad))
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
+    duplicates = find_duplicates(parts)
     counts = {
         split: dict(zip(images.class_names, np.bincount(images.labels, minlength=len(images.class_names)).tolist()))
         for split, images in parts.items()
     }
-    return parts[train_split], parts.get(test_split), replace(found, counts=counts)
+    return parts[train_split], parts.get(test_split), replace(found, counts=counts, duplicates=duplicates)
 
 
 def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledImages:

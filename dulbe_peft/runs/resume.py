@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -44,8 +44,8 @@ class Beginning(Record):
 class Identity(Record):
     """What must be the same for a run to be the same one; the manifest of each of its task folders holds it.
 
-    `classes`, `data` and `class_texts` are of the run's finished tasks. `data` has the fingerprints of a task's
-    training and test images.
+    `classes` and `data` are of the run's finished tasks. `data` has the fingerprints of a task's training and test
+    images.
     """
 
     adapter: dict[str, Any]
@@ -56,7 +56,6 @@ class Identity(Record):
     start: Beginning
     classes: list[list[str]] = []
     data: list[list[str | None]] = []
-    class_texts: dict[str, list[str]] = {}
 
 
 class Listings(Record):
@@ -111,11 +110,7 @@ def task_listings(task: Task | None) -> Listings:
 
 
 def newest_of_run(
-    output: Path,
-    state: LearnerState,
-    stream: Sequence[Task],
-    class_texts: Mapping[str, Sequence[str]],
-    warn: Callable[[str], None],
+    output: Path, state: LearnerState, stream: Sequence[Task], warn: Callable[[str], None]
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder, and the identity of its run; None where no task folder is whole.
 
@@ -131,11 +126,11 @@ def newest_of_run(
     except ValidationError as error:
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
     current = identity_of(state)
-    different = _differences(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
-    if different:
-        raise ValueError(f"{folder} belongs to another run: {', '.join(different)} differ; {ELSEWHERE}")
+    changed = _changes(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
+    if changed:
+        raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
-    _check_finished(folder, saved, stream, class_texts, state.args)
+    _check_finished(folder, saved, stream, state.args)
     others = _differences(manifest.versions, library_versions())
     if others:
         warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
@@ -146,6 +141,31 @@ def finished_tasks(output: Path) -> list[tuple[str, ...]]:
     """The class names of the tasks that a run has finished in a folder; none where it has not begun."""
     found = layout.newest_task(output, lambda _: None) if output.is_dir() else None
     return [] if found is None else [tuple(task) for task in found[1].notes["tasks"]]
+
+
+def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
+    """What somebody changed between two runs, in words, and not what follows from it; empty where nothing differs."""
+    others = set(saved["classifiers"]) != set(current["classifiers"])
+    for settings in (saved, current):
+        settings["base_model"] = {"base_model": settings["base_model"][:8]}
+        if others:
+            settings["classifiers"] = {"classifiers": ", ".join(sorted(settings["classifiers"]))}
+    lines = []
+    for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
+        for path in _differences(saved[group], current[group]):
+            old, new = (_at(settings[group], path.split(".")) for settings in (saved, current))
+            name = f"{group}.{path}" if group == "classifiers" and path != group else path
+            name = "strategy" if (group, path) == ("strategy", "name") else name
+            lines.append(f"{name} was {old!r:.60} and is now {new!r:.60}")
+        if lines and group in ("base_model", "strategy"):  # from which others follow
+            break
+    return ", ".join(lines)
+
+
+def _at(settings: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        settings = settings.get(key) if isinstance(settings, dict) else None
+    return settings
 
 
 def _differences(saved: Any, current: Any, *, path: str = "") -> list[str]:
@@ -174,14 +194,8 @@ def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
         )
 
 
-def _check_finished(
-    folder: Path,
-    saved: Identity,
-    stream: Sequence[Task],
-    class_texts: Mapping[str, Sequence[str]],
-    args: LearnerArguments,
-) -> None:
-    """Raise unless the stream begins with the finished tasks, by class names, texts and data."""
+def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], args: LearnerArguments) -> None:
+    """Raise unless the stream begins with the finished tasks, by class names and by data."""
     first = len(saved.start.tasks) + 1
     given = [list(task.class_names) for task in stream[: len(saved.classes)]]
     for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
@@ -189,12 +203,6 @@ def _check_finished(
             raise ValueError(
                 f"{folder} belongs to another run: task {number} has the classes {before!r:.200} there, and "
                 f"{now!r:.200} in the stream now given. The stream must begin with the finished tasks; {ELSEWHERE}"
-            )
-    for name in (name for task in saved.classes for name in task):
-        if saved.class_texts.get(name, []) != list(class_texts.get(name, [])):
-            raise ValueError(
-                f"{folder} belongs to another run: the texts of the class {name!r}, which is learned, were "
-                f"{saved.class_texts.get(name)}; give the same class texts, or {ELSEWHERE}"
             )
     for number, (digests, task) in enumerate(zip(saved.data, stream, strict=False), first):
         for split, old, new in zip(SPLITS, digests, task_fingerprints(task, args), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge
 
@@ -25,12 +25,14 @@ class StreamArguments:
         "", "Images: a folder with train/class/*.jpg, class/*.jpg or train*.parquet, or hf:NAME of the Hub. Required."
     )
     output: str = setting("", "Folder for checkpoints and results. Required.")
-    strategy: str = setting("dulbe", "What is trained: a name, or name:key=value,key=value. 'frozen' trains nothing.")
+    strategy: str = setting(
+        "frozen", "What is trained: a name, or name:key=value. frozen trains nothing, dulbe is the paper's."
+    )
     classifiers: str | None = setting(
         None, "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."
     )
     increment: Annotated[int, Ge(1)] | None = setting(
-        None, "Classes per task. None: 10, or about half of the classes where there are fewer than 20."
+        None, "Classes per task. None: all classes that are new are one task."
     )
     initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
@@ -52,11 +54,6 @@ class StreamArguments:
         None,
         "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name for each "
         "class in the order of the data. None: the names that the data carries.",
-    )
-    class_texts: str | None = setting(
-        None,
-        "YAML file with texts that stand for classes in place of their names in the prompt templates: 'owl: [an owl, "
-        "a night bird]'. Classifiers take the mean of a class's texts.",
     )
     max_tasks: Annotated[int, Ge(1)] | None = setting(None, "Learn the first so many tasks alone.")
     class_order: str | None = setting(
@@ -144,10 +141,18 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]
             raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
-    texts = {name: value for name, value in loaded.items() if isinstance(value, str)}
-    return _templates(
-        loaded | {name: check_value(name, hints[name], text, strict=False) for name, text in texts.items()}
-    )
+    read = {name: from_text(name, value, hints[name]) for name, value in loaded.items() if isinstance(value, str)}
+    if isinstance(loaded.get("classifiers"), list):
+        read["classifiers"] = ",".join(map(str, loaded["classifiers"]))
+    return _templates(loaded | read)
+
+
+def from_text(name: str, text: str, hint: Any) -> Any:
+    """The setting that a text of a flag or a YAML file means; where a list is wanted, it is cut at its commas."""
+    listed = [kind for kind in get_args(hint) if get_origin(kind) is list]
+    # Where a regular expression is taken, too, a text with other characters than those of names is one.
+    cut = bool(listed) and (str not in get_args(hint) or re.fullmatch(r"[\w.,]+", text))
+    return check_value(name, hint, text.split(",") if cut else text, strict=False)
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.names import normalized
-from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
+from dulbe_peft.runs.settings import StreamArguments, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -27,20 +26,6 @@ def check_run_folder(data: str, output: str) -> None:
     images, run = Path(data).resolve(), Path(output).resolve()
     if images.is_dir() and (run == images or images in run.parents):
         raise ValueError(f"--output {output!r} lies in --data {data!r}: its folders would be taken for classes")
-
-
-def fit_increment(increment: int | None, num_classes: int) -> int:
-    """How many classes a task has; without a wish 10, or about half of the classes where there are fewer than 20."""
-    if increment is None:
-        if num_classes >= 20:
-            return 10
-        chosen = max(1, -(-num_classes // 2))
-        print_once(f"increment is not set: tasks of {chosen}, about half of the {num_classes} classes")
-        return chosen
-    if increment > num_classes:
-        print_once(f"increment is {increment}, there are {num_classes} classes: they are learned as one task")
-        return num_classes
-    return increment
 
 
 def adapted(
@@ -66,16 +51,6 @@ class Setup:
     model: PreTrainedModel | PeftModel
     tasks: list[Task]  # none where no data is named
     make_learner: Callable[[LearnerArguments], ClassIncrementalLearner]
-
-    def class_texts(self) -> dict[str, Any]:
-        """The texts of the stream's classes; those of other classes in the file are left out."""
-        if not self.stream.class_texts:
-            return {}
-        texts = read_yaml(Path(self.stream.class_texts), "class texts")
-        names = {name for task in self.tasks for name in task.class_names}
-        found = {name: text for name, text in texts.items() if normalized(str(name)) in names}
-        print_once(f"{len(found)} of {len(names)} classes have texts of their own")
-        return found
 
     def check_zero_shot(self, found: float | None) -> None:
         """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
@@ -129,11 +104,12 @@ def stream_tasks(stream: StreamArguments) -> list[Task]:
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
     finished = finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
-    asked = stream.increment
-    if asked is None:  # a run goes on with tasks of the size that they had
-        later = finished if stream.initial_increment is None else finished[1:]
-        asked = len(later[0]) if later else None
-    increment = fit_increment(asked, len(names))
+    begun = finished if _go_on(stream, finished, names) else []
+    learned = sum(map(len, begun)) if begun else stream.initial_increment or 0
+    increment = stream.increment or max(1, len(names) - learned)
+    if increment > len(names):
+        print_once(f"increment is {increment}, there are {len(names)} classes: they are learned as one task")
+        increment = len(names)
     tasks: list[Task] = class_incremental_tasks(
         train,
         test,
@@ -141,12 +117,12 @@ def stream_tasks(stream: StreamArguments) -> list[Task]:
         initial_increment=stream.initial_increment,
         class_order=order,
         seed=stream.order_seed,
-        first_tasks=finished if _go_on(stream, increment, finished, names) else [],
+        first_tasks=begun,
     )
     return tasks[: stream.max_tasks]
 
 
-def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
+def _go_on(stream: StreamArguments, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
     """Whether the finished tasks stay the first ones, also where classes were added to the data.
 
     An order that the user gave says itself which classes come first. A task may be smaller than the others: it was
@@ -154,8 +130,9 @@ def _go_on(stream: StreamArguments, increment: int, finished: list[tuple[str, ..
     """
     if not finished or stream.class_order is not None or stream.order_seed is not None:
         return False
-    sizes = [stream.initial_increment or increment, *[increment] * len(finished)]
-    pairs = [(len(task), size) for task, size in zip(finished, sizes, strict=False)]
-    fits = all(found <= size for found, size in pairs)
-    fits = fits and (len(pairs) == 1 or any(found == size for found, size in pairs))
-    return fits and {name for task in finished for name in task} <= set(names)
+    if stream.increment is not None:
+        sizes = [stream.initial_increment or stream.increment, *[stream.increment] * len(finished)]
+        short = [size - len(task) for task, size in zip(finished, sizes, strict=False)]
+        if min(short) < 0 or (len(short) > 1 and min(short) > 0):
+            return False
+    return {name for task in finished for name in task} <= set(names)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.utils.terminal import printable_lines
+
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.runs.progress import FinishedTask
@@ -35,7 +37,7 @@ def open_source(source: dict[str, Any], report: bool = True) -> tuple[LabelledIm
     fraction, skip = source.get("test_fraction"), bool(source.get("skip_unreadable"))
     train, test, found = open_stream_data(source["data"], source["train_split"], source["test_split"], fraction, skip)
     if report:
-        print_once(found.format() if found.left_out or found.unreadable else found.summary())
+        print_once("\n".join([found.summary(), *found.problems()]))
         if found.unreadable:
             print_once("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
         if test is None:
@@ -86,4 +88,4 @@ def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImag
 def print_once(text: str) -> None:
     """Print in the first of several processes alone, also before they have found each other."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)

@@ -38,8 +38,7 @@ def with_more_images(
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
     counts = Counter(state.class_names[label] for label in labels.tolist())
-    views = [features, *encoder.further_views(images, len(state.tasks) + len(state.updates), "update")]
-    features, labels = torch.cat(views), labels.to(features.device).repeat(len(views))
+    labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
         classifier.update_classes(features, labels)
@@ -72,5 +71,4 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
         for update in state.updates
     ]
     updates.append({"after": len(tasks), "images": {}, "forgotten": number})
-    texts = {other: texts for other, texts in state.class_texts.items() if other != name}
-    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts)
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates)

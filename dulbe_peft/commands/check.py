@@ -1,0 +1,109 @@
+"""`dulbe-peft check`: what a folder of images holds, before anything is learned from it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.commands.options import argument, command, field_options, option
+from dulbe_peft.commands.outputs import check_outputs, data_name, overwrite_option, say_next
+from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.utils.terminal import printable
+
+if TYPE_CHECKING:
+    from dulbe_peft.data.duplicates import Duplicate
+    from dulbe_peft.data.images import LabelledImages
+
+EXAMPLE = """example:
+  dulbe-peft check photos --page photos.html
+
+It decodes every image, and compares all of them with each other. The page has a strip of photographs of each class,
+and shows those that are there twice side by side. The exit status is 2 where images cannot be read.
+"""
+STRIP = 8  # thumbnails of a class
+PAIRS = 100  # duplicates on the page
+SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
+
+
+@command(EXAMPLE, "DATA [OPTIONS]")
+@argument("data", "images, as for run")
+@option("--page", metavar="FILE.html", help="write a page with pictures, too")
+@field_options(StreamArguments, ("train_split", "test_split"))
+@overwrite_option
+def check(data: str, page: str | None, overwrite: bool, **splits: str | None) -> int:
+    """Print what there is; returns 2 where images cannot be read."""
+    check_outputs(("--page", page, ".html"), overwrite=overwrite)
+    from dulbe_peft.data.duplicates import find_duplicates
+    from dulbe_peft.data.splits import open_stream_data
+
+    named = {name: split for name, split in splits.items() if split is not None}
+    train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
+    parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
+    found = replace(found, duplicates=find_duplicates(parts, near=True))
+    sizes = _sizes(parts.values())
+    print("\n".join([found.format(), *sizes]))
+    if page is not None:
+        from dulbe_peft.report.html import write_page
+
+        strips = [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)]
+        pairs = [_pair(parts, row) for row in found.duplicates[:PAIRS]]
+        content = {
+            "name": data_name(data),
+            "found": found,
+            "problems": [*found.problems(), *sizes],
+            "strips": strips,
+            "pairs": pairs,
+        }
+        write_page(Path(page).resolve(), "check.html", content)
+        print(f"\nwritten: {page}")
+    print()
+    say_next("advise", "--model", "openai/clip-vit-base-patch16", "--data", data)
+    return 2 if found.unreadable else 0
+
+
+def _sizes(parts: Any) -> list[str]:
+    """The smallest, the middle and the largest size, and how many images are small."""
+    from dulbe_peft.data.decoding import open_image
+
+    sizes = []
+    for images in parts:
+        for index in range(len(images)) if images.stored else ():
+            with open_image(images.file(index)) as image:
+                sizes.append(image.size)
+    if not sizes:
+        return []
+    sizes.sort(key=lambda size: size[0] * size[1])
+    least, middle, most = (f"{w} x {h}" for w, h in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    small = sum(min(size) < SMALL for size in sizes)
+    few = f"; {small} of {len(sizes)} images are narrower than {SMALL}" if small else ""
+    return ["", f"sizes in pixels: {least} to {most}, in the middle {middle}{few}"]
+
+
+def _strip(images: LabelledImages, label: int) -> tuple[int, list[str]]:
+    """How many images a class has, and some of them."""
+    import numpy as np
+
+    places = np.flatnonzero(images.labels == label)
+    chosen = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
+    return len(places), [_picture(images, int(index)) for index in chosen]
+
+
+def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]:
+    """Two equal images with their names."""
+    both = []
+    for name, split, place in zip(row.names, row.splits, row.places, strict=True):
+        both.append((printable(name), _picture(parts[split], place)))
+    return {"exact": row.exact, "across": row.splits[0] != row.splits[1], "images": both}
+
+
+def _picture(images: LabelledImages, index: int) -> str:
+    """An image as a small one that a page holds."""
+    from dulbe_peft.report.pictures import thumbnail
+
+    opened = io.BytesIO()
+    thumbnail(images.image(index)).save(opened, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(opened.getvalue()).decode()

@@ -1,0 +1,22 @@
+"""Texts that a terminal shows as they are."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters, and marks that turn the direction of what follows, or end a line.
+_ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""A name without characters that act on a terminal or end a line of a table: they become escapes.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """A message of one or several lines, each of which is `printable`."""
+    return "\n".join(map(printable, text.split("\n")))
