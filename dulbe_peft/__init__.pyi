@@ -10,6 +10,7 @@ from dulbe_peft.classifiers import register_classifier as register_classifier
 from dulbe_peft.classifiers.base import Classifier as Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier as BayesClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead as BridgeEnsembleHead
+from dulbe_peft.classifiers.gda import GdaClassifier as GdaClassifier
 from dulbe_peft.classifiers.geodesics import slerp as slerp
 from dulbe_peft.classifiers.lda import LdaClassifier as LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier as PrototypeClassifier

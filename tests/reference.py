@@ -153,19 +153,37 @@ def oas(covariance: torch.Tensor, samples: int) -> float:
     return min(value, 1.0)
 
 
-def lda_logits(images: torch.Tensor, labels: list[int], tests: torch.Tensor, shrinkage: float | None) -> torch.Tensor:
-    """z' Sigma^-1 mu_c - mu_c' Sigma^-1 mu_c / 2 with the shrunk pooled covariance; None: by OAS."""
+def lda_logits(
+    images: torch.Tensor,
+    labels: list[int],
+    tests: torch.Tensor,
+    shrinkage: float | None,
+    prior_images: float = 0.0,
+    whole: tuple | None = None,
+) -> torch.Tensor:
+    """z' Sigma^-1 m - m' Sigma^-1 m / 2 with the shrunk pooled covariance; None: by OAS.
+
+    `whole`, for images that are left out one at a time: the largest count, the mean of the class means, the degrees of
+    freedom and the mean variance, those of all images.
+    """
     images, classes = unit(images), max(labels) + 1
-    d = images.shape[1]
+    d, counts = images.shape[1], [labels.count(c) for c in range(classes)]
     means = [images[[i for i, own in enumerate(labels) if own == c]].mean(dim=0) for c in range(classes)]
     scatter = torch.zeros(d, d, dtype=torch.float64)
     for row, own in zip(images, labels, strict=True):
         scatter += torch.outer(row - means[own], row - means[own])
-    pooled = scatter / (len(images) - classes)
-    shrinkage = oas(pooled, len(images) - classes) if shrinkage is None else shrinkage
-    covariance = (1 - shrinkage) * pooled + shrinkage * pooled.trace() / d * torch.eye(d, dtype=torch.float64)
-    inverse = torch.linalg.inv(covariance)
-    return torch.stack([unit(tests) @ inverse @ mean - mean @ inverse @ mean / 2 for mean in means], dim=1)
+    most, middle, freedom = max(counts), sum(means) / classes, len(images) - classes
+    variance = scatter.trace() / freedom / d
+    if whole:
+        most, middle, freedom, variance = whole
+    shrinkage = oas(scatter / freedom, freedom) if shrinkage is None else shrinkage
+    covariance = (1 - shrinkage) * scatter / freedom + shrinkage * variance * torch.eye(d, dtype=torch.float64)
+    inverse, columns = torch.linalg.inv(covariance), []
+    for mean, count in zip(means, counts, strict=True):
+        weight = count / (count + prior_images) * (most + prior_images) / most
+        drawn = middle + weight * (mean - middle)
+        columns.append(unit(tests) @ inverse @ drawn - drawn @ inverse @ drawn / 2)
+    return torch.stack(columns, dim=1)
 
 
 def ridge_scores(

@@ -9,6 +9,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
@@ -117,6 +118,7 @@ for _cls in (
     BridgeEnsembleHead,
     PrototypeClassifier,
     LdaClassifier,
+    GdaClassifier,
     RidgeClassifier,
     RanpacClassifier,
     BayesClassifier,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.utils.checks import check_int
 
@@ -47,6 +48,8 @@ class BofaClassifier(PrototypeClassifier):
             best = (right == right.max()).nonzero()[:, 0]
             changes["image_weight"] = weights[best[len(best) // 2]]
         return changes | {"text_embeds": texts}
+
+    merged = Classifier.merged  # the two sides have chosen two weights
 
     @property
     def prototypes(self) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import added_sums
+from dulbe_peft.classifiers.sums import added_sums, merged_rows
 
 
 class PrototypeClassifier(Classifier):
@@ -33,6 +34,9 @@ class PrototypeClassifier(Classifier):
 
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return added_sums(self.tensors(), images, labels)
+
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+        return merged_rows(self, other, places, "sums", "counts")
 
     @property
     def visual_prototypes(self) -> Tensor:

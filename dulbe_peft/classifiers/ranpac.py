@@ -2,7 +2,7 @@
 
 h = relu(z R)                  R: (d, M), independent normal entries, made from the seed and never stored
 W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over the images of class c
-logits = tau h' W
+logits = tau w_c h' W                              w_c = (mean n / n_c)^3/4, as in `ridge`
 """
 
 from __future__ import annotations

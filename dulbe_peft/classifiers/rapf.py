@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import gradients, minibatches
+from dulbe_peft.classifiers.sums import class_weights
 from dulbe_peft.utils.checks import check_int
 
 MARGIN = 0.1
@@ -120,6 +121,8 @@ class RapfClassifier(Classifier):
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
         old = len(self._class_names)
         pairs = hard_pairs(texts, old, self.pair_distance).repeat_interleave(int(20 * self.draws), dim=0)
+        weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
+        weights = torch.cat([weights.new_ones(old), weights]).to(texts)
         with gradients():
             map_, images, labels, texts = start.clone().requires_grad_(), images.clone(), labels.clone(), texts.clone()
             optimizer = torch.optim.Adam([map_], lr=self.learning_rate)
@@ -133,7 +136,7 @@ class RapfClassifier(Classifier):
                         replayed = replayed.repeat_interleave(int(10 * self.draws)).to(labels.device)
                         features = torch.cat([features, self._drawn(replayed, generator)])
                         classes = torch.cat([classes, replayed])
-                    loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes)
+                    loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
                     if len(pairs):
                         loss = loss + push_apart(_mapped(self._drawn(pairs[:, 0], generator), map_), texts, pairs)
                     optimizer.zero_grad()

@@ -1,19 +1,19 @@
 """Analytic ridge regression from features to classes, solved anew from two sums whenever classes come.
 
 W = (G + lambda I)^-1 C        G = sum of z z',   column c of C = sum of z over the images of class c
-logits = tau z' W
+logits = tau w_c z' W                              w_c = (mean n / n_c)^3/4: column c of C grows with n_c
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge
+from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge, class_weights, merged_rows
 
 
 class RidgeRegression(Classifier):
@@ -40,6 +40,12 @@ class RidgeRegression(Classifier):
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return self._kept().added(images, labels)
 
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+        """Sums are added, and held-back errors: each task's are of the classes that its own side knew."""
+        shared = {"gram": self._kept().gram64() + other._kept().gram64().to(self.sums.device)}
+        errors = self.errors + other.errors.to(self.errors.device)
+        return merged_rows(self, other, places, "sums", "counts") | shared | {"errors": errors}
+
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the held-back squared error of every ridge."""
         if self.ridge != "auto":
@@ -54,7 +60,8 @@ class RidgeRegression(Classifier):
         return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
 
     def _solve(self) -> Tensor:
-        return self._kept().solution(self.strength()).float().to(self.device)
+        weights = class_weights(self.counts).to(self.sums.device)
+        return (weights * self._kept().solution(self.strength())).float().to(self.device)
 
 
 class RidgeClassifier(RidgeRegression):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ class TextClassifier(Classifier):
         return {"text_embeds": texts}
 
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         return {}
 
     def logits(self, images: Tensor) -> Tensor:

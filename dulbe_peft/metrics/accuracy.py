@@ -24,6 +24,7 @@ METHODS = {
     "told its training images best",
     "lda": "linear discriminant analysis: class means, measured by how much the images of one class differ among each "
     "other",
+    "gda": "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight",
     "ridge": "analytic ridge: a linear map from images to classes, solved in one go and added to with every task",
     "ranpac": "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders",
     "bayes": "Bayesian regression with the text as its prior: a class is its name until its images say otherwise",

@@ -1,0 +1,116 @@
+"""Classifiers that learned apart, put together: equal to one that saw all images at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+
+DIM, CLASSES = 8, 6
+NAMES = [f"class {c}" for c in range(CLASSES)]
+# What is chosen on held-back images is fixed, because it depends on who knew which classes.
+SPECS = ("text", "prototype", "lda", "gda:alpha=0.5", "ridge:ridge=0.5", "ranpac:features=20,ridge=5")
+CANNOT = ("bridge", "rapf", "visual_agent", "bofa")
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+TEXTS = normal(CLASSES, DIM, seed=1)
+LABELS = torch.arange(90) % CLASSES
+IMAGES = normal(CLASSES, DIM, seed=2)[LABELS] + normal(90, DIM, seed=3)
+TESTS = normal(40, DIM, seed=4)
+
+
+def learned(spec, classes, rows=slice(None)):
+    """A classifier of some classes, from some rows of the images; `classes` are in the order in which they come."""
+    classifier = make_classifier(spec, DIM, 20.0)
+    images, labels = IMAGES[rows], LABELS[rows]
+    kept = torch.isin(labels, torch.tensor(classes))
+    places = torch.tensor([classes.index(c) for c in labels[kept].tolist()])
+    classifier.add_classes([NAMES[c] for c in classes], images[kept], places, TEXTS[classes])
+    return classifier
+
+
+ALL, HALF, REST = slice(None), slice(0, 60), slice(60, 90)
+PARTS = {
+    "disjoint": [([4, 1], ALL), ([0, 2, 5], ALL), ([3], ALL)],
+    "shared": [
+        ([5, 0, 1, 2, 3, 4], slice(0, 20)),
+        ([0, 1, 2, 3, 4, 5], slice(20, 70)),
+        ([2, 1, 0, 5, 4, 3], slice(70, 90)),
+    ],
+    "both": [([0, 1, 2, 3], HALF), ([3, 2, 5, 4], REST), ([1, 0], REST), ([4, 5], HALF)],
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_equal_all_images_at_once(spec, parts, order):
+    first, *others = [learned(spec, *part) for part in PARTS[parts][::order]]
+    states = [{key: value.clone() for key, value in other.state_dict().items()} for other in others]
+    for other in others:
+        assert first.merge(other) is first
+    classes = [NAMES.index(name) for name in first.class_names]
+    whole = learned(spec, classes)
+    for key, expected in whole.tensors().items():
+        if key in ("losses", "errors"):
+            continue
+        # G of ranpac is rounded to float32 whenever a side has learned.
+        exact = expected.dtype == torch.float64
+        torch.testing.assert_close(
+            first.tensors()[key], expected, rtol=1e-9 if exact else 1e-6, atol=1e-9 if exact else 1e-4
+        )
+    torch.testing.assert_close(first(TESTS), whole(TESTS), rtol=1e-4, atol=1e-4)
+    for other, state in zip(others, states, strict=True):
+        assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items()), "the other one stays"
+
+
+def test_tables_of_what_was_left_out_or_held_back_add_up():
+    for spec, table in (("gda", "losses"), ("ridge", "errors")):
+        one, two = learned(spec, [0, 1, 2]), learned(spec, [3, 4, 5])
+        expected = one.tensors()[table] + two.tensors()[table]
+        torch.testing.assert_close(one.merge(two).tensors()[table], expected)
+        assert expected.any()
+
+
+def test_a_merged_classifier_learns_on_and_forgets():
+    merged = learned("lda", [0, 1]).merge(learned("lda", [2, 3]))
+    rows = torch.isin(LABELS, torch.tensor([4, 5]))
+    merged.add_classes(NAMES[4:], IMAGES[rows], LABELS[rows] - 4)
+    torch.testing.assert_close(merged(TESTS), learned("lda", [0, 1, 2, 3, 4, 5])(TESTS), rtol=1e-4, atol=1e-4)
+    merged.forget_class(NAMES[2])
+    assert merged.class_names == [NAMES[c] for c in (0, 1, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "error", "message"),
+    [
+        *((name, name, ValueError, f"the '{name}' classifier cannot be merged") for name in CANNOT),
+        ("lda", "prototype", TypeError, "a 'lda' classifier merges with one of its kind, got PrototypeClassifier"),
+        ("lda", "gda", TypeError, "of its kind, got GdaClassifier"),
+        ("lda:shrinkage=0.1", "lda", ValueError, "merge where shrinkage is equal, got 0.1 and oas"),
+        ("ranpac:features=9", "ranpac:features=9,seed=1", ValueError, "merge where seed is equal, got 0 and 1"),
+        ("ridge:ridge=1", "ridge:ridge=2", ValueError, "merge where ridge is equal, got 1.0 and 2.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(mine, theirs, error, message):
+    one, two = learned(mine, [0, 1, 2]), learned(theirs, [2, 3, 4])
+    state = {key: value.clone() for key, value in one.state_dict().items()}
+    with pytest.raises(error, match=message):
+        one.merge(two)
+    assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
+
+
+def test_texts_of_a_shared_class_must_agree():
+    one, two = learned("text", [0, 1]), learned("text", [1, 2])
+    two.set_text_embeds(TEXTS[[2, 1]])
+    with pytest.raises(ValueError, match="text embeddings of class 'class 1' differ"):
+        one.merge(two)
+
+
+def test_every_classifier_is_here():
+    assert {spec.split(":")[0] for spec in SPECS} | set(CANNOT) | {"bayes"} == set(CLASSIFIERS)
