@@ -27,7 +27,7 @@ WINGS = [
     {"runs"},
     {"report"},
     {"comparison"},
-    {"demo"},
+    {"demo", "serving"},
     {"commands"},
     {"__init__", "__main__"},
 ]

@@ -29,6 +29,7 @@ COMMANDS = {
     "forget": "take classes out of a learner",
     "predict": "name the classes of images",
     "evaluate": "test a saved learner on images",
+    "serve": "open a page in the browser to try a learner",
     "features": "write the features of images to a file",
     "report": "write a page about runs or a comparison",
     "advise": "say what to use for one's own images",

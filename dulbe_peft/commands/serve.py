@@ -1,0 +1,36 @@
+"""`dulbe-peft serve`: a page in the browser to try a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from dulbe_peft.commands.options import command, learner_options, option
+
+EXAMPLE = """example:
+  dulbe-peft serve out
+
+Open the address that it prints. Drop photographs, correct an answer, add a class from a few
+photographs, take a change back, download the learner. Nobody else can reach the page unless
+--host says so, and what is dropped stays on this machine.
+"""
+
+
+@command(EXAMPLE)
+@learner_options()
+@option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: the whole network (127.0.0.1)")
+@option("--port", type=click.IntRange(0, 65535), default=7860, help="0: any free one (7860)")
+def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
+    """Serve the page until Ctrl-C."""
+    from dulbe_peft.serving import make_server
+
+    server = make_server(load(), host, port)
+    print(f"open http://{host}:{server.server_address[1]} (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.server_close()

@@ -1,0 +1,185 @@
+"""A page in the browser to try a learner: drop photographs, correct answers, add classes, undo, download.
+
+The page and this server use Python's standard library alone. It listens on this machine unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.training.state import LearnerState
+
+PAGE = Path(__file__).parent / "assets" / "serve" / "page.html"
+MOST_BYTES = 64 * 2**20  # of one upload
+MOST_IMAGES = 200  # of one upload
+SHOWN = 5  # classes of an answer
+REJECT = 0.05  # false alarms accepted for "none of these"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class App:
+    """What the page can ask for, one request at a time; every change can be undone."""
+
+    def __init__(self, learner: ClassIncrementalLearner) -> None:
+        self.learner = learner
+        self.before: list[tuple[str, LearnerState]] = []
+        self.turn = threading.Lock()
+
+    def facts(self) -> dict[str, Any]:
+        """The classes, whether new ones can be added here, and what an undo would take back."""
+        return {
+            "classes": list(self.learner.class_names),
+            "classifier": next(iter(self.learner.classifiers)),
+            "teachable": not self.learner.strategy.adapts,
+            "undo": self.before[-1][0] if self.before else None,
+        }
+
+    def predict(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The best classes of one image with their probabilities, and whether it is likely one of them at all."""
+        (image,) = pictures(request, 1)
+        names = self.learner.class_names
+        (found,) = self.learner.predictions(image, min(SHOWN, len(names)))
+        try:
+            threshold = self.learner.classifier.rejection_threshold(REJECT)
+        except ValueError:  # too few images were held back to choose one
+            threshold = 0.0
+        best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
+        return {"best": best, "known": bool(best[0]["probability"] >= threshold)}
+
+    def teach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give images to a class: a known one takes them in, a new one is learned."""
+        name, images = request.get("class"), pictures(request, MOST_IMAGES)
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError("the class needs a name")
+        name = name.strip()
+        state, known = self.learner.state, name in self.learner.class_names
+        if not known and self.learner.strategy.adapts:
+            raise ValueError(
+                f"{name!r} is a new class, and this learner trains its network for new classes: use dulbe-peft learn"
+            )
+        rows = [{"image": image, "label": 0} for image in images]
+        (self.learner.update_classes if known else self.learner.learn_task)(rows, [name])
+        count = f"{len(rows)} image{'s' * (len(rows) != 1)}"
+        self.before.append((f"{count} of {name}", state))
+        return self.facts()
+
+    def undo(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take the last change back."""
+        if not self.before:
+            raise ValueError("there is nothing to undo")
+        _, self.learner.state = self.before.pop()
+        return self.facts()
+
+    def download(self) -> bytes:
+        """The learner as it is, as `save_pretrained` writes it, in a zip archive."""
+        packed = io.BytesIO()
+        with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(packed, "w") as archive:
+            folder = Path(root, "learner")
+            self.learner.save_pretrained(folder)
+            for path in sorted(folder.rglob("*")):
+                archive.write(path, path.relative_to(root))
+        return packed.getvalue()
+
+
+def pictures(request: dict[str, Any], most: int) -> list[Image.Image]:
+    """The images of a request, which come as base64; a ValueError says which cannot be read, and why."""
+    given = request.get("images")
+    if not isinstance(given, list) or not 1 <= len(given) <= most:
+        raise ValueError(f"from 1 to {most} images can be sent at once")
+    found = []
+    for number, text in enumerate(given, start=1):
+        try:
+            found.append(decode_image(io.BytesIO(base64.b64decode(text, validate=True))))
+        except (UnreadableImageError, TypeError, ValueError) as error:
+            raise ValueError(f"image {number} cannot be read: {error}") from error
+    return found
+
+
+def make_server(learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860) -> ThreadingHTTPServer:
+    """A server of the page; `serve_forever()` starts it, and port 0 takes a free one."""
+    app = App(learner)
+    asked: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "/predict": app.predict,
+        "/teach": app.teach,
+        "/undo": app.undo,
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # seconds that a silent client may hold a connection
+
+        def do_GET(self) -> None:
+            if not self.trusted():
+                return
+            if self.path == "/":
+                self.answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
+            elif self.path == "/facts":
+                with app.turn:
+                    self.json(HTTPStatus.OK, app.facts())
+            elif self.path == "/learner.zip":
+                with app.turn:
+                    self.answer(HTTPStatus.OK, app.download(), "application/zip")
+            else:
+                self.json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
+
+        def do_POST(self) -> None:
+            if not self.trusted():
+                return
+            length = self.headers.get("Content-Length", "")
+            if self.path not in asked or self.headers.get_content_type() != "application/json":
+                self.json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
+            elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
+                self.close_connection = True
+                self.json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
+            else:
+                self.work(asked[self.path], self.rfile.read(int(length)))
+
+        def work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
+            try:
+                request = json.loads(body)
+                if not isinstance(request, dict):
+                    raise ValueError("ask as the page does")
+                with app.turn:
+                    self.json(HTTPStatus.OK, ask(request))
+            except (ValueError, RecursionError) as error:
+                self.json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+
+        def trusted(self) -> bool:
+            """Another website that is open in the same browser may not ask: its address is not the page's."""
+            own = self.headers.get("Host", "")
+            origin = self.headers.get("Origin")
+            local = own.rpartition(":")[0].strip("[]") in LOCAL or host not in LOCAL
+            if local and origin in (None, f"http://{own}", f"https://{own}"):
+                return True
+            self.json(HTTPStatus.FORBIDDEN, {"error": "open the page by its own address"})
+            return False
+
+        def json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+            self.answer(status, json.dumps(content, ensure_ascii=False).encode(), "application/json")
+
+        def answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing of each request."""
+
+    return ThreadingHTTPServer((host, port), Handler)

@@ -1,0 +1,155 @@
+"""The page to try a learner: what it can ask for, what is refused, and the command."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import tiny_encoders as tiny
+from PIL import Image
+from test_encoders import QUICK
+
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder, serving
+from dulbe_peft.commands.main import main
+
+
+def photo(colour: int) -> Image.Image:
+    noise = np.random.default_rng(colour).integers(0, 40, (16, 16, 3))
+    noise[..., colour] += 200
+    return Image.fromarray(noise.astype(np.uint8))
+
+
+def sent(*images: Image.Image) -> list[str]:
+    texts = []
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    return texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("served")
+    base = tiny.save_encoder("clip", root / "base")
+    model, processor = load_dual_encoder(base)
+    learner = ClassIncrementalLearner(
+        model, processor, args=LearnerArguments(**QUICK), strategy="frozen", classifiers="prototype"
+    )
+    rows = [{"image": photo(colour), "label": colour} for colour in (0, 1) for _ in range(4)]
+    learner.learn_task(rows, ["red", "green"])
+    learner.save_pretrained(root / "learner")
+    return root / "learner"
+
+
+@contextmanager
+def served(folder, **options):
+    server = serving.make_server(ClassIncrementalLearner.from_pretrained(folder), port=0, **options)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(url, content=None, **headers):
+    """Status and answer."""
+    data = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+            body = answer.read()
+            return answer.status, json.loads(body) if "json" in answer.headers["Content-Type"] else body
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def best(url, image):
+    status, found = ask(f"{url}/predict", {"images": sent(image)})
+    assert status == 200 and sum(row["probability"] for row in found["best"]) == pytest.approx(1, abs=1e-5)
+    return found["best"][0]["class"]
+
+
+def test_a_visit(folder, tmp_path):
+    learner = ClassIncrementalLearner.from_pretrained(folder)
+    with served(folder) as url:
+        assert b"<title>Try the learner</title>" in ask(url + "/")[1]
+        assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
+        assert best(url, photo(0)) == learner.predict(photo(0))[0] == "red"
+        before = ask(f"{url}/predict", {"images": sent(photo(2))})[1]
+        status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2))})
+        assert status == 200 and facts["classes"][-1] == "blue" and facts["undo"] == "2 images of blue"
+        assert best(url, photo(2)) == "blue"
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects an answer
+        (tmp_path / "learner.zip").write_bytes(ask(f"{url}/learner.zip")[1])
+        assert ask(f"{url}/undo", {})[1]["undo"] == "2 images of blue"
+        assert ask(f"{url}/undo", {})[1] | {"undo": 0} == ask(f"{url}/facts")[1] | {"undo": 0}
+        assert ask(f"{url}/predict", {"images": sent(photo(2))})[1] == before
+        assert ask(f"{url}/undo", {}) == (400, {"error": "there is nothing to undo"})
+    with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
+        archive.extractall(tmp_path)
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").predict(photo(2)) == ["blue"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "words"),
+    [
+        ("/predict", {"images": ["!"]}, {}, 400, "image 1 cannot be read"),
+        ("/predict", {"images": [base64.b64encode(b"no image").decode()]}, {}, 400, "image 1 cannot be read"),
+        ("/predict", {"images": []}, {}, 400, "from 1 to 1 images"),
+        ("/predict", b"[" * 10**5, {}, 400, ""),
+        ("/predict", [], {}, 400, "as the page does"),
+        ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "as the page does"),
+        ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
+        ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "from 1 to 200 images"),
+        ("/nowhere", None, {}, 404, "no such page"),
+        ("/../serving.py", None, {}, 404, "no such page"),
+        ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
+        ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "evil.example:80"}, 403, "own address"),
+    ],
+)
+def test_what_is_refused(folder, path, content, headers, status, words):
+    with served(folder) as url:
+        found, answer = ask(url + path, content, **headers)
+        assert found == status and words in answer["error"]
+        assert ask(f"{url}/facts")[1]["undo"] is None
+
+
+def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
+    app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
+    monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
+    assert not app.facts()["teachable"]
+    assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
+    with pytest.raises(ValueError, match="'blue' is a new class.*dulbe-peft learn"):
+        app.teach({"class": "blue", "images": sent(photo(2))})
+
+
+def test_the_command_prints_the_address(folder, monkeypatch, capsys):
+    class Stopped(serving.ThreadingHTTPServer):
+        def serve_forever(self, poll_interval=0.5):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "ThreadingHTTPServer", Stopped)
+    assert main(["serve", str(folder), "--port", "0"]) == 0
+    assert "open http://127.0.0.1:" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_is_javascript(tmp_path):
+    script = serving.PAGE.read_text(encoding="utf-8").split("<script>")[1].split("</script>")[0]
+    (tmp_path / "page.js").write_text(script)
+    assert subprocess.run(["node", "--check", str(tmp_path / "page.js")]).returncode == 0
