@@ -57,8 +57,9 @@ class App:
             threshold = self.learner.classifier.rejection_threshold(REJECT)
         except ValueError:  # too few images were held back to choose one
             threshold = 0.0
+        sure = found.probabilities[0] >= threshold
         best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
-        return {"best": best, "known": bool(best[0]["probability"] >= threshold)}
+        return {"best": best, "known": bool(sure)}
 
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give images to a class: a known one takes them in, a new one is learned."""

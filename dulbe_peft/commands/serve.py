@@ -31,6 +31,7 @@ def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        return 0
+        pass
     finally:
         server.server_close()
+    return 0
