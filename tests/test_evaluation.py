@@ -89,7 +89,8 @@ def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "a=b", "", "two\nlines", 'say "x"', "é"]
+    "text",
+    ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "a=b", "", "two\nlines", "a\r=1", "\r\n", 'say "x"', "é"],
 )
 def test_any_text_comes_back_from_a_table(tmp_path, text):
     write_csv(tmp_path / "t.csv", ["name"], [[text, 1], ["x", -0.5]])

@@ -6,18 +6,20 @@ Tensor files are safetensors only, and finite. Cells of CSV files are texts to a
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet may take for the beginning of a formula
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet may take for the beginning of a formula
 TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
 
 
@@ -64,9 +66,11 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table into an open text file, as `write_csv` does."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([_guarded(cell) for cell in header])
-    writer.writerows([_guarded(cell) for cell in row] for row in rows)
+    for row in chain([header], rows):
+        # A cell with a carriage return gets quotes only where the line's own end has one.
+        line = io.StringIO()
+        csv.writer(line).writerow([_guarded(cell) for cell in row])
+        file.write(line.getvalue().removesuffix("\r\n") + "\n")
 
 
 def read_csv(path: Path) -> list[list[str]]:
