@@ -60,6 +60,20 @@ def test_two_flags_do_not_write_one_file(tmp_path):
     check_outputs(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_one_line(finished_run, monkeypatch, capsys, error):
+    monkeypatch.setattr("dulbe_peft.checkpoints.loading.loaded_state", lambda *_: (_ for _ in ()).throw(error))
+    assert main(["predict", str(finished_run), "x.png"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dulbe-peft: there is too little memory, lower --batch-size") and said.count("\n") == 1
+
+
+def test_processes_that_read_images_need_open_files(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
+    with pytest.raises(OSError, match="num_workers=1 needs 72 open files, the system allows 12: lower it to 0"):
+        tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
+
+
 def test_a_run_replaces_no_file_of_others(tmp_path):
     (tmp_path / "results.json").write_text("mine")
     with pytest.raises(FileExistsError, match=r"results\.json is there"):

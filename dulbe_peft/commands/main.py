@@ -76,7 +76,10 @@ class Commands(click.Group):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
             return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
         except Exception as error:
-            if not isinstance(error, (ValueError, TypeError, OSError, ImportError)):
+            # torch's own errors of this kind are RuntimeErrors.
+            if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+                error = MemoryError(f"there is too little memory, lower --batch-size or --pixel-cache-mb: {error}")
+            elif not isinstance(error, (ValueError, TypeError, OSError, ImportError)):
                 from dulbe_peft.utils.folders import CheckpointError
 
                 if not isinstance(error, CheckpointError):

@@ -21,6 +21,7 @@ from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
 from dulbe_peft.utils.processes import (
+    check_open_files,
     gather_objects,
     gather_rows,
     padded_shard,
@@ -94,11 +95,13 @@ class Encoder:
             yield send_to_device(batch, self.device, non_blocking=True)
 
     def _load(self, images: PixelDataset | ReadablePixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
+        workers = min(self.args.num_workers, len(batches))  # a further one would have nothing to read
+        check_open_files(workers)
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(
             images,
             batch_sampler=batches,
-            num_workers=min(self.args.num_workers, len(batches)),  # a further one would have nothing to read
+            num_workers=workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_main_process,
         )

@@ -9,7 +9,7 @@ With one process every function here returns what it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -133,6 +133,18 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * size
     distributed.all_gather_object(values, value, group=_cpu_group())
     return values
+
+
+def check_open_files(workers: int) -> None:
+    """Raise an `OSError` where so few files may be open that processes that read images would wait for ever."""
+    with suppress(ImportError):  # Windows has no such module
+        import resource
+
+        allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + 8 * workers
+        if workers and allowed != resource.RLIM_INFINITY and allowed < needed:
+            raise OSError(
+                f"num_workers={workers} needs {needed} open files, the system allows {allowed}: lower it to 0"
+            )
 
 
 def leave() -> None:
