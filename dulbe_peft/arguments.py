@@ -24,6 +24,7 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
+AUGMENTATIONS = ("crop", "flip", "affine")
 LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
@@ -156,6 +157,14 @@ class LearnerArguments:
         "How an image gets the model's size: as the model's processor does it, by the short side and a centre crop, "
         "or the whole image as a square.",
     )
+    augment: str = setting(
+        "none",
+        "What training sees in place of each image, and classifiers beside it: crop, flip, affine, or several with + "
+        "between them. Characters must not be flipped. Images must not be preprocessed tensors.",
+    )
+    copies: Annotated[int, Ge(0), Le(1000)] = setting(
+        3, "How many augmented views of each image classifiers learn beside it, where augment is set."
+    )
     text_embeds: Literal["current", "at_introduction"] = setting(
         "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
     )
@@ -193,6 +202,10 @@ class LearnerArguments:
             _check_template("prompt_template", template)
         if len(set(self.templates)) < len(self.templates):
             raise ValueError(f"prompt_template has the same text twice: {list(self.templates)}")
+        kinds = self.augment.split("+")
+        if self.augment != "none" and (len(set(kinds)) < len(kinds) or not set(kinds) <= set(AUGMENTATIONS)):
+            names = ", ".join(AUGMENTATIONS)
+            raise ValueError(f"augment must be none, or some of {names} with + between, got {self.augment!r:.100}")
         if self.training_template is not None:
             _check_template("training_template", self.training_template)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
@@ -19,9 +21,9 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving
 from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
+from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.images import named_images
-from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import check_processor, check_statistics_tokens, has_text, logit_scale
@@ -29,13 +31,13 @@ from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.strategies import Strategy, make_strategy
+from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trained
-from dulbe_peft.training.state import LearnerState, StateAttributes, adapter_state, set_adapter_state
-from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer
-from dulbe_peft.training.turns import in_turn
+from dulbe_peft.training.locking import in_turn, scaling
+from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trainable
+from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
+from dulbe_peft.training.trainer import Log, TaskRecord, learned
 from dulbe_peft.training.updating import check_update, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
@@ -43,7 +45,12 @@ from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_mai
 from dulbe_peft.utils.profiling import Profile
 
 
-class ClassIncrementalLearner(StateAttributes):
+def _of_state(name: str) -> Any:
+    """An attribute that says what the learner's state says."""
+    return property(lambda learner: getattr(learner.state, name))
+
+
+class ClassIncrementalLearner:
     """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data. Each works on its share of every
@@ -79,6 +86,17 @@ class ClassIncrementalLearner(StateAttributes):
     Reference:
         Appendix "Complete Procedure", Algorithm 1.
     """
+
+    model: Any = _of_state("model")
+    clip: Any = _of_state("base")  # the model under the adapter
+    processor: Any = _of_state("processor")
+    args: LearnerArguments = _of_state("args")
+    strategy: Strategy = _of_state("strategy")
+    classifiers: dict[str, Classifier] = _of_state("classifiers")
+    memory: Memory | None = _of_state("memory")
+    tasks: list[tuple[str, ...]] = _of_state("tasks")
+    class_names: tuple[str, ...] = _of_state("class_names")
+    source: dict[str, str] | None = _of_state("source")
 
     def __init__(
         self,
@@ -125,16 +143,27 @@ class ClassIncrementalLearner(StateAttributes):
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
-        self.log: Log | None = None
-        self._turn = threading.RLock()
-        self._call: str | None = None  # the outermost method that is being answered
+        self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_call", "log")}
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_call", "log")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock(), _call=None, log=None)
+        self.__dict__.update(state)
+        self.log: Log | None = None
+        self._lock = threading.RLock()
+        self._call: str | None = None  # the outermost method that is being answered
+
+    @in_turn
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassIncrementalLearner:
+        twin = object.__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle is one of a copy, which is made while nothing is learned."""
+        return object.__reduce_ex__(copy.deepcopy(self), protocol)
 
     @property
     def classifier(self) -> Classifier:
@@ -167,7 +196,12 @@ class ClassIncrementalLearner(StateAttributes):
     # ------------------------------------------------------------------ learning
 
     @in_turn
-    def learn_task(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+    def learn_task(
+        self,
+        dataset: Any,
+        class_names: Sequence[str] | None = None,
+        class_texts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
         Args:
@@ -175,9 +209,12 @@ class ClassIncrementalLearner(StateAttributes):
                 preprocessed float tensors (3, height, width).
             class_names: the new classes, each with at least one image, which the labels index. None takes the names
                 that the dataset carries.
+            class_texts: class -> texts that stand for it in place of its name in the prompt templates, such as
+                {"owl": ["an owl", "a night bird"]}: synonyms, descriptions, other languages. Classifiers take the
+                mean of their unit embeddings, and training takes the first one.
 
         Raises:
-            ValueError: a class, label or image is of no use, or a loss, gradient or feature is not finite.
+            ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
         state = self.state
         if state.incomplete:
@@ -187,24 +224,22 @@ class ClassIncrementalLearner(StateAttributes):
             )
         with raise_in_all():
             self._check_adapter()
-            if isinstance(state.model, PeftModel):
-                state.model.base_model.check_unmerged()  # type: ignore[operator]
-                state.model.base_model.check_unscaled()  # type: ignore[operator]
-                if state.strategy.adapts:
-                    check_trained(state.model)
+            check_trainable(state)
             images = named_images(dataset, class_names)
-            names = images.class_names
-            check_class_names(names, seen=self.class_names)
-            present = set(images.labels.tolist())
-            absent = [name for index, name in enumerate(names) if index not in present]
-            if absent:
-                raise ValueError(f"class {absent[0]!r} has no image in the dataset ({len(absent)} such classes)")
+            names = check_class_names(images.class_names, seen=self.class_names)
+            absent = np.setdiff1d(np.arange(len(names)), images.labels)
+            if len(absent):
+                raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
+            texts = state.class_texts | check_class_texts(class_texts or {}, names)
             if has_text(self.clip):
-                self.encoder.check_prompts((*self.class_names, *names))
-        check_same_in_all((names, images.labels.tolist()), "class names or labels")
+                self.encoder.check_prompts((*self.class_names, *names), texts)
+        check_same_in_all((names, images.labels.tolist(), texts), "class names, texts or labels")
         self.profile.clear()
+        pixels = self.encoder.images(images, keep=state.strategy.adapts)
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state = self._learned(state, self.encoder.images(images, keep=True), names)
+            self.state, self.record, self.closing = learned(
+                replace(state, class_texts=texts), self.encoder, self.logit_scale, pixels, names, self.log
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -255,24 +290,6 @@ class ClassIncrementalLearner(StateAttributes):
         """
         self.state = without_class(self.state, name)
 
-    def _learned(self, state: LearnerState, images: Any, names: tuple[str, ...]) -> LearnerState:
-        """The state after one more task; the adapter alone is changed in place."""
-        trainer = TaskTrainer(state, self.encoder, self.logit_scale, self.log)
-        teacher, features, memory = trainer.learn(images, names)
-        with self.profile.phase("close"):
-            labels = torch.as_tensor(images.labels, device=features.device)
-            self.closing = ClosingPass(names, features, labels, teacher)
-            texts = None
-            if any(classifier.needs_text for classifier in state.classifiers.values()):
-                parts = [state.class_names, names] if state.tasks else [names]
-                texts = torch.cat([self.encoder.text_embeds(part) for part in parts])
-            classifiers = learn_task(state.classifiers, self.closing, texts, state.args.drift, state.args.text_embeds)
-        self.record = trainer.record
-        bridge = classifiers.get("bridge")
-        if isinstance(bridge, BridgeEnsembleHead):
-            self.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
-        return replace(state, classifiers=classifiers, memory=memory, tasks=[*state.tasks, names], step=trainer.step)
-
     # ------------------------------------------------------------------ using
 
     @in_turn
@@ -286,7 +303,7 @@ class ClassIncrementalLearner(StateAttributes):
         """Unit text embeddings of class names, learned or not, (classes, d) float32, by the model as it is."""
         if not has_text(self.clip):
             raise ValueError(f"{type(self.clip).__name__} has no text tower, so class names have no embeddings")
-        return self.encoder.text_embeds(check_class_names(class_names))
+        return self.encoder.text_embeds(check_class_names(class_names), self.state.class_texts)
 
     def predict(
         self, images: Any, top_k: int | None = None, return_scores: bool = False, reject: float | None = None
@@ -353,11 +370,11 @@ class ClassIncrementalLearner(StateAttributes):
 
     @contextmanager
     def scaled(self, scale: float) -> Iterator[None]:
-        """Use the model with W_0 + scale * dW while the block runs, dW being all that it has learned, in both towers.
+        """Use the model with W_0 + scale * dW in the block's calls, dW being all it has learned, in both towers.
 
         Scale 0 is the pristine model and 1 the model as it has learned, both bit for bit. What the classifiers keep
-        was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. Other threads wait until
-        the block ends. Nothing is learned inside it, and what is saved there is the model at scale 1.
+        was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. Calls of other threads
+        and asyncio tasks have none of it. Nothing is learned inside, and what is saved there is the model at scale 1.
 
         Raises:
             ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
@@ -370,8 +387,7 @@ class ClassIncrementalLearner(StateAttributes):
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.
         """
         check_number("scale", scale, least=0, most=1)
-        adapter = self.state.adapter
-        with self._turn, nullcontext() if adapter is None else adapter.scaled(scale):
+        with scaling(self, float(scale)):
             yield
 
     def _resting(self) -> AbstractContextManager[None]:
@@ -408,6 +424,7 @@ class ClassIncrementalLearner(StateAttributes):
         keep_features: bool = False,
         check_zero_shot: Callable[[float | None], None] | None = None,
         test_ahead: bool = False,
+        class_texts: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
@@ -426,6 +443,7 @@ class ClassIncrementalLearner(StateAttributes):
             check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
                 or None where it has none; it raises to stop the run.
             test_ahead: test also on tasks that are still to come; the results then have "ahead".
+            class_texts: texts of any of the classes, as in `learn_task`.
 
         Returns:
             What `results.json` holds: accuracies, settings, seed and versions.
@@ -436,7 +454,7 @@ class ClassIncrementalLearner(StateAttributes):
         """
         from dulbe_peft.runs.run import RunOptions, run_stream
 
-        options = RunOptions(resume, known_tests, source, keep_features, check_zero_shot, test_ahead)
+        options = RunOptions(resume, known_tests, source, keep_features, check_zero_shot, test_ahead, class_texts)
         return run_stream(self, tasks, output_dir, options)
 
     # ------------------------------------------------------------------ saving

@@ -110,7 +110,7 @@ def test_class_names_become_prompts_or_errors(names):
     except DOCUMENTED:
         return
     assert list(checked) == names and json.loads(json.dumps(checked)) == names
-    assert format_prompts(checked, "a photo of a {}.") == [f"a photo of a {name}." for name in names]
+    assert [format_prompts(name, ["a {}."]) for name in checked] == [[f"a {name}."] for name in names]
 
 
 @MANY

@@ -241,17 +241,11 @@ def test_class_names_that_are_refused(names, error, message):
 
 def test_prompts():
     assert format_class_name("great_white_shark") == "great_white_shark"
-    names = ["great_white_shark", "{0} {}", "{x}"]
-    assert format_prompts(names, "a photo of {}, a type of food.", "spaces") == [
+    templates = ("a photo of {}, a type of food.", "{a} {} {0}")
+    assert format_prompts("great_white_shark", templates, "spaces") == [
         "a photo of great white shark, a type of food.",
-        "a photo of {0} {}, a type of food.",
-        "a photo of {x}, a type of food.",
+        "{a} great white shark {0}",
     ]
-    assert format_prompts(["cat"], "{a} {} {0}") == ["{a} cat {0}"]
-    for template in ("a photo.", "{} and {}", "a {name}"):
-        with pytest.raises(ValueError, match="exactly once"):
-            format_prompts(names, template)
-    with pytest.raises(TypeError, match="template must be a string, got None"):
-        format_prompts(names, None)
+    assert format_prompts("{0} {}", ["the {}."]) == ["the {0} {}."]
     with pytest.raises(ValueError, match="'Spaces'; it must be one of verbatim, spaces"):
         format_class_name("a", "Spaces")

@@ -10,7 +10,7 @@ from pydantic import Field
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import load_errors
@@ -31,6 +31,7 @@ class LearnerFile(Record):
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
     base_model: base_models.BaseModel
+    class_texts: dict[str, list[str]] = {}
     classifiers: Annotated[list[str], Field(min_length=1)]
     memory: bool
     source: dict[str, str] | None
@@ -46,6 +47,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
         arguments=state.args.portable(),
         attn_implementation=state.base.config._attn_implementation,
         base_model=base_models.describe(state.base, *state.base_name, local),
+        class_texts={name: list(state.class_texts[name]) for name in state.class_names if name in state.class_texts},
         classifiers=list(state.classifiers),
         memory=bool(state.memory) or state.incomplete,
         source=state.source,
@@ -63,6 +65,7 @@ def read(folder: Path) -> LearnerFile:
         seen: list[str] = []
         for task in saved.tasks:
             seen += check_class_names(task, seen) if task else ()  # `forget_class` may leave a task without classes
+        check_class_texts(saved.class_texts, seen)
         LearnerArguments(**saved.arguments)
         make_strategy(saved.strategy)
     return saved

@@ -63,6 +63,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         source=source_of(stream),
         check_zero_shot=setup.check_zero_shot,
         test_ahead=stream.test_ahead,
+        class_texts=setup.class_texts(),
     )
     if world()[0] == 0:
         write_pictures(stream.output, [task.test for task in setup.tasks], results)

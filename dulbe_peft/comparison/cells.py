@@ -153,7 +153,13 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     source, check = source_of(setup.stream), setup.check_zero_shot
     ahead = setup.stream.test_ahead
     results = learner.run(
-        setup.tasks, folder, source=source, keep_features=True, check_zero_shot=check, test_ahead=ahead
+        setup.tasks,
+        folder,
+        source=source,
+        keep_features=True,
+        check_zero_shot=check,
+        test_ahead=ahead,
+        class_texts=setup.class_texts(),
     )
     write_pictures(folder, [task.test for task in setup.tasks], results)
     args, timings = learner.args, read_json(folder / TIMINGS_FILE)["tasks"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 CLASS_NAME_STYLES = ("verbatim", "spaces")
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
@@ -58,16 +58,26 @@ def format_class_name(name: str, style: str = "verbatim") -> str:
     return name.replace("_", " ") if style == "spaces" else name
 
 
-def format_prompts(class_names: Iterable[str], template: str, style: str = "verbatim") -> list[str]:
-    """One prompt per class: `template` with its "{}" replaced by the name, whatever characters the name holds."""
-    if not isinstance(template, str):
-        raise TypeError(f"template must be a string, got {template!r} of type {type(template).__name__}")
-    if template.count("{}") != 1:
-        raise ValueError(f'template is {template!r}; it must hold "{{}}" exactly once, where the class name goes')
-    prompts: dict[str, str] = {}
-    for name in class_names:
-        prompt = template.replace("{}", format_class_name(name, style))
-        if prompt in prompts:
-            raise ValueError(f"classes {prompts[prompt]!r} and {name!r} give the same prompt {prompt!r}: rename one")
-        prompts[prompt] = name
-    return list(prompts)
+def format_prompts(name: str, templates: Iterable[str], style: str = "verbatim") -> list[str]:
+    """Each template with its "{}" replaced by the class name, whatever characters the name holds."""
+    return [template.replace("{}", format_class_name(name, style)) for template in templates]
+
+
+def check_class_texts(texts: Mapping[str, Sequence[str]], class_names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The texts of each class, normalized, after a check that they are texts of these classes."""
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"class_texts must map class names to lists of texts, got a {type(texts).__name__}")
+    found = {}
+    for given, several in texts.items():
+        where, name = f"class_texts[{given!r:.100}]", normalized(str(given))
+        if name not in class_names:
+            raise ValueError(f"{where} is of no class here; the classes are {list(class_names)[:5]} ...")
+        if isinstance(several, str) or not isinstance(several, Sequence) or not several:
+            raise TypeError(f"{where} must be a list of one text or more, got {several!r:.100}")
+        for text in several:
+            if not isinstance(text, str) or not text.strip():
+                raise TypeError(f"{where} must hold texts that are not blank, got {text!r:.100}")
+            if len(text) > _LONGEST:
+                raise ValueError(f"{where} has a text of {len(text)} characters; at most {_LONGEST} are allowed")
+        found[name] = tuple(dict.fromkeys(map(normalized, several)))
+    return found

@@ -37,8 +37,11 @@ def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args
-        prompts = [format_prompts(classifier.class_names, text, args.class_name_style) for text in args.templates]
-        facts["prompts"] = prompts[0] if len(prompts) == 1 else [list(group) for group in zip(*prompts, strict=True)]
+        prompts = [
+            [*state.class_texts.get(name, ())] or format_prompts(name, args.templates, args.class_name_style)
+            for name in classifier.class_names
+        ]
+        facts["prompts"] = prompts if any(len(group) > 1 for group in prompts) else [text for (text,) in prompts]
     with suppress(ValueError):  # no image could be held back
         facts["reject_below"] = {str(share): classifier.rejection_threshold(share) for share in SHARES}
     return facts

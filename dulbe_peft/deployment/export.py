@@ -18,6 +18,7 @@ from dulbe_peft.deployment.cards import export_card, onnx_code, torch_code
 from dulbe_peft.deployment.classifier import choose_classifier, write_classifier
 from dulbe_peft.deployment.graph import write_graph
 from dulbe_peft.deployment.merged import merged_model
+from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
@@ -48,8 +49,7 @@ def export_learner(
         ImportError: "onnx" needs packages that are not installed.
         ValueError: there is no such format or classifier, or the learner cannot be exported in this format.
     """
-    state = learner if isinstance(learner, LearnerState) else getattr(learner, "state", None)
-    if not isinstance(state, LearnerState):
+    if not isinstance(getattr(learner, "state", learner), LearnerState):
         raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
@@ -57,6 +57,15 @@ def export_learner(
         check_int("compress_to", compress_to, 1)
         if format != "lora":
             raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
+    if isinstance(learner, LearnerState):
+        _export(learner, Path(folder), format, classifier, compress_to)
+    else:
+        with locked(learner, "export_learner"):
+            _export(learner.state, Path(folder), format, classifier, compress_to)
+    return Path(folder)
+
+
+def _export(state: LearnerState, folder: Path, format: str, classifier: str | None, compress_to: int | None) -> None:
     chosen = choose_classifier(state, classifier)
     if format == "lora" and state.adapter is None:
         raise ValueError(
@@ -77,8 +86,7 @@ def export_learner(
         state.processor.save_pretrained(str(processor_folder))
         (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
 
-    commit_folder(Path(folder), "export", write)
-    return Path(folder)
+    commit_folder(folder, "export", write)
 
 
 def export_transformers(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -33,12 +34,26 @@ from dulbe_peft.utils.processes import (
 from dulbe_peft.utils.profiling import Profile
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Texts = Mapping[str, Sequence[str]]
+NO_TEXTS: Texts = MappingProxyType({})
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
     """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+def _alive(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches; where a process that reads images dies, an error says so in plain words."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"a process that reads images died, as when memory runs out ({error}): choose a smaller num_workers, or 0"
+        ) from error
 
 
 class Encoder:
@@ -71,6 +86,22 @@ class Encoder:
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
         return PixelDataset(images, self.processor, image_size(self.clip, self.processor), cache_bytes)
+
+    def view(self, images: PixelDataset, task: int, number: int) -> PixelDataset:
+        """A view of a task's images: as they are, number 0 or without augmentation, or augmented by this number."""
+        if not number or self.args.augment == "none":
+            return images
+        return images.view(self.args.augment, self.args.seed, task, number)
+
+    @property
+    def num_views(self) -> int:
+        """How many views of each image classifiers learn."""
+        return 1 if self.args.augment == "none" else 1 + self.args.copies
+
+    def further_views(self, images: PixelDataset, task: int, title: str) -> list[torch.Tensor]:
+        """The features, (n, d), of each view that classifiers learn beside the images as they are."""
+        views = [self.view(images, task, number) for number in range(1, self.num_views)]
+        return [self.dataset_embeds(view, f"{title} view {n}") for n, view in enumerate(views, 1)]
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
@@ -107,7 +138,7 @@ class Encoder:
         )
         hidden = not self.args.progress or world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
-        return cast(Iterable[Any], bar)
+        return _alive(cast(Iterable[Any], bar))
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
@@ -143,19 +174,36 @@ class Encoder:
         sum_over_processes([features])
         return features, {i: error for part in gather_objects(unreadable) for i, error in part.items()}
 
-    def tokens(self, names: Sequence[str], template: str | None = None) -> dict[str, torch.Tensor]:
-        """What the text tower takes for the names' prompts, those of training where no template is given."""
-        args = self.args
-        prompts = format_prompts(names, template or args.training_template or args.templates[0], args.class_name_style)
+    def prompts(self, name: str, texts: Texts = NO_TEXTS, training: bool = False) -> list[str]:
+        """The texts of a class: those of `texts`, or else its name in every template; in training one text alone."""
+        args, templates = self.args, self.args.templates
+        if training and args.training_template is not None:
+            texts, templates = NO_TEXTS, (args.training_template,)
+        found = [*texts.get(name, ())] or format_prompts(name, templates, args.class_name_style)
+        return found[:1] if training else found
+
+    def tokens(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> dict[str, torch.Tensor]:
+        """What the text tower takes of each class in training."""
+        return self._tokenized([self.prompts(name, texts, training=True)[0] for name in names])
+
+    def _tokenized(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         return send_to_device(tokenize(self.processor, prompts, self.clip), self.device)
 
-    def check_prompts(self, names: Sequence[str]) -> None:
-        """Raise a `ValueError` where a prompt is too long, or two classes give the same one, with any template."""
-        for template in (None, *self.args.templates):
-            self.tokens(names, template)
+    def check_prompts(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> None:
+        """Raise a `ValueError` where a text is of no use to the text tower, or two classes have the same texts."""
+        distinct: dict[str, None] = {}
+        for training in (False, True):
+            owners: dict[frozenset[str], str] = {}
+            for name in names:
+                prompts = self.prompts(name, texts, training)
+                other = owners.setdefault(frozenset(prompts), name)
+                if other != name:
+                    raise ValueError(f"classes {other!r} and {name!r} give the same prompt {prompts[0]!r}: rename one")
+                distinct |= dict.fromkeys(prompts)
+        self._tokenized(list(distinct))
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Unit text embeddings of tokenized prompts, (classes, d); each process encodes its rows."""
+        """Unit text embeddings of tokenized prompts, (prompts, d); each process encodes its rows."""
         total = len(tokens["input_ids"])
         rows = padded_shard(range(total))
         if len(rows) < total:
@@ -164,10 +212,16 @@ class Encoder:
             return gather_rows(unit_text_embeds(self.clip, tokens), total)
 
     @torch.no_grad()
-    def text_embeds(self, names: Sequence[str], training: bool = False) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d): the mean over all templates, or that of `training` alone."""
-        chunks = [names[start : start + 256] for start in range(0, len(names), 256)]
-        each = []
-        for template in (None,) if training else self.args.templates:
-            each.append(torch.cat([self.token_embeds(self.tokens(chunk, template)) for chunk in chunks]))
-        return each[0] if len(each) == 1 else F.normalize(torch.stack(each).mean(dim=0), dim=1)
+    def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
+        """Unit text embeddings of classes, (classes, d): the mean over the texts of each, or that of training."""
+        prompts = [self.prompts(name, texts, training) for name in names]
+        place = {prompt: row for row, prompt in enumerate(dict.fromkeys(p for group in prompts for p in group))}
+        each, distinct = [], list(place)
+        for start in range(0, len(distinct), 256):
+            each.append(self.token_embeds(self._tokenized(distinct[start : start + 256])))
+        embeds = torch.cat(each)
+        owners = torch.tensor([row for row, group in enumerate(prompts) for _ in group], device=embeds.device)
+        rows = embeds[[place[prompt] for group in prompts for prompt in group]]
+        if len(rows) == len(names):
+            return rows
+        return F.normalize(torch.zeros(len(names), embeds.shape[1]).to(rows).index_add(0, owners, rows), dim=1)

@@ -239,6 +239,10 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
     """
     check_encoder(model, text=True)
     record, longest = encoder_of(model), longest_text(model)
+    for prompt in prompts:  # what stands behind the end of a text would not be read
+        for sign in processor.tokenizer.all_special_tokens:
+            if sign in prompt:
+                raise ValueError(f"prompt {prompt!r} holds {sign!r}, a sign of the tokenizer's own: take it out")
     try:
         rows = processor.tokenizer(list(prompts))["input_ids"]
     except Exception as error:  # tokenizers raise a bare Exception, such as over a sign that they do not know

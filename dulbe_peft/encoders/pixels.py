@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from dulbe_peft.data.augmentation import augmented
 from dulbe_peft.data.decoding import UnreadableImageError
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, image_size, pixel_values
@@ -40,8 +44,16 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         self.labels = images.labels
         self.processor = processor
         self.image_size = image_size
-        self.cache_bytes = cache_bytes
-        self.cache: dict[int, torch.Tensor] | None = {} if cache_bytes else None
+        self.cache: dict[int, torch.Tensor] | None = (
+            {} if 0 < 12 * image_size**2 * len(images) <= cache_bytes else None
+        )
+        self.augment: Callable[[Any, int], Any] | None = None
+
+    def view(self, kinds: str, *seed: int) -> PixelDataset:
+        """The same images, each changed as `augmented` changes it with the seed and the image's index."""
+        view = copy.copy(self)
+        view.cache, view.augment = None, partial(_augmented, kinds, seed)
+        return view
 
     def __len__(self) -> int:
         return len(self.images)
@@ -61,16 +73,20 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
 
     def pixels(self, index: int) -> torch.Tensor:
         """An image's pixel values, (3, height, width); errors do not say which image it is."""
-        kept = None if self.cache is None else self.cache.get(index)
-        if kept is not None:
-            return kept
-        pixels = pixel_values(self.processor, self.images.image(index))
+        if self.cache is not None and index in self.cache:
+            return self.cache[index]
+        image = self.images.image(index)
+        pixels = pixel_values(self.processor, image if self.augment is None else self.augment(image, index))
         if pixels.shape[1:] != (self.image_size, self.image_size):
             size = f"{self.image_size} x {self.image_size}"
             raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
-        if self.cache is not None and pixels.nbytes * len(self) <= self.cache_bytes:
+        if self.cache is not None:
             self.cache[index] = pixels
         return pixels
+
+
+def _augmented(kinds: str, seed: Sequence[int], image: Any, index: int) -> Any:
+    return augmented(image, kinds, (*seed, index))
 
 
 class ReadablePixels(Dataset[tuple[torch.Tensor, str, int]]):

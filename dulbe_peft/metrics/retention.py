@@ -79,7 +79,7 @@ def zero_shot_retention(
 @torch.no_grad()
 def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor] | None]]:
     """Text embeddings of all classes, (C, d), and of each test set its features, (n, d), and labels among them."""
-    text = learner.encoder.text_embeds([name for _, names in tests for name in names])
+    text = learner.text_embeds([name for _, names in tests for name in names])
     encoded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     first = 0
     for dataset, names in tests:

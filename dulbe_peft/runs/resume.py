@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -44,8 +44,8 @@ class Beginning(Record):
 class Identity(Record):
     """What must be the same for a run to be the same one; the manifest of each of its task folders holds it.
 
-    `classes` and `data` are of the run's finished tasks. `data` has the fingerprints of a task's training and test
-    images.
+    `classes`, `data` and `class_texts` are of the run's finished tasks. `data` has the fingerprints of a task's
+    training and test images.
     """
 
     adapter: dict[str, Any]
@@ -56,6 +56,7 @@ class Identity(Record):
     start: Beginning
     classes: list[list[str]] = []
     data: list[list[str | None]] = []
+    class_texts: dict[str, list[str]] = {}
 
 
 class Listings(Record):
@@ -110,7 +111,11 @@ def task_listings(task: Task | None) -> Listings:
 
 
 def newest_of_run(
-    output: Path, state: LearnerState, stream: Sequence[Task], warn: Callable[[str], None]
+    output: Path,
+    state: LearnerState,
+    stream: Sequence[Task],
+    class_texts: Mapping[str, Sequence[str]],
+    warn: Callable[[str], None],
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder, and the identity of its run; None where no task folder is whole.
 
@@ -130,7 +135,7 @@ def newest_of_run(
     if changed:
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
-    _check_finished(folder, saved, stream, state.args)
+    _check_finished(folder, saved, stream, class_texts, state.args)
     others = _differences(manifest.versions, library_versions())
     if others:
         warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
@@ -194,8 +199,14 @@ def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
         )
 
 
-def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], args: LearnerArguments) -> None:
-    """Raise unless the stream begins with the finished tasks, by class names and by data."""
+def _check_finished(
+    folder: Path,
+    saved: Identity,
+    stream: Sequence[Task],
+    class_texts: Mapping[str, Sequence[str]],
+    args: LearnerArguments,
+) -> None:
+    """Raise unless the stream begins with the finished tasks, by class names, texts and data."""
     first = len(saved.start.tasks) + 1
     given = [list(task.class_names) for task in stream[: len(saved.classes)]]
     for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
@@ -203,6 +214,12 @@ def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], args:
             raise ValueError(
                 f"{folder} belongs to another run: task {number} has the classes {before!r:.200} there, and "
                 f"{now!r:.200} in the stream now given. The stream must begin with the finished tasks; {ELSEWHERE}"
+            )
+    for name in (name for task in saved.classes for name in task):
+        if saved.class_texts.get(name, []) != list(class_texts.get(name, [])):
+            raise ValueError(
+                f"{folder} belongs to another run: the texts of the class {name!r}, which is learned, were "
+                f"{saved.class_texts.get(name)}; give the same class texts, or {ELSEWHERE}"
             )
     for number, (digests, task) in enumerate(zip(saved.data, stream, strict=False), first):
         for split, old, new in zip(SPLITS, digests, task_fingerprints(task, args), strict=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoints import layout, loading, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
-from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
@@ -53,6 +53,7 @@ class RunOptions:
     keep_features: bool = False
     check_zero_shot: Callable[[float | None], None] | None = None
     test_ahead: bool = False
+    class_texts: Mapping[str, Sequence[str]] | None = None
 
 
 def run_stream(
@@ -78,12 +79,8 @@ def run_stream(
             on_main_process(partial(_lock_folder, output, held))
             held.enter_context(tracked(learner, output))
             return _open_run(learner, stream, output, options).finish()
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise ChildProcessError(
-            f"a process that reads images died ({error}); finished tasks are kept in {output}, run again to go on"
-        ) from error
+    except ChildProcessError as error:
+        raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -163,6 +160,8 @@ class Run:
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.profile
+        texts = learner.state.class_texts
+        self.identity.class_texts.update({name: list(texts[name]) for name in names if name in texts})
         self.identity.classes.append(names)
         self.identity.data.append(fingerprints)
         with profile.phase("test"):
@@ -258,7 +257,8 @@ class Run:
 def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     before = on_main_process(partial(progress.known_tasks, learner))
-    find = partial(resume.newest_of_run, output, learner.state, own, _print_once)
+    texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
+    find = partial(resume.newest_of_run, output, learner.state, own, texts, _print_once)
     found = on_main_process(find) if options.resume else None
     if found is None:
         _check_new(learner, own, output, options.resume)
@@ -273,6 +273,7 @@ def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, o
         # What is written after a commit may be missing; of known tasks the learner may know it.
         for old, new in zip(before, finished, strict=False):
             new.timing, new.source = new.timing or old.timing, new.source or old.source
+    learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)
     if len(tests) != count:

@@ -55,6 +55,11 @@ class StreamArguments:
         "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name for each "
         "class in the order of the data. None: the names that the data carries.",
     )
+    class_texts: str | None = setting(
+        None,
+        "YAML file with texts that stand for classes in place of their names in the prompt templates: 'owl: [an owl, "
+        "a night bird]'. Classifiers take the mean of a class's texts.",
+    )
     max_tasks: Annotated[int, Ge(1)] | None = setting(None, "Learn the first so many tasks alone.")
     class_order: str | None = setting(
         None, "Order of the classes: icarl, or a text file with a name or number a line."

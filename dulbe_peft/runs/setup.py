@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.runs.settings import StreamArguments, validated
+from dulbe_peft.data.names import normalized
+from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -51,6 +52,16 @@ class Setup:
     model: PreTrainedModel | PeftModel
     tasks: list[Task]  # none where no data is named
     make_learner: Callable[[LearnerArguments], ClassIncrementalLearner]
+
+    def class_texts(self) -> dict[str, Any]:
+        """The texts of the stream's classes; those of other classes in the file are left out."""
+        if not self.stream.class_texts:
+            return {}
+        texts = read_yaml(Path(self.stream.class_texts), "class texts")
+        names = {name for task in self.tasks for name in task.class_names}
+        found = {name: text for name, text in texts.items() if normalized(str(name)) in names}
+        print_once(f"{len(found)} of {len(names)} classes have texts of their own")
+        return found
 
     def check_zero_shot(self, found: float | None) -> None:
         """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""

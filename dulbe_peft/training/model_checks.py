@@ -11,6 +11,7 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.encoders.loading import check_encoder
 from dulbe_peft.strategies import Strategy
+from dulbe_peft.training.state import LearnerState
 
 
 def check_adapter_name(model: Any) -> None:
@@ -28,7 +29,16 @@ def check_adapter_name(model: Any) -> None:
         )
 
 
-def check_trained(model: PeftModel) -> None:
+def check_trainable(state: LearnerState) -> None:
+    """Raise where an adapter is merged or scaled, or where a strategy would train another part of the model."""
+    if state.adapter is not None:
+        state.adapter.check_unmerged()
+        state.adapter.check_unscaled()
+        if state.strategy.adapts:
+            _check_trained(state.model)
+
+
+def _check_trained(model: Any) -> None:
     """Raise where somebody has chosen other parameters for training than the adapter's.
 
     A task that fails is taken back, and a learner is saved, by its adapter alone.

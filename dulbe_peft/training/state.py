@@ -32,6 +32,7 @@ class LearnerState:
         incomplete: the learner was saved without what its strategy needs to learn a further task.
         updates: what it took in or lost without training: "after", the number of tasks learned by then; "images",
             class -> number of its further images; "forgotten", the number of the task that lost a class, or None.
+        class_texts: class -> the texts that stand for it in place of the prompt templates.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class LearnerState:
     source: dict[str, str] | None = None
     incomplete: bool = False
     updates: list[dict[str, Any]] = field(default_factory=list)
+    class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -97,54 +99,6 @@ class LearnerState:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
-
-
-class StateAttributes:
-    """A learner's view of its state: attributes that always say what the state says."""
-
-    state: LearnerState
-
-    @property
-    def model(self) -> Any:
-        return self.state.model
-
-    @property
-    def clip(self) -> Any:
-        """The model under the adapter."""
-        return self.state.base
-
-    @property
-    def processor(self) -> Any:
-        return self.state.processor
-
-    @property
-    def args(self) -> LearnerArguments:
-        return self.state.args
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.state.strategy
-
-    @property
-    def classifiers(self) -> dict[str, Classifier]:
-        return self.state.classifiers
-
-    @property
-    def memory(self) -> Memory | None:
-        return self.state.memory
-
-    @property
-    def tasks(self) -> list[tuple[str, ...]]:
-        return self.state.tasks
-
-    @property
-    def source(self) -> dict[str, str] | None:
-        return self.state.source
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """All seen classes, in the order they came."""
-        return self.state.class_names
 
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -18,6 +18,8 @@ from torch import nn
 
 from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
@@ -50,6 +52,34 @@ class TaskRecord:
     expected_depth: float | None = None
 
 
+def learned(
+    state: LearnerState,
+    encoder: Encoder,
+    logit_scale: float,
+    images: PixelDataset,
+    names: tuple[str, ...],
+    log: Log | None = None,
+) -> tuple[LearnerState, TaskRecord, ClosingPass]:
+    """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
+    trainer = TaskTrainer(state, encoder, logit_scale, log)
+    teacher, features, memory = trainer.learn(images, names)
+    with encoder.profile.phase("close"):
+        labels = torch.as_tensor(images.labels, device=features.device)
+        further = encoder.further_views(images, trainer.index, trainer.title("close"))
+        closing = ClosingPass(names, features, labels, teacher, tuple(further))
+        texts = None
+        if any(classifier.needs_text for classifier in state.classifiers.values()):
+            parts = [state.class_names, names] if state.tasks else [names]
+            texts = torch.cat([encoder.text_embeds(part, state.class_texts) for part in parts])
+        classifiers = learn_task(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
+    bridge = classifiers.get("bridge")
+    if isinstance(bridge, BridgeEnsembleHead):
+        trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
+    tasks = [*state.tasks, names]
+    after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step)
+    return after, trainer.record, closing
+
+
 class TaskTrainer:
     """Learns one task with a strategy, from the learner's state before it.
 
@@ -64,6 +94,7 @@ class TaskTrainer:
         self.args = state.args
         self.memory = state.memory
         self.seen = state.class_names
+        self.texts = state.class_texts
         self.index = len(state.tasks)
         self.encoder = encoder
         self.logit_scale = logit_scale
@@ -83,7 +114,7 @@ class TaskTrainer:
         self.record = TaskRecord(dict(zip(names, counts, strict=True)))
         if self.adapter is None or not self.strategy.adapts:
             with self.encoder.profile.phase("close"):
-                return None, self.encoder.dataset_embeds(images, self._title("close")), self.memory
+                return None, self.encoder.dataset_embeds(images, self.title("close")), self.memory
         task, teacher = self.begin(self.adapter, images, names)
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train(task, images, names, teacher)
@@ -123,7 +154,8 @@ class TaskTrainer:
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
         return task, teacher
 
-    def _title(self, phase: str) -> str:
+    def title(self, phase: str) -> str:
+        """What a progress bar says."""
         return f"task {self.index + 1} {phase}"
 
     # ------------------------------------------------------------------ passes without a step
@@ -146,7 +178,7 @@ class TaskTrainer:
     def probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
         features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
-        text = self.encoder.text_embeds(names, training=True)
+        text = self.encoder.text_embeds(names, self.texts, training=True)
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
@@ -155,7 +187,7 @@ class TaskTrainer:
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
         assert self.adapter is not None
-        batches = self.encoder.training_batches(images, self._title("probe"), range(len(images)))
+        batches = self.encoder.training_batches(images, self.title("probe"), range(len(images)))
         with self.adapter.without_idle_modes(), raise_in_all():
             gradients = probe_gradients(self.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
@@ -163,7 +195,7 @@ class TaskTrainer:
 
     def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
-        return features_and_inputs(self.adapter, self.encoder, images, self._title(phase), collect)
+        return features_and_inputs(self.adapter, self.encoder, images, self.title(phase), collect)
 
     # ------------------------------------------------------------------ training
 
@@ -171,7 +203,7 @@ class TaskTrainer:
         """All steps of a task, from the bases that `begin` installed."""
         args, encoder = self.args, self.encoder
         old_text = self._old_text()
-        tokens, text = encoder.tokens(names), None
+        tokens, text = encoder.tokens(names, self.texts), None
         with ExitStack() as stack:
             extra = stack.enter_context(self.strategy.training(task))
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
@@ -190,8 +222,9 @@ class TaskTrainer:
                 self.model.train()
                 losses = []
                 order = epoch_order(len(images), args.seed, self.index, epoch)
-                title = self._title(f"epoch {epoch + 1}/{epochs}")
-                for batch in encoder.training_batches(images, title, order):
+                title = self.title(f"epoch {epoch + 1}/{epochs}")
+                view = encoder.view(images, self.index, epoch + 1)
+                for batch in encoder.training_batches(view, title, order):
                     if text is None or text.requires_grad:
                         text = encoder.token_embeds(tokens)
                     step = self._step(batch, text, old_text, teacher)
@@ -218,7 +251,7 @@ class TaskTrainer:
             return self.encoder.gathered_image_embeds(pixels, len(index))
 
         def teacher_features() -> torch.Tensor:
-            if teacher is not None and self.args.teacher == "cached":
+            if teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
                 return teacher[index]
             assert self.adapter is not None
             with torch.no_grad(), self.adapter.previous_task():
@@ -232,14 +265,14 @@ class TaskTrainer:
         """The old classes' text embeddings by the model as it is when this task begins, E_<t."""
         if not self.seen or TEACHER not in self.strategy.needs:
             return None
-        return self.encoder.text_embeds(self.seen, training=True)
+        return self.encoder.text_embeds(self.seen, self.texts, training=True)
 
     def _wrong_logit(self, images: PixelDataset, names: Sequence[str]) -> float:
         """Mean logit of the wrong classes over the task's images, by the model as it is."""
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            text = self.encoder.text_embeds(names, training=True)
+            text = self.encoder.text_embeds(names, self.texts, training=True)
             logits = self.logit_scale * self.encoder.dataset_embeds(images) @ text.T
             labels = torch.as_tensor(images.labels, device=logits.device)
             right = logits.gather(1, labels[:, None]).sum()

@@ -38,7 +38,8 @@ def with_more_images(
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
     counts = Counter(state.class_names[label] for label in labels.tolist())
-    labels = labels.to(features.device)
+    views = [features, *encoder.further_views(images, len(state.tasks) + len(state.updates), "update")]
+    features, labels = torch.cat(views), labels.to(features.device).repeat(len(views))
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
         classifier.update_classes(features, labels)
@@ -71,4 +72,5 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
         for update in state.updates
     ]
     updates.append({"after": len(tasks), "images": {}, "forgotten": number})
-    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates)
+    texts = {other: texts for other, texts in state.class_texts.items() if other != name}
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts)

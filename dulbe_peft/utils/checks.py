@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 _LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of float32, in which nearly all is computed
@@ -14,8 +14,8 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is an int or a float of Python, and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is an int or a float, of Python or of numpy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,17 +43,40 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+_dtype_lock = threading.Lock()
+_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as default type, and what it was before them
+
+
 @contextmanager
 def usual_torch() -> Iterator[None]:
-    """torch as a program finds it that has set nothing: gradients are on, tensors are float32 and on the CPU."""
-    dtype = torch.get_default_dtype()
-    elsewhere = torch.get_default_device().type != "cpu"
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
+    """torch as a program finds it that has set nothing: gradients are on, tensors are float32, on the CPU, uncast."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_float32_by_default())
+        yield
+
+
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """The default type is one for all threads, so the last one that leaves puts it back."""
+    with _dtype_lock:
+        if not _dtype[0]:
+            _dtype[1] = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+        _dtype[0] += 1
+    try:
+        yield
+    finally:
+        with _dtype_lock:
+            _dtype[0] -= 1
+            if not _dtype[0]:
+                torch.set_default_dtype(_dtype[1])
 
 
 @contextmanager

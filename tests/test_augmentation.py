@@ -1,0 +1,145 @@
+"""Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from PIL import Image
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft.arguments import AUGMENTATIONS
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.data.augmentation import CHANGES, augmented
+from dulbe_peft.data.digits import load_digit_images
+from dulbe_peft.data.images import LabelledImages
+
+QUICK = {"epochs": 2, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """Two tasks of two digits each, eight images a digit."""
+    images = load_digit_images("train")
+    rows = np.concatenate([np.flatnonzero(images.labels == label)[:8] for label in range(10)])
+    return class_incremental_tasks(images.at(rows), load_digit_images("test"), increment=2)[:2]
+
+
+def learner_of(base, strategy="frozen", classifiers=("lda", "rapf"), **fields):
+    clip, processor = copy.deepcopy(base[0]), base[1]
+    torch.manual_seed(0)
+    model = clip if strategy == "frozen" else get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8))
+    args = LearnerArguments(**QUICK | fields)
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+
+def test_a_crop_is_a_part_and_a_mirror_image_is_one():
+    pixels = np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) // 15 % 256
+    image = Image.fromarray(pixels.astype(np.uint8))
+    found = set()
+    for seed in range(20):
+        part = np.asarray(augmented(image, "crop", [seed]))
+        height, width = part.shape[:2]
+        assert 0.45 <= height * width / 1200 <= 1 and 0.7 <= width / height / (4 / 3) <= 1.45
+        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(image), part.shape).reshape(-1, *part.shape)
+        assert (windows == part).all(axis=(1, 2, 3)).any()
+        mirrored = np.asarray(augmented(image, "flip", [seed]))
+        assert any(np.array_equal(mirrored, side) for side in (pixels, pixels[:, ::-1]))
+        found.add(np.array_equal(mirrored, pixels))
+    assert found == {True, False}
+
+
+def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
+    """A literal float64 reference: the value at each place is that of the place it came from."""
+    row, column = np.mgrid[:64, :64].astype(float)
+    ramp = np.where((row % 63 == 0) | (column % 63 == 0), 200, 40 + row + 2 * column)
+    image = Image.fromarray(ramp.round().astype(np.uint8)).convert("RGB")
+    view = np.asarray(augmented(image, "affine", [3, 5]))[..., 0].astype(float)
+    random = np.random.default_rng([3, 5])
+    angle, shear, zoom = (
+        np.radians(random.uniform(-10, 10)),
+        np.radians(random.uniform(-5, 5)),
+        random.uniform(0.9, 1.1),
+    )
+    move = random.uniform(-0.1, 0.1, 2) * 64
+    x, y = column + 0.5 - 32 - move[0], row + 0.5 - 32 - move[1]
+    sheared = x + np.tan(shear) * y
+    from_x = zoom * (np.cos(angle) * sheared - np.sin(angle) * y) + 31.5
+    from_y = zoom * (np.sin(angle) * sheared + np.cos(angle) * y) + 31.5
+    inside = (from_x > 4) & (from_x < 59) & (from_y > 4) & (from_y < 59)
+    outside = (from_x < -1) | (from_x > 64) | (from_y < -1) | (from_y > 64)
+    assert inside.sum() > 1500 and outside.sum() > 20
+    assert np.abs(view - (40 + from_y + 2 * from_x))[inside].max() < 1.5
+    assert (view[outside] == 200).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_classifiers_learn_the_images_and_then_their_views(base, tasks, workers):
+    """Taught by hand: the views of image i in view v of task t have the seed (seed, t, v, i)."""
+    learner = learner_of(base, augment="crop+affine", copies=2, num_workers=workers)
+    plain = learner_of(base, classifiers=("rapf", "lda"))
+    by_hand = make_classifier("lda", 64, learner.logit_scale)
+    for number, task in enumerate(tasks):
+        for each in (learner, plain):
+            each.learn_task(task.train)
+        if not number:  # held-back images are told without their views
+            assert learner.classifier.temperature == plain.classifiers["lda"].temperature
+        images = [task.train.image(i) for i in range(len(task.train))]
+        views = [
+            [augmented(image, "crop+affine", [0, number, v, i]) for i, image in enumerate(images)] for v in (1, 2)
+        ]
+        by_hand.add_classes(task.class_names, learner.image_embeds(images), task.train.labels)
+        rows = torch.cat([learner.image_embeds(view) for view in views])
+        by_hand.update_classes(rows, np.tile(task.train.labels, 2) + 2 * number)
+        assert learner.record.images == dict.fromkeys(task.class_names, 8)
+    assert learner.classifier.counts.tolist() == [24] * 4
+    for name, tensor in by_hand.tensors().items():
+        torch.testing.assert_close(learner.classifier.tensors()[name], tensor, msg=name)
+    assert learner.classifier.temperature == by_hand.temperature
+    for name, tensor in plain.classifier.tensors().items():  # cannot take further images of a known class
+        torch.testing.assert_close(learner.classifiers["rapf"].tensors()[name], tensor)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(learner.classifier.scatter, plain.classifiers["lda"].scatter)
+
+
+def test_further_images_of_known_classes_bring_their_views(base, tasks):
+    learner = learner_of(base, classifiers="lda", augment="affine", copies=2)
+    learner.learn_task(tasks[0].train)
+    learner.update_classes(tasks[0].train.at([0]))
+    assert sorted(learner.classifier.counts.tolist()) == [24, 27]
+
+
+def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
+    options = {"strategy": "dulbe", "classifiers": "bridge", "augment": "crop+flip+affine", "copies": 1}
+    whole, stopped, plain = (
+        learner_of(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"})
+    )
+    whole.run(tasks, tmp_path / "whole", keep_features=True)
+    stopped.run(tasks[:1], tmp_path / "stopped", keep_features=True)
+    learner_of(base, **options).run(tasks, tmp_path / "stopped", keep_features=True)
+    plain.run(tasks, tmp_path / "plain")
+    for name in (
+        "task-002/adapter_model.safetensors",
+        "task-002/head.safetensors",
+        "features/task-002.safetensors",
+    ):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes(), name
+    other = (tmp_path / "plain" / "task-002" / "adapter_model.safetensors").read_bytes()
+    assert other != (tmp_path / "whole" / "task-002" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="augment"):
+        learner_of(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
+
+
+def test_what_cannot_be_augmented_is_refused(base):
+    assert tuple(CHANGES) == AUGMENTATIONS
+    for wrong in ("mirror", "crop+crop", "", "none+crop"):
+        with pytest.raises(ValueError, match="augment must be none, or some of crop, flip, affine"):
+            LearnerArguments(augment=wrong)
+    learner = learner_of(base, augment="crop")
+    tensors = LabelledImages([(torch.zeros(3, 16, 16), 0), (torch.ones(3, 16, 16), 1)], np.arange(2), ("a", "b"))
+    with pytest.raises(ValueError, match="augment='crop' needs images that are not preprocessed"):
+        learner.learn_task(tensors)
+    assert not learner.tasks
