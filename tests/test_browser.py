@@ -72,7 +72,7 @@ def browser():
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["one run", "two runs", "comparison"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("width", [390, 1300])
 def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page, address = context.new_page(), pages[which].as_uri()
@@ -91,5 +91,14 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     assert dark == (scheme == "dark")
     faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
     assert not faint, "texts with too little contrast"
+    body = "document.querySelector('table.sort')"
+    order = f"[...{body}.tBodies[0].rows].map(row => row.cells[0].textContent)"
+    before = page.evaluate(order)
+    page.evaluate(f"{body}.tHead.querySelector('button').click()")
+    assert page.evaluate(order) == sorted(before, key=str.casefold), "a click on a column's head sorts by it"
+    if pictures:
+        side = "document.images[0].getBoundingClientRect().width"
+        small, _, large = (page.evaluate(what) for what in (side, "document.images[0].focus()", side))
+        assert large > 3 * small, "a click enlarges a picture"
     assert [url for url in asked if not url.startswith("data:")] == [address] and not said
     context.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.drift import linear_map
+
+TEACHING = "teach "  # and a classifier's name: what the phase is called in which it takes in a task
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,12 @@ def learn_task(
     texts: Tensor | None,
     drift: str = "none",
     text_embeds: str = "current",
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Classifier]:
     """Every classifier with the task's classes; the given ones stay as they are.
 
     `texts`, (C_seen, d), are of all seen classes. `drift` "linear" moves what is stored of old classes along;
-    `text_embeds` "at_introduction" leaves the stored embeddings of old classes as they are.
+    `text_embeds` "at_introduction" leaves the stored embeddings of old classes as they are. `phase` times each one.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old = len(next(iter(made.values())).class_names)
@@ -50,10 +55,11 @@ def learn_task(
         if classifier.needs_text and texts is not None:
             kept = classifier.tensors().get("text_embeds") if text_embeds == "at_introduction" else None
             text = torch.cat([texts[:old] if kept is None else kept.to(texts), texts[old:]])
-        if map_ is not None:
-            classifier.move(map_)
-        classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)
-        if closing.further and type(classifier).learn_more is not Classifier.learn_more:
-            labels = closing.labels.repeat(len(closing.further)) + old
-            classifier.update_classes(torch.cat(closing.further), labels)
+        with phase(f"{TEACHING}{classifier.name}"):
+            if map_ is not None:
+                classifier.move(map_)
+            classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)
+            if closing.further and type(classifier).learn_more is not Classifier.learn_more:
+                labels = closing.labels.repeat(len(closing.further)) + old
+                classifier.update_classes(torch.cat(closing.further), labels)
     return made

@@ -1,15 +1,13 @@
-"""The pictures of what training changed: captures, bridge depths, drift, layers, and the patches of an image."""
+"""The pictures of what training changed: captures, bridge depths, and drift."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dulbe_peft.metrics.diagnostics import DepthAccuracy, LayerDemand, ReliabilityProfile
+from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.plots import INK, SERIES, new_figure
 
 
@@ -66,58 +64,4 @@ def arrow_figure(before: torch.Tensor, after: torch.Tensor) -> Any:
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_xlabel("first direction of the coordinates")
     axes.set_ylabel("second direction")
-    return figure
-
-
-def layer_figure(tasks: Sequence[Mapping[str, LayerDemand]]) -> Any:
-    """A figure of what `inspect_task` gives, layer by layer: each task's energy, and the mean parts of it."""
-    names = list(tasks[0])
-    figure, axes = new_figure(3.4)
-    figure.set_figwidth(9.6)
-    axes.remove()
-    left, right = figure.subplots(1, 2)
-    energy = [[math.log10(task[name].energy or math.nan) for name in names] for task in tasks]
-    image = left.imshow(energy, aspect="auto", cmap="Blues")
-    left.set_yticks(range(len(tasks)), [str(number) for number in range(1, len(tasks) + 1)])
-    left.set_ylabel("task")
-    left.set_xlabel("layer")
-    figure.colorbar(image, ax=left, label="log10 of the energy")
-    later = [task for task in tasks if task[names[0]].occupied is not None] or list(tasks)
-    for field, colour, style in (
-        ("shared", SERIES[3], "o-"),
-        ("residual", SERIES[2], "s-"),
-        ("occupied", SERIES[1], "^-"),
-        ("chance", SERIES[0], ":"),
-    ):
-        values = [[getattr(task[name], field) for task in later] for name in names]
-        if None not in values[0]:
-            means = [100 * sum(row) / len(row) for row in values]
-            right.plot(range(len(names)), means, style, color=colour, markersize=3, linewidth=1.2, label=field)
-    right.set_ylim(0, 100)
-    right.set_xlabel("layer")
-    right.set_ylabel("part of the gradient (%)")
-    blocks = [re.search(r"\.(\d+)\.", name) for name in names]
-    starts = [n for n, found in enumerate(blocks) if n == 0 or not found or found[1] != (blocks[n - 1] or [0, 0])[1]]
-    for axis in (left, right):
-        axis.set_xticks(starts, [f"block {blocks[n][1]}" if blocks[n] else names[n] for n in starts], rotation=90)  # type: ignore[index]
-        axis.tick_params(color=INK, labelcolor=INK, labelsize=7)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
-    return figure
-
-
-def relevance_figure(image: Any, maps: torch.Tensor, titles: Sequence[str]) -> Any:
-    """matplotlib's figure of an image and its `relevance_maps` (P, grid_h, grid_w) to P prototypes, with one scale."""
-    figure, axes = new_figure(2.0)
-    axes.remove()
-    count = len(maps)
-    figure.set_figwidth(1.8 * (count + 1))
-    cells = figure.subplots(1, count + 1)
-    most = float(maps.clamp(min=0).amax()) or 1.0
-    extent = (0, maps.shape[2], maps.shape[1], 0)
-    for cell, title, map_ in zip(cells, ("image", *titles), (None, *maps), strict=True):
-        cell.imshow(image, extent=extent)
-        if map_ is not None:
-            cell.imshow(map_.clamp(min=0).tolist(), extent=extent, cmap="inferno", vmin=0, vmax=most, alpha=0.6)
-        cell.set_title(title.replace("$", r"\$"), fontsize=8, color=INK)
-        cell.set_axis_off()
     return figure

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
-from dulbe_peft.report.table import shown
+from dulbe_peft.report.table import filled, shown
 from dulbe_peft.utils.files import replacing
 
 
 def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
-    """Write a page, whole or not at all, from a template, with the style sheet in it."""
+    """Write a page, whole or not at all, from a template, with the style sheet and the script in it."""
     import jinja2
 
     assets = Path(str(resources.files("dulbe_peft") / "assets" / "report"))
@@ -26,12 +26,13 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     environment.filters |= {
         "percent": percent,
         "points": points,
-        "mib": lambda size: "" if size is None else f"{size / 2**20:,.0f}",
+        "mib": lambda size: "" if size is None else f"{size / 2**20:,.1f}",
         "count": "{:,}".format,
+        "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
-    environment.globals["shown"] = shown
-    style = (assets / "page.css").read_text(encoding="utf-8")
-    page = environment.get_template(template).render(content, style=style)
+    environment.globals |= {"shown": shown, "filled": filled}
+    style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    page = environment.get_template(template).render(content, style=style, script=script)
     with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

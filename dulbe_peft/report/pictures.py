@@ -1,8 +1,8 @@
-"""What people look at in a finished run's folder: plots, and pictures of examples."""
+"""What people look at in a finished run's folder: plots, and small pictures of test images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from dulbe_peft.utils.folders import commit_folder
 
 ACCURACY_PLOT = "accuracy.png"
 MATRIX_PLOT = "tasks.png"
-EXAMPLES = 12  # of each kind
-SIDE = 96  # pixels
+EXAMPLES = 12  # mistakes, and as many hits
+OF_A_CLASS, OF_ALL_CLASSES = 3, 300
+SIDE = 160  # pixels; a page shows them at half the size and enlarges them on a click
 
 
-def write_pictures(run: str | Path, tests: Sequence[Any], results: dict[str, Any]) -> None:
+def write_pictures(
+    run: str | Path, tests: Sequence[Any], results: dict[str, Any], left_out: Sequence[str] = ()
+) -> None:
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
 
-    `tests` are the test data of every task, or None; `results` is what `ClassIncrementalLearner.run` returned.
+    `tests` are the test data of every task, or None; `results` is what `ClassIncrementalLearner.run` returned;
+    `left_out` are sentences about files that are no part of the data.
     """
     output = Path(run)
     if "classifiers" in results:
@@ -35,46 +39,64 @@ def write_pictures(run: str | Path, tests: Sequence[Any], results: dict[str, Any
         with replacing(output / MATRIX_PLOT) as temporary:
             plot_matrix(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():
-        _write_examples(output / PICTURES_FOLDER, choose_examples(read_predictions(output / PREDICTIONS_FILE)), tests)
+        examples = choose_examples(read_predictions(output / PREDICTIONS_FILE))
+        write_examples(output / PICTURES_FOLDER, examples, tests, left_out)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
-    """The most confident mistakes and the least confident hits of the first classifier, each in that order."""
-    mistakes = sorted((row for row in rows if not row.right), key=lambda row: -row.probability)
-    hits = sorted((row for row in rows if row.right), key=lambda row: row.probability)
-    return {"mistakes": mistakes[:EXAMPLES], "hits": hits[:EXAMPLES]}
+    """The surest mistakes and the least sure hits of the first classifier, in that order, and a few of each class."""
+    classes: dict[str, list[ImageResult]] = {}
+    for row in rows:
+        classes.setdefault(row.true, []).append(row)
+    few = max(1, min(OF_A_CLASS, OF_ALL_CLASSES // max(len(classes), 1)))
+    return {
+        "mistakes": sorted((row for row in rows if not row.right), key=lambda row: -row.probability)[:EXAMPLES],
+        "hits": sorted((row for row in rows if row.right), key=lambda row: row.probability)[:EXAMPLES],
+        "classes": [row for own in classes.values() for row in own[:: -(-len(own) // few)]],
+    }
 
 
-def _write_examples(folder: Path, examples: dict[str, list[ImageResult]], tests: Sequence[Any]) -> None:
-    """Small JPEG files and an index of what they show; nothing where the images are gone, or are no PIL images."""
-    index: dict[str, list[dict[str, Any]]] = {}
+def write_examples(
+    folder: Path, examples: Mapping[str, list[ImageResult]], tests: Sequence[Any], left_out: Sequence[str] = ()
+) -> None:
+    """Write small JPEG files and an index of what they show, without images that are gone or are no PIL images."""
+    index: dict[str, Any] = {"left_out": list(left_out)}
     pictures: dict[str, Image.Image] = {}
+    opened = [None if test is None else labelled_images(test) for test in tests]
     for kind, rows in examples.items():
         index[kind] = []
         for number, row in enumerate(rows, 1):
-            if tests[row.task - 1] is None:  # it was there when the task was tested
-                return
-            image = labelled_images(tests[row.task - 1])[row.position]["image"]
-            if not isinstance(image, Image.Image):
-                return
+            picture = _thumbnail_of(opened[row.task - 1], row.position)
+            if picture is None:
+                continue
             file = f"{kind}-{number:02d}.jpg"
-            pictures[file] = thumbnail(image)
+            pictures[file] = picture
             what = {"image": row.image, "class": row.true, "predicted": row.predicted, "probability": row.probability}
             index[kind].append({"file": file, **what})
 
     def write(temporary: Path) -> None:
         for name, picture in pictures.items():
-            picture.save(temporary / name, "JPEG", quality=85)
+            picture.save(temporary / name, "JPEG", quality=80)
         write_json(temporary / PICTURES_INDEX, index)
 
     try:
-        commit_folder(folder, "pictures", write)
+        if pictures or left_out:
+            commit_folder(folder, "pictures", write)
     except FileExistsError as error:  # a folder of somebody's own; the run itself is finished and whole
         tqdm.write(f"no pictures of examples: {error}")
 
 
+def _thumbnail_of(images: Any, position: int) -> Image.Image | None:
+    """A picture of a test image; None where its data or its file is gone, or where it is no PIL image."""
+    try:
+        image = None if images is None else images[position]["image"]
+    except (OSError, ValueError):  # deleted or damaged since it was tested
+        return None
+    return thumbnail(image) if isinstance(image, Image.Image) else None
+
+
 def thumbnail(image: Image.Image) -> Image.Image:
-    """The image in RGB, at most 96 pixels wide and high; a tiny one is enlarged, so that its pixels can be seen."""
+    """The image in RGB, at most 160 pixels wide and high; a tiny one is enlarged, so that its pixels can be seen."""
     picture = to_rgb(image)
     factor = SIDE // max(picture.size)
     if factor > 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics.accuracy import METHODS, result_rows
+from dulbe_peft.report.shares import ClassRow, Share
 
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
@@ -101,10 +102,46 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
         axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
         done += len(task)
     axes.set_ylim(bottom=0)
-    axes.set_xticks(_thinned(range(1, done + 1)))
+    axes.xaxis.set_major_locator(_whole_numbers())
     axes.set_xlabel("epoch, counted over all tasks")
     axes.set_ylabel("mean loss")
     return figure
+
+
+def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
+    """matplotlib's figure of how many answers are right, by the probability that they were given with."""
+    figure, axes = new_figure(3.6)
+    axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
+    sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
+    axes.errorbar(sure, right, yerr=_ends([share for _, share in bins]), fmt="o", color=SERIES[3], capsize=2)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("probability that the answer was given with (%)")
+    axes.set_ylabel("of these are right (%)")
+    return figure
+
+
+def counts_figure(rows: Sequence[ClassRow]) -> Any:
+    """matplotlib's figure of the classes: how many are right, by the number of training images."""
+    figure, axes = new_figure(3.6)
+    counts, right = [row.learned or 0 for row in rows], [100 * row.share.value for row in rows]
+    look: Any = {"fmt": "o", "color": SERIES[3], "ecolor": SERIES[0], "elinewidth": 0.7, "markersize": 4}
+    axes.errorbar(counts, right, yerr=_ends([row.share for row in rows]), **look)
+    if max(counts) > 10 * min(counts):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    else:
+        axes.xaxis.set_major_locator(_whole_numbers())
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("training images of the class")
+    axes.set_ylabel("right (%)")
+    return figure
+
+
+def _ends(shares: Sequence[Share]) -> list[list[float]]:
+    """How far the intervals reach below and above their shares, in percent."""
+    below = [100 * max(0.0, share.value - share.interval[0]) for share in shares]
+    return [below, [100 * max(0.0, share.interval[1] - share.value) for share in shares]]
 
 
 def inline_svg(figure: Any, name: str) -> str:
@@ -135,8 +172,18 @@ def _check_tested(results: dict[str, Any]) -> None:
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
-    """At most ten of the values, evenly spaced, for marks that do not overlap."""
-    return list(values)[:: -(-len(values) // 10) or 1]
+    """Those of some rising values whose marks do not overlap on an axis."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value - kept[-1] >= (values[-1] - values[0]) / 10:
+            kept.append(value)
+    return kept
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True)
 
 
 def new_figure(height: float = 3.8) -> tuple[Any, Any]:

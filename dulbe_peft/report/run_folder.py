@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.runs.progress import read_progress
+from dulbe_peft.runs.progress import FinishedTask, read_progress
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
 PICTURES_FOLDER = "pictures"
@@ -95,16 +95,21 @@ class Example(Record):
     probability: Fraction
 
 
-class Examples(Record):
-    """`pictures/index.json`: the most confident mistakes, and the least confident hits."""
+class Pictures(Record):
+    """`pictures/index.json`: the surest mistakes, the least sure hits, a few images a class; what is left out."""
 
     mistakes: list[Example] = []
     hits: list[Example] = []
+    classes: list[Example] = []
+    left_out: list[str] = []
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty."""
+class RunFolder:
+    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty.
+
+    `learner` is the folder of the learner after the newest task.
+    """
 
     folder: Path
     name: str
@@ -113,11 +118,12 @@ class Run:
     settings: dict[str, Any]
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
-    examples: Examples
+    pictures: Pictures
     finished: bool = True
     fingerprints: dict[str, Any] | None = None
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
+    learner: Path | None = None
 
     @property
     def tested(self) -> bool:
@@ -140,39 +146,51 @@ class Run:
         found = self.results["tasks"]
         return [found[t] if t < len(found) and found[t] else {} for t in range(len(self.learned))]
 
+    @property
+    def trained(self) -> bool:
+        """Whether the model itself was trained in some task."""
+        return any(record.get("loss") for record in self.records)
 
-def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read what `run` wrote into a folder, finished or not."""
+
+def read_run(folder: str | os.PathLike[str]) -> RunFolder:
+    """Read what `run` wrote into a folder, finished or not, or the folder of a saved learner."""
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
-    results, task = _read(path / RESULTS_FILE, _Results), newest_task(path, lambda _: None)
+    results = _read(path / RESULTS_FILE, _Results)
+    own = (path / LEARNER_FILE).is_file()
+    task = (path, read_manifest(path)) if own else newest_task(path, lambda _: None)
     if task is None:  # somebody kept the small files alone
         if results is None:
             raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
         settings = {"strategy": results["strategy"], **results["configuration"]}
         return _run(path, path, results, settings)
     newest, manifest = task
-    learner, identity = read_record(newest / LEARNER_FILE, LearnerFile), manifest.notes["identity"]
-    finished = results is not None and results["class_names"] == manifest.notes["tasks"]
+    learner = read_record(newest / LEARNER_FILE, LearnerFile)
+    # A learner that `save_pretrained` wrote is of no run, and says less.
+    saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
+    identity = manifest.notes.get("identity", saved)
+    finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
     if results is None or not finished:
         try:
-            found = stream_results(read_progress(newest), identity, learner.classifiers, manifest.versions)
+            tasks = read_progress(newest) or [FinishedTask(class_names=names) for names in learner.tasks]
+            found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
             results = _Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:
             raise ValueError(f"{newest} is not as a run writes it: {error}") from error
-    settings = {name: identity[name] for name in ("strategy", "adapter", "arguments", "classifiers")}
-    run = _run(path, newest, results, settings, learner.classifiers)
     return replace(
-        run,
+        _run(path, newest, results, {name: identity[name] for name in saved}, learner.classifiers),
         finished=finished,
-        fingerprints={name: identity[name] for name in ("base_model", "data")},
+        fingerprints={name: identity[name] for name in ("base_model", "data")} if identity is not saved else None,
         base_model=learner.base_model.name,
         updates=learner.updates,
+        learner=newest,
     )
 
 
-def _run(path: Path, kept: Path, results: dict[str, Any], settings: dict[str, Any], order: Sequence[str] = ()) -> Run:
+def _run(
+    path: Path, kept: Path, results: dict[str, Any], settings: dict[str, Any], order: Sequence[str] = ()
+) -> RunFolder:
     """The run as its files tell it; `kept` has the predictions, `order` is that of the learner's classifiers."""
     learned = results["class_names"]
     blocks = results.get("classifiers", {})
@@ -180,7 +198,7 @@ def _run(path: Path, kept: Path, results: dict[str, Any], settings: dict[str, An
         names = [name for name in order if name in blocks]
         results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
     timings = (_read(path / TIMINGS_FILE, _Timings) or {"tasks": []})["tasks"]
-    return Run(
+    return RunFolder(
         folder=path,
         name=path.resolve().name,
         results=results,
@@ -188,7 +206,7 @@ def _run(path: Path, kept: Path, results: dict[str, Any], settings: dict[str, An
         settings=settings,
         predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
         timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
-        examples=_examples(path / PICTURES_FOLDER),
+        pictures=_pictures(path / PICTURES_FOLDER),
     )
 
 
@@ -197,12 +215,13 @@ def _read(path: Path, kind: type[Record]) -> dict[str, Any] | None:
     return read_record(path, kind).model_dump(exclude_unset=True) if path.is_file() else None
 
 
-def _examples(folder: Path) -> Examples:
+def _pictures(folder: Path) -> Pictures:
     """The pictures of a finished run, but for those whose files are gone or links."""
     path = folder / PICTURES_INDEX
-    found = read_record(path, Examples) if path.is_file() else Examples()
+    found = read_record(path, Pictures) if path.is_file() else Pictures()
 
     def there(example: Example) -> bool:  # a link could lead to any picture of whoever makes the page
         return (folder / example.file).is_file() and not (folder / example.file).is_symlink()
 
-    return Examples(mistakes=list(filter(there, found.mistakes)), hits=list(filter(there, found.hits)))
+    kinds = {kind: list(filter(there, getattr(found, kind))) for kind in ("mistakes", "hits", "classes")}
+    return found.model_copy(update=kinds)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dulbe_peft.metrics.accuracy import percent, result_rows
-from dulbe_peft.report.run_folder import Run
+from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.table import Column, format_text
 
 # What `results.json` calls a measure, what people call it, and what the paper calls it.
@@ -93,9 +93,9 @@ GROUP_COLUMNS = [
 ]
 
 
-def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
+def group_runs(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     """Runs that differ only in their seed, or in the order of the classes, as one group; in the order given."""
-    groups: list[list[Run]] = []
+    groups: list[list[RunFolder]] = []
     for run in runs:
         group = next((group for group in groups if _alike(group[0], run)), None)
         if group is None:
@@ -105,7 +105,7 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     return groups
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: RunFolder, other: RunFolder) -> bool:
     settings = [{**flat_settings(run.settings), _SEED: None} for run in (one, other)]
     sizes = [[len(task) for task in run.learned] for run in (one, other)]
     classes = [sorted(name for task in run.learned for name in task) for run in (one, other)]
@@ -118,7 +118,7 @@ def _alike(one: Run, other: Run) -> bool:
     return same_data and one.fingerprints["base_model"] == other.fingerprints["base_model"]
 
 
-def group_results(groups: Sequence[Sequence[Run]]) -> list[GroupResult]:
+def group_results(groups: Sequence[Sequence[RunFolder]]) -> list[GroupResult]:
     """The rows of the table of several runs; runs without test data give none."""
     rows = []
     for group in groups:
@@ -141,7 +141,7 @@ def best_results(rows: Sequence[GroupResult]) -> list[GroupResult]:
     return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
 
 
-def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """The settings that differ: dotted name, and each run's value; what a run lacks as a whole is one row."""
     settings = [
         flat_settings(run.settings)
@@ -167,7 +167,7 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _has(run: Run, owner: str, settings: dict[str, Any]) -> str:
+def _has(run: RunFolder, owner: str, settings: dict[str, Any]) -> str:
     """Whether a run has what `owner` names; "–" where nobody noted it."""
     if not owner or any(_owner(name) == owner for name in settings):
         return _YES

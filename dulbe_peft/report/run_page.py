@@ -1,19 +1,21 @@
-"""The report: a page about one run, or about several side by side."""
+"""The report: a page about one run or learner, or about several runs side by side."""
 
 from __future__ import annotations
 
 import base64
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoints.learner_file import Update
-from dulbe_peft.metrics.accuracy import METHODS, result_rows
-from dulbe_peft.report.confusion_matrix import class_accuracies, confusion_matrix, data_name
+from dulbe_peft.classifiers.teaching import TEACHING
+from dulbe_peft.metrics.accuracy import result_rows
+from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
+from dulbe_peft.report.confusion_matrix import confusion_matrix
 from dulbe_peft.report.html import write_page
-from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, Example, Run, read_run
+from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, Example, RunFolder, read_run
 from dulbe_peft.report.run_groups import (
     GROUP_COLUMNS,
     SUMMARY_COLUMNS,
@@ -23,18 +25,12 @@ from dulbe_peft.report.run_groups import (
     group_runs,
     setting_differences,
 )
+from dulbe_peft.report.shares import class_rows, data_name, reliability, sure_answers
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
+from dulbe_peft.report.verdict import leaderboard, next_steps
 
-# What the first lines compare the classifier with.
-_NEAREST_MEAN = "which takes an image for the class whose mean image is nearest"
-_BASELINES = {
-    "zero_shot": "the same model before it learned anything",
-    "class_means": _NEAREST_MEAN,
-    "prototype": _NEAREST_MEAN,
-}
-_PHASES = ("probe", "allocate", "train", "close", "test", "save")  # as they come; JSON sorts them
-WORST = 10  # classes shown before the reader asks for all
+_PHASES = ("probe", "allocate", "train", "close", "teach", "test", "save")  # as they come; JSON sorts them
 
 
 def write_report(
@@ -43,11 +39,12 @@ def write_report(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about one run, or about several side by side; returns its path.
+    """Write a page about one run or learner, or about several runs side by side; returns its path.
 
-    The page is a single file: its pictures and its style are in it, it runs no JavaScript and asks no server. Without
-    `output` it is `report.html` in the run's folder, or in the current folder for several runs. `csv` and `latex` name
-    files for the table of results, as fractions in full and as LaTeX in percent. A run need not be finished.
+    The page is a single file: its pictures, its style and its few lines of script are in it, and it asks no server.
+    Without `output` it is `report.html` in the run's folder, or in the current folder for several runs. `csv` and
+    `latex` name files for the table of results, as fractions in full and as LaTeX in percent. A run need not be
+    finished.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
     if not folders:
@@ -74,72 +71,84 @@ def write_report(
     return Path(output)
 
 
-def _content(run: Run, key: str) -> dict[str, Any]:
+def _content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the template shows of a run; `key` is a word that no other run of the page has."""
-    phases = {name for time in run.timings for name in (time or {}).get("phases", {})}
+    times = [_phases(time) for time in run.timings]
+    phases = {name for time in times for name in time.get("phases", {})}
     losses = [record.get("loss", []) for record in run.records]
+    learned = {name: count for record in run.records for name, count in record.get("images", {}).items()}
+    rows = class_rows(
+        run.predictions,
+        run.results.get("classes", {}).get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {},
+        Counter(learned) + sum((Counter(update.images) for update in run.updates), Counter()),
+    )
+    matrix = confusion_matrix(run.predictions) if run.predictions else None
     content: dict[str, Any] = {
         "run": run,
+        "key": key,
         "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
         "data": data_name(run.predictions),
         "classes": sum(len(task) for task in run.learned),
-        "task_rows": list(zip(run.learned, run.records, [time or {} for time in run.timings], strict=True)),
+        "task_rows": list(zip(run.learned, run.records, times, strict=True)),
         "captured": any(record.get("shared_capture") is not None for record in run.records),
         "phases": [*(name for name in _PHASES if name in phases), *sorted(phases.difference(_PHASES))],
         "settings": sorted(flat_settings(run.settings).items()),
-        "mistakes": [_picture(run, example) for example in run.examples.mistakes],
-        "hits": [_picture(run, example) for example in run.examples.hits],
-        "depth_known": any(record.get("expected_depth") is not None for record in run.records),
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
-        "updates": [_update(entry) for entry in run.updates if entry.images or entry.forgotten],
+        "steps": next_steps(run, rows, matrix),
+        "map": None if run.learner is None else class_map(run.learner),
+        "map_size": (WIDTH, HEIGHT),
+        "class_rows": rows,
+        "matrix": matrix,
+        "pictures": _pictures(run),
         **effects_content(run, key),
     }
     return content | _test_content(run, key) if run.tested else content
 
 
-def _test_content(run: Run, key: str) -> dict[str, Any]:
+def _test_content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the template shows of a run with test data."""
-    results, rows = run.results, result_rows(run.results)
-    blocks, by_class = results["classifiers"], results.get("classes", {})
-    accuracy = blocks[run.first]["last_accuracy"]
-    classes = class_accuracies(run.predictions, by_class.get(run.first, {}).get("forgetting", {}))
-    worst = [row for row in classes if row.accuracy < 1][:WORST]
-    columns, counts = confusion_matrix(run.predictions, [row.name for row in worst])
-    accuracies = {name: by_class[name]["accuracy"] for name in blocks if name in by_class}
-    first = accuracies.get(run.first, {})
-    return {
-        "accuracy": accuracy,
-        "baselines": [
-            (f"{name}, {_BASELINES[name]}", block["last_accuracy"], accuracy - block["last_accuracy"])
-            for name, block in rows
-            if name in _BASELINES and name != run.first and None not in (accuracy, block["last_accuracy"])
-        ],
-        "rows": rows,
+    methods, blocks = leaderboard(run), run.results["classifiers"]
+    by_class = run.results.get("classes", {})
+    content: dict[str, Any] = {
+        "methods": methods,
+        "leader": next(row for row in methods if run.first in row.names),
+        "baselines": [row for row in methods if {"zero_shot", "class_means", "prototype"} & set(row.names)],
         "summary": SUMMARY_COLUMNS,
-        "methods": [(name, METHODS[name]) for name, _ in rows if name in METHODS],
-        "chart": inline_svg(accuracy_figure(results), f"{key}-accuracy"),
-        "matrices": [(name, block["matrix"]) for name, block in blocks.items()],
-        "class_rows": classes,
-        "worst": WORST,
-        "confusion_columns": columns,
-        "confusion": list(zip(worst, counts, strict=True)),
-        "class_accuracies": accuracies if len(accuracies) > 1 else {},
-        "classes_by_first": sorted(first, key=first.__getitem__),
+        "rows": result_rows(run.results),
+        "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(run.learned) > 1 else "",
+        "matrices": [(name, block["matrix"]) for name, block in blocks.items()] if run.trained else [],
+        "class_accuracies": {n: by_class[n]["accuracy"] for n in blocks if n in by_class} if len(blocks) > 1 else {},
     }
+    if run.predictions:
+        bins = reliability(run.predictions)
+        content["sure"] = sure_answers(run.predictions)
+        content["reliability"] = inline_svg(reliability_figure(bins), f"{key}-reliability")
+        rows = class_rows(run.predictions, {}, {n: c for r in run.records for n, c in r.get("images", {}).items()})
+        counted = [row for row in rows if row.learned]
+        several = len({row.learned for row in counted}) > 1
+        content["counts"] = inline_svg(counts_figure(counted), f"{key}-counts") if several else ""
+    return content
 
 
-def _update(entry: Update) -> str:
-    """What the learner took in or lost without training, in words."""
-    after = f"after task {entry.after}"
-    if entry.forgotten:
-        return f"{after}, a class of task {entry.forgotten} was forgotten"
-    images = entry.images
-    listed = ", ".join(f"{name} ({count})" for name, count in list(images.items())[:WORST])
-    more = f" and {len(images) - WORST} more classes" if len(images) > WORST else ""
-    total = sum(images.values())
-    return f"{after}, {total:,} further image{'s' * (total != 1)} of known classes: {listed}{more}"
+def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
+    """A task's times, with all classifiers that were taught as one phase."""
+    if time is None or "phases" not in time:
+        return time or {}
+    phases: Counter[str] = Counter()
+    for name, seconds in time["phases"].items():
+        phases["teach" if name.startswith(TEACHING) else name] += seconds
+    return {**time, "phases": dict(phases)}
 
 
-def _picture(run: Run, example: Example) -> dict[str, Any]:
+def _pictures(run: RunFolder) -> dict[str, Any]:
+    """The pictures of mistakes and hits, and those of each class by its name."""
+    of_class: dict[str, list[dict[str, Any]]] = {}
+    for example in run.pictures.classes:
+        of_class.setdefault(example.true, []).append(_picture(run, example))
+    kinds = {kind: [_picture(run, e) for e in getattr(run.pictures, kind)] for kind in ("mistakes", "hits")}
+    return {**kinds, "classes": of_class}
+
+
+def _picture(run: RunFolder, example: Example) -> dict[str, Any]:
     data = base64.b64encode((run.folder / PICTURES_FOLDER / example.file).read_bytes()).decode()
     return {"example": example, "source": f"data:image/jpeg;base64,{data}", "place": Path(example.image).name}

@@ -36,6 +36,11 @@ class Column(Generic[Row]):
     values: Mapping[str, Callable[[Row], Any]] = field(default_factory=dict)  # CSV column -> value; None: empty
 
 
+def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
+    """The columns that show something in some row."""
+    return [column for column in columns if column.show and any(map(column.show, rows))]
+
+
 def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]]:
     """The cells that people read."""
     return [[column.show(row) for column in columns if column.show] for row in rows]

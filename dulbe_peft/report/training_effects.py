@@ -18,7 +18,7 @@ from dulbe_peft.metrics.drift import TaskDrift, coordinate_plane, drift_by_task,
 from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.report.diagnostic_plots import arrow_figure, capture_figure, depth_figure
 from dulbe_peft.report.plots import inline_svg
-from dulbe_peft.report.run_folder import Run, read_run
+from dulbe_peft.report.run_folder import RunFolder, read_run
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 
@@ -36,7 +36,7 @@ class TrainingEffects:
     features: list[TaskFeatures]
 
 
-def read_effects(run: Run) -> TrainingEffects:
+def read_effects(run: RunFolder) -> TrainingEffects:
     """What a run's saved bridge ensemble and kept features tell, without images.
 
     >>> read_effects(read_run("out")).accuracy.weighted  # doctest: +SKIP
@@ -59,7 +59,7 @@ def read_effects(run: Run) -> TrainingEffects:
     return TrainingEffects(profile, accuracy, drift_by_task(features), features)
 
 
-def effects_content(run: Run, key: str) -> dict[str, Any]:
+def effects_content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the page shows of it; `key` is a word that no other run of the page has."""
     effects = read_effects(run)
     profile, accuracy = effects.profile, effects.accuracy

@@ -71,7 +71,8 @@ def learned(
         if any(classifier.needs_text for classifier in state.classifiers.values()):
             parts = [state.class_names, names] if state.tasks else [names]
             texts = torch.cat([encoder.text_embeds(part, state.class_texts) for part in parts])
-        classifiers = learn_task(state.classifiers, closing, texts, state.args.drift, state.args.text_embeds)
+        how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
+        classifiers = learn_task(state.classifiers, closing, texts, *how)
     bridge = classifiers.get("bridge")
     if isinstance(bridge, BridgeEnsembleHead):
         trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())

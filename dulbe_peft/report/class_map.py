@@ -1,0 +1,69 @@
+"""A map of the classes in two dimensions, from what a learner keeps of each class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dulbe_peft.checkpoints import learner_file
+from dulbe_peft.classifiers import CLASSIFIERS
+
+WIDTH, HEIGHT = 860, 560  # of the picture, whose letters are about 6 wide and 12 high
+_KEPT = {"visual_prototypes": "mean images", "means": "mean images", "text_embeds": "names"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a class stands in the picture; its name is written where it lies on no other one."""
+
+    name: str
+    x: float
+    y: float
+    written: bool
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """The places of all classes, what they are made of, and the part of the differences that two dimensions show."""
+
+    places: list[Place]
+    made_of: str
+    shown: float
+
+
+def class_map(learner: Path) -> ClassMap | None:
+    """The map of a learner's folder; None where there are fewer than three classes, or nothing to draw."""
+    for name in learner_file.read(learner).classifiers:
+        if name not in CLASSIFIERS:  # somebody's own class, which is not registered here
+            continue
+        classifier = CLASSIFIERS[name].from_pretrained(learner)
+        for attribute, made_of in _KEPT.items():
+            rows = getattr(classifier, attribute, None)
+            if rows is not None and len(rows) > 2:
+                places, shown = plane(rows.detach())
+                return ClassMap(_placed(classifier.class_names, places), made_of, shown)
+    return None
+
+
+def plane(rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The two main components of unit rows, (C, d) -> (C, 2), and the part of their variance that they hold."""
+    centred = torch.nn.functional.normalize(rows.double(), dim=1)
+    centred = centred - centred.mean(dim=0)
+    left, values, _ = torch.linalg.svd(centred, full_matrices=False)
+    return left[:, :2] * values[:2], float(values[:2].square().sum() / values.square().sum().clamp(min=1e-30))
+
+
+def _placed(names: list[str], plane: torch.Tensor) -> list[Place]:
+    low, high = plane.amin(dim=0), plane.amax(dim=0)
+    scaled = (plane - low) / (high - low).clamp(min=1e-12) * torch.tensor([WIDTH - 160, HEIGHT - 40])
+    places: list[Place] = []
+    for name, (x, y) in zip(names, (scaled + torch.tensor([20, 20])).tolist(), strict=True):
+        reach = 6 * max(len(name), 4)
+        written = all(
+            not other.written or abs(other.y - y) > 12 or x > other.x + 12 + 6 * len(other.name) or x + reach < other.x
+            for other in places
+        )
+        places.append(Place(name, x, y, written))
+    return places

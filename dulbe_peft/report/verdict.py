@@ -1,0 +1,129 @@
+"""The first lines of a report: what is best, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.stats import binomtest
+
+from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.classifiers.teaching import TEACHING
+from dulbe_peft.metrics.accuracy import METHODS, result_rows
+from dulbe_peft.report.confusion_matrix import ConfusionMatrix
+from dulbe_peft.report.run_folder import RunFolder
+from dulbe_peft.report.shares import ClassRow, Share
+
+_LEVEL = 0.05
+_NAMED = 5  # classes that a sentence names
+_WIDE = 0.1  # an interval that leaves much open
+_OFTEN = 3  # images of one class that are taken for one other
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the leaderboard; several names where their figures are the same throughout."""
+
+    names: tuple[str, ...]
+    block: Mapping[str, Any]
+    share: Share | None
+    seconds: float | None
+    size: int | None
+
+    @property
+    def meanings(self) -> list[str]:
+        """What the names stand for."""
+        return [METHODS[name] for name in self.names if name in METHODS]
+
+
+def leaderboard(run: RunFolder) -> list[Method]:
+    """The classifiers and the baselines, the best after the last task first."""
+    groups: dict[tuple[Any, ...], list[tuple[str, dict[str, Any]]]] = {}
+    for name, block in result_rows(run.results):
+        groups.setdefault(tuple(block["overall"]), []).append((name, block))
+    return sorted((_method(run, rows) for rows in groups.values()), key=lambda row: -(row.block["last_accuracy"] or 0))
+
+
+def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Method:
+    names, block = tuple(name for name, _ in rows), max((block for _, block in rows), key=len)
+    number, right = len(run.predictions), block["last_accuracy"]
+    taught = [time["phases"] for time in run.timings if time and "phases" in time]
+    phases = [f"{TEACHING}{name}" for name in names]
+    seconds = [found[phase] for found in taught for phase in phases if phase in found]
+    files = [
+        run.learner / CLASSIFIERS[name].file_names()[1]
+        for name in names
+        if run.learner is not None and name in CLASSIFIERS
+    ]
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    return Method(
+        names,
+        block,
+        Share(round(right * number), number) if number and right is not None else None,
+        sum(seconds) if seconds else None,
+        min(sizes, default=None),
+    )
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A classifier that is better than the first: images that it alone names right, and that the first alone does."""
+
+    name: str
+    gained: int
+    lost: int
+    clear: bool
+
+
+def best_other(run: RunFolder) -> Lead | None:
+    """The best classifier against the first one, by a sign test at 5 % that allows for the choice; None: no other."""
+    others = [name for name in run.results["classifiers"] if name != run.first]
+    found = []
+    for name in others:
+        answers = [(row.others[name] == row.true, row.right) for row in run.predictions if name in row.others]
+        gained, lost = answers.count((True, False)), answers.count((False, True))
+        if gained > lost:
+            clear = binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
+            found.append(Lead(name, gained, lost, bool(clear)))
+    return max(found, key=lambda lead: lead.gained - lead.lost, default=None)
+
+
+def weak_classes(run: RunFolder, rows: Sequence[ClassRow]) -> list[ClassRow]:
+    """The classes clearly below the whole, those with the fewest training images first."""
+    whole = sum(row.right for row in run.predictions) / max(len(run.predictions), 1)
+    weak = [row for row in rows if row.share.interval[1] < whole]
+    return sorted(weak, key=lambda row: (row.learned or 0, row.share.value))
+
+
+def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
+    """What to do, each with its command or "", the most useful first."""
+    folder, steps = shlex.quote(str(run.folder)), []
+    if not run.predictions:
+        steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
+    lead = best_other(run) if run.tested else None
+    if lead is not None and lead.clear:
+        words = (
+            f"Use “{lead.name}”, which is clearly better than “{run.first}”: it alone names {lead.gained:,} of the "
+            f"test images right, and “{run.first}” alone {lead.lost:,}."
+        )
+        steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {lead.name}"))
+    weak = weak_classes(run, rows)
+    if weak:
+        listed = ", ".join(
+            f"{row.name} ({row.share.right} of {row.share.images} right"
+            + ("" if row.learned is None else f", learned from {row.learned}")
+            + ")"
+            for row in weak[:_NAMED]
+        )
+        more = f" and {len(weak) - _NAMED} more" if len(weak) > _NAMED else ""
+        steps.append((f"Photograph more of the classes that are clearly below the others: {listed}{more}.", ""))
+    often = [pair for pair in (matrix.mistakes if matrix else []) if pair[2] >= _OFTEN][:1]
+    for true, taken, count, number in often:
+        words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
+        steps.append((f"{words} Are the labels right, and are these two classes?", ""))
+    whole = Share(sum(row.right for row in run.predictions), len(run.predictions)) if run.predictions else None
+    if whole and whole.interval[1] - whole.interval[0] > _WIDE:
+        steps.append((f"Test on more than {whole.images} images: four times as many halve the interval.", ""))
+    return [*steps, ("Let it name new photographs.", f"dulbe-peft predict {folder} PHOTOS")]
