@@ -16,7 +16,7 @@ from benchmarks.rejection import encoded
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.metrics.accuracy import calibration_error
 
-SPECS = ("text", "bridge", "bridge:metric=whitened", "prototype", "lda", "ranpac:features=1000", "bayes:features=1000")
+SPECS = ("text", "bridge", "bridge:metric=whitened", "prototype", "lda", "ranpac:features=1000", "bayes")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

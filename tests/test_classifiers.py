@@ -46,8 +46,8 @@ SPECS = {
     "ridge fixed": "ridge:ridge=0.5",
     "ranpac": "ranpac:features=200",
     "ranpac fixed": "ranpac:features=200,ridge=20",
-    "bayes": "bayes:features=100",
-    "bayes linear": "bayes:features=0",
+    "bayes": "bayes",
+    "bayes fixed": "bayes:kappa=4,rho=10",
     "visual_agent": "visual_agent",
     "rapf": "rapf:epochs=6,batch_size=32,learning_rate=0.01",
     "bofa": "bofa",
@@ -55,7 +55,7 @@ SPECS = {
 NAMED = [name for name in SPECS if " " not in name]
 NOT_UPDATING = ("text", "bridge", "bridge whitened", "visual_agent", "rapf", "gda")
 UPDATING = [name for name in SPECS if name not in NOT_UPDATING]
-JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes", "bayes linear"]
+JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
 
 
 class Digits:
@@ -256,7 +256,7 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert classifier.class_names == [f"digit {c}" for c in kept]
     # Scores of visual_agent are of a mix of distributions over all classes; the others need the mean of all classes.
-    if name not in ("visual_agent", "bayes", "bayes linear", "bridge whitened"):
+    if name not in ("visual_agent", "bayes", "bayes fixed", "bridge whitened"):
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=1e-5, atol=1e-4)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
     with pytest.raises(ValueError, match="'digit 4' is not known"):
@@ -270,7 +270,7 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
 def test_one_image_a_class(digits, name):
     classifier = learned(name, digits, per_class=1)
     assert classifier.temperature == 1.0
-    assert classifier.nbytes == learned(name, digits, range(2)).nbytes_with(CLASSES)
+    assert classifier.nbytes == learned(name, digits, range(2), per_class=1).nbytes_with(CLASSES)
     accuracy = (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean()
     assert accuracy > 0.4
     torch.testing.assert_close(classifier.probabilities(digits.tests).sum(dim=1), torch.ones(len(digits.tests)))
@@ -358,7 +358,7 @@ def test_linear_map_solves_its_normal_equations():
     torch.testing.assert_close(linear_map(before, before @ turn, 1e-9), turn.double(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed", "bayes linear"])
+@pytest.mark.parametrize("name", ["bridge", "prototype", "lda fixed", "ridge fixed", "bayes fixed"])
 def test_a_turn_of_all_features_is_followed_exactly(digits, name):
     turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64))[0]
     classifier, expected = learned(name, digits), None
@@ -368,7 +368,7 @@ def test_a_turn_of_all_features_is_followed_exactly(digits, name):
         classifier = copy.deepcopy(expected)
     expected = (expected or classifier)(digits.tests)
     classifier.move(turn)
-    if name == "bayes linear":
+    if name == "bayes fixed":
         classifier.set_text_embeds((F.normalize(digits.texts, dim=1).double() @ turn).float())
     found = classifier((digits.tests.double() @ turn).float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
@@ -456,7 +456,7 @@ def test_gradients_reach_the_features_and_copies_are_independent(digits, name):
         assert torch.equal(classifier(digits.tests), expected)
 
 
-@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac", "bayes", "bayes linear"])
+@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac", "bayes"])
 def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(digits, name):
     classifier = learned(name, digits)
     expected = classifier(digits.tests)
@@ -589,7 +589,7 @@ def test_names_and_settings_make_classifiers():
     ]
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
-    for text, follows in (("bayes", False), ("bayes:features=0", True), ("lda", True), ("ranpac", False)):
+    for text, follows in (("bayes", True), ("lda", True), ("ranpac", False)):
         cls, settings = parse_classifier(text)
         assert cls.follows_drift(settings) == follows
 
@@ -602,7 +602,7 @@ def test_names_and_settings_make_classifiers():
         ("ranpac:features=0", "features must be at least 1"),
         ("bridge:metric=euclid", "must be '?cosine'? or '?whitened"),
         ("ridge:ridge=-1", "ridge must be finite and positive"),
-        ("bayes:flatness=1.5", "flatness must be at most 1"),
+        ("bayes:kappa=0", "kappa must be finite and positive"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
     ],

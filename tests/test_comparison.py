@@ -348,7 +348,7 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     )
     assert [row.classifier for row in plan.rows("DuLBE")] == ["text"]  # text alone: nothing in it can drift
     assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
-    plan = replace(plan, classifiers=["bayes:features=9", "bayes:features=0"], drifts=["none", "linear"])
+    plan = replace(plan, classifiers=["ranpac:features=9", "bayes"], drifts=["none", "linear"])
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
 
 

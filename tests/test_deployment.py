@@ -44,7 +44,7 @@ from dulbe_peft.deployment.classifier import checked_formula
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
-WIDE = ("ranpac:features=50", "bayes:features=50")
+WIDE = ("ranpac:features=50", "bayes")
 WITH_TEXT = ("bridge", "text", "lda", *WIDE, "rapf:epochs=2", "visual_agent", "bofa", "ridge", "gda")
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
 # model type -> the formats and the classifier of each

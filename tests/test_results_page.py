@@ -180,26 +180,6 @@ def test_all_methods_side_by_side():
         assert figure == f"{100 * float(found['4 images', method, rule]['last']):.1f}"
 
 
-def test_what_held_back_images_change_for_bayes():
-    files = {
-        "printed": "printed",
-        "handwriting, f": "foreign",
-        "handwriting, t": "shuffled",
-        "handwriting": "handwriting",
-    }
-    _, _, *rows = table("features | images a class | `ridge=evidence`", "docs/classifiers.md")
-    assert len(rows) > 10
-    name = ""
-    for features, images, *cells in rows:
-        if features:
-            name = next((file for start, file in files.items() if features.startswith(start)), features)
-        each = ("bayes:features=1000,ridge=evidence", "bayes")
-        found = [few_images(f"lambda-{name}", images, classifier)[0] for classifier in each]
-        best = max(map(float, found))
-        bold = [f"**{cell}**" if found[0] != found[1] and float(cell) == best else cell for cell in found]
-        assert cells == bold, (name, images)
-
-
 def test_how_much_of_what_was_learned_to_use():
     content = json.loads((RESULTS / "comparisons" / "scales.json").read_text(encoding="utf-8"))
     (_, *scales), _, *rows = table("share of what was learned")

@@ -33,7 +33,7 @@ def _named_base(tmp_path_factory):
 
 
 def make_learner(name):
-    few = [f"{key}:features=50" if key in ("bayes", "ranpac") else key for key in make_strategy(name).classifiers]
+    few = [f"{key}:features=50" if key == "ranpac" else key for key in make_strategy(name).classifiers]
     return tiny_learner(name, tuple(few), drift="linear", epochs=2)
 
 

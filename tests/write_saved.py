@@ -57,9 +57,7 @@ def answers(learner: ClassIncrementalLearner) -> list:
 def write(folder: Path) -> None:
     torch.set_num_threads(1)
     tasks = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:1]
-    frozen = learner_of(
-        "frozen", "bridge", "prototype", "lda", "ridge", "ranpac:features=16", "bayes:features=16", "text"
-    )
+    frozen = learner_of("frozen", "bridge", "prototype", "lda", "ridge", "ranpac:features=16", "bayes", "text")
     frozen.learn_task(tasks[0].train)
     frozen.save_pretrained(folder / "frozen")
     frozen.head.save_pretrained(folder / "head")

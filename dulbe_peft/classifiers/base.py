@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import TaskTemperature, fit_task, hold_back, rejection_threshold, temperature
+from dulbe_peft.classifiers.calibration import fit_task, hold_back, rejection_threshold, temperature
 from dulbe_peft.classifiers.checks import check_labels, unit_features
 from dulbe_peft.classifiers.files import load_classifier, save_classifier
 from dulbe_peft.classifiers.formula import affine, linear
@@ -101,13 +101,25 @@ class Classifier(GrowingState):
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
 
-        `images` are (n, d) unit features of new classes, and `labels` index all seen classes. Of what is `derived`
-        from the buffers, only "solution" may change.
+        `images` are (n, d) unit features of new classes, and `labels` index all seen classes.
 
         Raises:
             ValueError: the copy has learned too little; the task is then left out of the temperature.
         """
         return {}
+
+    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Scores of images that this copy has just learned as if each had not been, and their labels.
+
+        Where there is no closed form, as here, a copy learns without some images, see `choose`. The buffers may
+        change. None: no image can be left out.
+        """
+        return None
+
+    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
+        """The buffers' new values without the classes for which `kept`, (C,), is False."""
+        tensors = self.tensors()
+        return {name: tensors[name][kept.to(tensors[name].device)] for name in self._rows}
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
@@ -182,12 +194,16 @@ class Classifier(GrowingState):
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
+        known, twin = len(self._class_names), self.fork()
         with without_autocast(images):
-            changes = self.learn(names, images, indices, texts)
-            choices, temperatures = self._fit_held_back(names, images, indices, texts)
-        self.install(changes | choices)
-        self._class_names = self._class_names + names
-        self.calibration += temperatures
+            twin.install(twin.learn(names, images, indices, texts))
+            twin._class_names = self._class_names + names
+            scores = twin.judge(images, indices + known)
+            if scores is None and type(self).judge is Classifier.judge:
+                choices, scores = self._held_back(names, images, indices, texts)
+                twin.install(choices)
+        twin._calibrate(scores)
+        self._adopt(twin)
 
     @torch.no_grad()
     def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
@@ -203,8 +219,11 @@ class Classifier(GrowingState):
         images = self._unit(image_embeds, "image_embeds")
         indices = check_labels(labels, len(images), len(self._class_names)).to(images.device)
         if len(images):
+            twin = self.fork()
             with without_autocast(images):
-                self.install(self.learn_more(images, indices))
+                twin.install(twin.learn_more(images, indices))
+                twin._calibrate(twin.judge(images, indices))
+            self._adopt(twin)
 
     @torch.no_grad()
     def merge(self, other: Classifier) -> Self:
@@ -264,7 +283,7 @@ class Classifier(GrowingState):
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
         kept = torch.tensor([known != name for known in self._class_names])
-        self.install({key: self.tensors()[key][kept.to(self.tensors()[key].device)] for key in self._rows})
+        self.install(self.forgotten(kept))
         self._class_names = [known for known in self._class_names if known != name]
 
     @torch.no_grad()
@@ -281,24 +300,32 @@ class Classifier(GrowingState):
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
 
-    def _fit_held_back(
+    def _held_back(
         self, names: list[str], images: Tensor, labels: Tensor, texts: Tensor | None
-    ) -> tuple[dict[str, Tensor], tuple[TaskTemperature, ...]]:
-        """What is fitted on held-back images of the new task: the choices of `choose`, and a temperature."""
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
+        """The choices of `choose` on held-back images of the new task, and their scores and labels."""
         held = hold_back(images, labels)
-        known = len(self._class_names)
+        known, twin = len(self._class_names), self.fork()
         if not held.any() or known + len(names) < 2:
-            return {}, ()
-        twin = self.fork()
+            return {}, None
         try:
             twin.install(twin.learn(names, images[~held], labels[~held], texts))
             choices = twin.choose(images[held], labels[held] + known)
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
-            return {}, ()
-        derived = twin._derived
-        twin.install(choices)
-        twin._derived = {name: value for name, value in derived.items() if name != "solution"}
-        return choices, (fit_task(twin.logits(images[held]), labels[held] + known),)
+            return {}, None
+        if choices:
+            twin.install(choices)
+        return choices, (twin.logits(images[held]), labels[held] + known)
+
+    def _calibrate(self, scores: tuple[Tensor, Tensor] | None) -> None:
+        """Fit a temperature to the scores and labels of images that they have not learned."""
+        if scores is not None:
+            self.calibration += (fit_task(*scores),)
+
+    def _adopt(self, twin: Self) -> None:
+        """Become what a fork of this one has become."""
+        self._buffers, self._class_names = twin._buffers, twin._class_names
+        self._derived, self.calibration = twin._derived, twin.calibration
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here.

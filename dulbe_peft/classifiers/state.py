@@ -51,12 +51,18 @@ class GrowingState(nn.Module):
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
         self._rows: set[str] = set()
+        self._ragged: set[str] = set()
         self._derived: dict[str, Any] = {}
 
     def register_rows(self, name: str, *row_shape: int, dtype: torch.dtype = torch.float32) -> None:
         """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow."""
         self.register_buffer(name, torch.zeros(0, *row_shape, dtype=dtype))
         self._rows.add(name)
+
+    def register_ragged(self, name: str, width: int, dtype: torch.dtype) -> None:
+        """Register a buffer with 0 to `width` rows a class, each of `width` numbers."""
+        self.register_buffer(name, torch.zeros(0, width, dtype=dtype))
+        self._ragged.add(name)
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that belong to the state, by name."""
@@ -89,8 +95,10 @@ class GrowingState(nn.Module):
         return {name: torch.cat([rows[name], rows[name].new_zeros(new, *rows[name].shape[1:])]) for name in rows}
 
     def shape_with(self, name: str, classes: int) -> tuple[int, ...]:
-        """The shape of a buffer with so many classes."""
+        """The shape of a buffer with so many classes, which have as many rows each as those of today."""
         shape = tuple(self.tensors()[name].shape)
+        if name in self._ragged:
+            return (-(-shape[0] * classes // max(1, len(self._class_names))), *shape[1:])
         return (classes, *shape[1:]) if name in self._rows else shape
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
@@ -101,6 +109,8 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
         for name in buffers:
             expected = self.shape_with(name, classes)
+            if name in self._ragged and len(shapes[name]) == 2:
+                expected = (min(shapes[name][0], classes * expected[1]), expected[1])
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 

@@ -25,7 +25,7 @@ from dulbe_peft.metrics.bootstrap import Difference, mean_share, paired_differen
 from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.specs import parse_spec
 
-CLASSIFIERS = ("bayes:features=1000", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
+CLASSIFIERS = ("bayes", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
     f"{name} {rate:g}": {"strategy": strategy, "learning_rate": rate}
     for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))

@@ -27,7 +27,7 @@ METHODS = {
     "gda": "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight",
     "ridge": "analytic ridge: a linear map from images to classes, solved in one go and added to with every task",
     "ranpac": "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders",
-    "bayes": "Bayesian regression with the text as its prior: a class is its name until its images say otherwise",
+    "bayes": "discriminant analysis with the text as its prior: a class is its name until its images say otherwise",
     "prototype": _NEAREST_MEAN,
     "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
     "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
