@@ -86,10 +86,11 @@ class DualModeLinear(DualModeLayer):
         `key` is the layer's dotted name, which the patterns of the configuration speak of.
         """
         ranks, history_rank = config.ranks_of(key), config.history_rank_of(key)
-        self.dulbe_P[adapter_name] = torch.linalg.qr(torch.randn(self.in_features, sum(ranks)))[0].contiguous()
-        columns = self.in_features if history_rank == DENSE else history_rank
-        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, max(0, history_rank))
-        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, columns)
+        basis = torch.linalg.qr(torch.randn(self.in_features, sum(ranks), dtype=torch.float32))[0]
+        self.dulbe_P[adapter_name] = basis.contiguous()
+        sizes = (max(0, history_rank), self.in_features if history_rank == DENSE else history_rank)
+        self.dulbe_history_P[adapter_name] = torch.zeros(self.in_features, sizes[0], dtype=torch.float32)
+        self.dulbe_history_B[adapter_name] = torch.zeros(self.out_features, sizes[1], dtype=torch.float32)
         for container, rank in zip((self.dulbe_shared_B, self.dulbe_residual_B), ranks, strict=True):
             up = torch.zeros(self.out_features, rank, dtype=torch.float32)
             if not config.init_weights and rank:

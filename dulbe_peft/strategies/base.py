@@ -15,18 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import MOST, LearnerArguments
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.processes import world
+from dulbe_peft.utils.settings import check_settings
 
+Weight = Annotated[float, Ge(0), Le(MOST)]
+Positive = Annotated[float, Gt(0), Le(MOST)]
 # What a strategy keeps between tasks: occupation statistics, or named tensors of its own.
 Memory = OccupationStatistics | dict[str, torch.Tensor]
 GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
@@ -122,6 +126,9 @@ class Strategy:
         classifiers: the classifiers of a learner whose user names none.
         target_modules: the layers to adapt where the user names none; None: the adapter's default.
     """
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()

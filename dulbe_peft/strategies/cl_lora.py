@@ -24,17 +24,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Lt
 from torch import nn
 from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Positive, Step, Strategy, Weight, replaced_updates
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.utils.checks import check_number
 
 WEIGHTS = "block_weights"
 
@@ -83,19 +84,12 @@ class ClLora(Strategy):
         similarity: weight of the penalty on similar block weights.
     """
 
-    shared_blocks: float = 0.5
-    distillation: float = 5.0
-    temperature: float = 2.0
-    similarity: float = 1e-4
+    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5
+    distillation: Weight = 5.0
+    temperature: Positive = 2.0
+    similarity: Weight = 1e-4
 
     name = "cl_lora"
-
-    def __post_init__(self) -> None:
-        for name in ("shared_blocks", "distillation", "similarity"):
-            check_number(name, getattr(self, name), least=0)
-        check_number("temperature", self.temperature, positive=True)
-        if self.shared_blocks >= 1:
-            raise ValueError(f"shared_blocks must be below 1, got {self.shared_blocks}")
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         layers, generator = task.layers, task.generator()

@@ -31,10 +31,6 @@ class Dulbe(OccupationStrategy):
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
 
-    def __post_init__(self) -> None:
-        if self.routing not in ("shared", "both"):
-            raise ValueError(f"routing must be shared or both, got {self.routing!r}")
-
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         config = task.adapter.active_config
         residual_ranks = {name: config.ranks_of(name)[1] for name in task.gradients}

@@ -27,14 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
 from dulbe_peft.strategies.projection_memory import ProjectionMemoryStrategy, Subspace, dual_gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.records import Fraction
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,17 @@ class InfLora(ProjectionMemoryStrategy):
         tasks: T, how many tasks the stream has.
     """
 
-    energy: float = 0.95
-    final_energy: float = 1.0
-    tasks: int = 10
+    energy: Annotated[float, Gt(0), Le(1)] = 0.95
+    final_energy: Fraction = 1.0
+    tasks: Annotated[int, Ge(1)] = 10
 
     name = "inflora"
     needs = frozenset({INPUTS})
 
     def __post_init__(self) -> None:
-        if not 0 < self.energy <= self.final_energy <= 1:
-            found = f"{self.energy} and {self.final_energy}"
-            raise ValueError(f"energy and final_energy must satisfy 0 < energy <= final_energy <= 1, got {found}")
-        if self.tasks < 1:
-            raise ValueError(f"tasks must be at least 1, got {self.tasks}")
+        super().__post_init__()
+        if self.energy > self.final_energy:
+            raise ValueError(f"energy must be at most final_energy = {self.final_energy}, got {self.energy}")
 
     def threshold(self, index: int) -> float:
         """eps_t of the task with this index, which counts from 0."""

@@ -37,6 +37,7 @@ from dulbe_peft.strategies.projection_memory import (
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.records import Fraction
 
 
 def principal_directions(weight: torch.Tensor, share: float, name: str = "W") -> torch.Tensor:
@@ -55,16 +56,11 @@ class KeepLora(ProjectionMemoryStrategy):
         eps_f: share of |X|^2 that is occupied after each task, in [0, 1].
     """
 
-    eps_w: float = 0.85
-    eps_f: float = 0.99
+    eps_w: Fraction = 0.85
+    eps_f: Fraction = 0.99
 
     name = "keeplora"
     needs = frozenset({GRADIENTS})
-
-    def __post_init__(self) -> None:
-        for name in ("eps_w", "eps_f"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         bases = {}

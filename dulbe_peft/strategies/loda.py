@@ -27,12 +27,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
+from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Positive
 from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic, with_inputs
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.utils.checks import check_number
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
@@ -72,15 +71,12 @@ class Loda(OccupationStrategy):
         ridge: rho in units of the mean eigenvalue of S_old, above 0.
     """
 
-    ridge: float = 1e-3
+    ridge: Positive = 1e-3
 
     name = "loda"
     needs = frozenset({INPUTS})
     orthonormal = False
     remembers_inputs = False  # the model before the task has read them already
-
-    def __post_init__(self) -> None:
-        check_number("ridge", self.ridge, positive=True)
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
         bases: dict[str, torch.Tensor] = {}

@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Le
 
 from dulbe_peft.strategies.base import INPUTS, NewTask
 from dulbe_peft.strategies.lora import MergedLora, kaiming_bases
@@ -53,16 +54,12 @@ class LoraSub(MergedLora):
         project_start: project A's start as well as its steps.
     """
 
-    energy: float = 0.99
+    energy: Annotated[float, Gt(0), Le(1)] = 0.99
     normalize: bool = False
     project_start: bool = False
 
     name = "lora_sub"
     needs = frozenset({INPUTS})
-
-    def __post_init__(self) -> None:
-        if not 0 < self.energy <= 1:
-            raise ValueError(f"energy must lie in (0, 1], got {self.energy}")
 
     def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
         return task.adapter.scaled_history(-1.0) if task.index else None

@@ -29,11 +29,10 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Positive, Strategy, replaced_updates
 from dulbe_peft.strategies.lora import uniform_bases
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.utils.checks import check_number
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,8 @@ class MgClip(Strategy):
     orthonormal = False
     classifiers = ("visual_agent", "bridge")
     target_modules = ("k_proj", "v_proj")
-    alpha: float = 1.0
-    threshold: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "threshold"):
-            check_number(name, getattr(self, name), positive=True)
+    alpha: Positive = 1.0
+    threshold: Positive = 0.1
 
     def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.base import NewTask, Weight
 from dulbe_peft.strategies.lora import MergedLora
-from dulbe_peft.utils.checks import check_number
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,7 @@ class OLora(MergedLora):
 
     name = "o_lora"
     keeps_factors = True
-    lambda_1: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_number("lambda_1", self.lambda_1, least=0)
+    lambda_1: Weight = 0.5
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:
         if not task.index:

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import NewTask, replaced_updates
+from dulbe_peft.strategies.base import NewTask, Positive, replaced_updates
 from dulbe_peft.strategies.lora import MergedLora
-from dulbe_peft.utils.checks import check_number
 
 
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,13 +52,10 @@ class SdLora(MergedLora):
         magnitude: the value at which a new pair's magnitude starts, above 0.
     """
 
-    magnitude: float = 0.8
+    magnitude: Positive = 0.8
 
     name = "sd_lora"
     keeps_factors = True
-
-    def __post_init__(self) -> None:
-        check_number("magnitude", self.magnitude, positive=True)
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
