@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.checkpoints import loading
-from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.decompositions import cut
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.subspaces.support import historical_support
@@ -108,16 +107,6 @@ def test_only_wide_matrices_are_cut_and_an_update_is_cut_as_a_merge_is():
     assert torch.equal(stats["v"], updated["v"]) and stats.errors["v"] == updated.errors["v"]
 
 
-@pytest.mark.parametrize(("rows", "mebibytes"), [(None, 486.0), (256, 54.0)])
-def test_size_of_vit_b16(rows, mebibytes):
-    stats = OccupationStatistics(rows)
-    for block in range(12):
-        for names, width in (("kv", 768), (["fc1"], 768), (["fc2"], 3072)):
-            matrix = torch.empty(rows or width, width, device="meta")
-            stats._matrices |= {f"{block}.{name}": matrix for name in names}
-    assert stats.nbytes / 2**20 == mebibytes
-
-
 def test_merged_sketches_keep_the_bound():
     first, second = TASKS["around a mean"], TASKS["decaying"]
     stats, other = sketched(first), OccupationStatistics(ROWS)
@@ -150,14 +139,6 @@ def test_a_loaded_sketch_goes_on_bit_for_bit(tmp_path):
     content = path.read_bytes()
     whole.save(path)
     assert path.read_bytes() == content
-
-
-def test_allocation_from_a_sketch_that_lost_nothing_is_the_exact_one():
-    tokens, probe = TASKS["of low rank"], {"k": randn(12, WIDTH, seed=2)}
-    found, expected = (allocate_modes(probe, of(tokens), 1, 4, 12)["k"] for of in (sketched, exact))
-    assert found.support_rank == expected.support_rank == 9
-    torch.testing.assert_close(found.shared, expected.shared, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.residual, expected.residual, rtol=0, atol=1e-4)
 
 
 def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):

@@ -73,8 +73,12 @@ def inputs_of(model, data):
 def test_layers_updated_together_share_one_matrix(width):
     stats, first, second = OccupationStatistics(), randn(50, width), randn(2, 30, width, seed=1).half()
     stats.update(("k", "v"), first)
-    stats.update(["v", "k"], second)
-    stats.update("fc1", first)
+    other = OccupationStatistics()
+    other.update(["v", "k"], second)
+    other.update("fc1", first)
+    stats.merge(other)
+    stats["fc1"].zero_()  # merged sums are copies
+    assert torch.equal(other["fc1"], other["fc1"].T) and other["fc1"].any()
     assert stats["k"] is stats["v"] and stats["k"] is not stats["fc1"]
     assert stats.groups == (("k", "v"), ("fc1",)) and list(stats) == ["k", "v", "fc1"] and "b" not in stats
     assert "3 layers, 2 matrices" in repr(stats) and stats.nbytes == 2 * 4 * width**2
@@ -110,20 +114,6 @@ def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
         with pytest.raises(ValueError, match=message):
             stats.merge(other)
     assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
-
-
-def test_merge_adds_and_copies():
-    stats, other = OccupationStatistics(), OccupationStatistics()
-    stats.update(("k", "v"), randn(7, 4))
-    other.update(("v", "k"), randn(7, 4, seed=1))
-    other.update("fc", randn(7, 3))
-    stats.merge(other)
-    expected = reference.occupation(randn(7, 4)) + reference.occupation(randn(7, 4, seed=1))
-    torch.testing.assert_close(stats["k"].double(), expected, rtol=1e-5, atol=1e-5)
-    before = other["fc"].clone()
-    stats.merge(other)
-    assert torch.equal(other["fc"], before) and torch.equal(stats["fc"], 2 * before)
-    assert stats["k"] is stats["v"]
 
 
 # ---------------------------------------------------------------------- collecting
@@ -189,17 +179,6 @@ def test_tokens_can_be_subsampled():
     assert not torch.equal(collect(7), collect(7, seed=1))
     one = collect_statistics(Tower(1), batches(1), run, OccupationStatistics(), max_tokens_per_batch=2)["blocks.0.k"]
     assert torch.linalg.matrix_rank(one) == 2
-
-
-def test_autocast_does_not_reach_the_products():
-    def forward(model, batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(batch)
-
-    stats = collect_statistics(Tower(1), batches(), forward, into=OccupationStatistics())
-    exact = collect_statistics(Tower(1), batches(), run, into=OccupationStatistics())
-    torch.testing.assert_close(stats["blocks.0.k"], exact["blocks.0.k"], rtol=1e-5, atol=1e-5)
-    assert stats["blocks.0.fc2"].dtype == torch.float32
 
 
 def failing(model, batch):
