@@ -21,7 +21,10 @@ from dulbe_peft.utils.processes import (
 )
 
 STREAM = Path(__file__).with_name("distributed_stream.py")
-STRATEGIES = ("dulbe", "lora_sub", "cl_lora")  # the last two: notes of `plan`, and gradients of its own
+# The last two: notes of `plan`, and gradients of its own. Their bounds are about three times what another order of a
+# batch's rows makes in one process, 6e-6 and 5.5e-5: Adam turns the rounding of a gradient near zero into a part of
+# its step, of 1e-3 here, and CL-LoRA's gradients have rows near zero.
+STRATEGIES = {"dulbe": 2e-5, "lora_sub": 2e-5, "cl_lora": 1.5e-4}
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
@@ -56,16 +59,15 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_processes_end_where_one_ends(alone, pair, strategy):
+@pytest.mark.parametrize(("strategy", "bound"), STRATEGIES.items())
+def test_two_processes_end_where_one_ends(alone, pair, strategy, bound):
     folder, said = pair
     (expected,), (first, second) = ends(alone, strategy, 1), ends(folder, strategy)
     assert first.keys() == second.keys() == expected.keys()
     assert all(torch.equal(first[name], second[name]) for name in expected)
     for name, tensor in expected.items():
-        # Adam turns the rounding of a gradient near zero into a part of its step, of 1e-3 here.
         scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
-        torch.testing.assert_close(first[name] / scale, tensor / scale, rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(first[name] / scale, tensor / scale, rtol=1e-4, atol=bound)
     assert said.count("task 3/3") == len(STRATEGIES)
     for file in ("results.json", "task-003/manifest.json", "task-003/learner.json", "task-003/adapter_config.json"):
         assert (folder / strategy / file).is_file()

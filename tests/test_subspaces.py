@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,12 +15,12 @@ from dulbe_peft.strategies.projection_memory import (
     OCCUPIED,
     Subspace,
     directions_to_take,
-    dual_gpm,
     gpm,
     top_directions,
 )
 
 WIDTH = 12
+dual_gpm = partial(gpm, dual=True)
 
 
 def tokens(task, decay=0.75):

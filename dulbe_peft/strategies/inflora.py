@@ -33,7 +33,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.projection_memory import ProjectionMemoryStrategy, Subspace, dual_gpm, top_directions
+from dulbe_peft.strategies.projection_memory import ProjectionMemoryStrategy, Subspace, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -77,7 +77,7 @@ class InfLora(ProjectionMemoryStrategy):
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         share, after = self.threshold(task.index), {}
         for names, old, energy in self._occupied_and_used(task, inputs):
-            after[names] = dual_gpm(old, energy, share, f"inputs of layer {names[0]!r}")
+            after[names] = gpm(old, energy, share, f"inputs of layer {names[0]!r}", dual=True)
         return self.to_memory(after)
 
     def _occupied_and_used(

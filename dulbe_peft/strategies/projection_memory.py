@@ -58,26 +58,17 @@ def directions_to_take(energies: torch.Tensor, total: float, share: float) -> in
     return int((left > (1 - share) * total * (1 + ROUNDING)).sum())
 
 
-def split(old: Subspace, energy: torch.Tensor, share: float, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bases of the free directions that a task with K occupies from now on, and of those that stay free, float64."""
+def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False) -> Subspace:
+    """The occupied directions, with those added that a task with K needs to have `share` of its energy occupied.
+
+    With `dual` (DualGPM) a basis of the free directions from when the occupied ones are more than d/2.
+    """
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
     count = directions_to_take(energies, float(energy.trace()), share)
-    return free @ vectors[:, :count], free @ vectors[:, count:]
-
-
-def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str) -> Subspace:
-    """The occupied directions, with those added that a task with K needs to have `share` of its energy occupied."""
-    taken, _ = split(old, energy, share, name)
-    return Subspace(torch.cat([old.basis.to(taken), taken], dim=1))
-
-
-def dual_gpm(old: Subspace, energy: torch.Tensor, share: float, name: str) -> Subspace:
-    """As `gpm`, but stored as a basis of the free directions from when the occupied ones are more than d/2."""
-    taken, left = split(old, energy, share, name)
-    if old.side == FREE or old.basis.shape[1] + taken.shape[1] > len(energy) / 2:
-        return Subspace(left, FREE)
-    return Subspace(torch.cat([old.basis.to(taken), taken], dim=1))
+    if dual and (old.side == FREE or old.basis.shape[1] + count > len(energy) / 2):
+        return Subspace(free @ vectors[:, count:], FREE)
+    return Subspace(torch.cat([old.basis.to(free), free @ vectors[:, :count]], dim=1))
 
 
 def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -> torch.Tensor:

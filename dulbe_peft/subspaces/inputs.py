@@ -24,8 +24,6 @@ def collect_statistics(
     forward_fn: Callable[[nn.Module, Any], Any],
     into: OccupationStatistics,
     tokens: str = "all",
-    max_tokens_per_batch: int | None = None,
-    seed: int = 0,
 ) -> OccupationStatistics:
     """Add the input tokens of every adapted layer, over all batches, to the statistics.
 
@@ -38,7 +36,6 @@ def collect_statistics(
         into: statistics to add to, exact or a sketch. They are also what is returned.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
-        max_tokens_per_batch: take at most this many tokens of a batch, drawn at random with `seed`; None takes all.
 
     Raises:
         ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
@@ -49,10 +46,8 @@ def collect_statistics(
     """
     if tokens not in TOKENS:
         raise ValueError(f"tokens must be one of {TOKENS}, got {tokens!r}")
-    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-        raise ValueError(f"max_tokens_per_batch must be at least 1 or None, got {max_tokens_per_batch}")
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
-    collector = _Collector(tokens, max_tokens_per_batch, seed)
+    collector = _Collector(tokens)
     with evaluating(model), observed_inputs(layers, collector.add):
         for batch in batches:
             forward_fn(model, batch)
@@ -86,10 +81,8 @@ def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, tor
 class _Collector:
     """Sums X'X once for all layers that are handed the same tensor object; the first of them leads."""
 
-    def __init__(self, tokens: str, max_tokens: int | None, seed: int) -> None:
+    def __init__(self, tokens: str) -> None:
         self.tokens = tokens
-        self.max_tokens = max_tokens
-        self.generator = torch.Generator().manual_seed(seed)
         self.leader_of: dict[str, str] = {}
         self.sums: dict[str, torch.Tensor] = {}
         # An id may be given anew to another tensor, and a strong reference would keep all inputs in memory.
@@ -112,8 +105,4 @@ class _Collector:
             raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
         if hidden.ndim > 2 and self.tokens != "all":
             hidden = hidden[:, :1] if self.tokens == "cls" else hidden[:, 1:]
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if self.max_tokens is None or len(rows) <= self.max_tokens:
-            return rows
-        chosen = torch.randperm(len(rows), generator=self.generator)[: self.max_tokens]
-        return rows[chosen.to(rows.device)]
+        return hidden
