@@ -11,16 +11,18 @@ from typing import Any
 
 import onnxruntime
 import torch
+from torch import nn
+from transformers import pipeline
 
 from benchmarks import common
 from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_data
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
 from dulbe_peft.deployment.classifier import choose_classifier
-from dulbe_peft.deployment.merged import PixelsToProbabilities, merged_model
+from dulbe_peft.deployment.merged import Head, ImageEncoder, merged_model
 from dulbe_peft.encoders.loading import image_size
 
-FORMATS = ("lora", "transformers", "onnx")
+FORMATS = ("lora", "transformers", "onnx", "onnx float16", "onnx int8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     formats = FORMATS if learner.state.adapter is not None else FORMATS[1:]
     with tempfile.TemporaryDirectory() as root:
         for kind in formats:
-            folder = export_learner(learner, Path(root) / kind, kind, classifier.name)
-            lines = _lines(folder)
+            form, _, precision = kind.partition(" ")
+            folder = export_learner(
+                learner, Path(root) / kind, form, classifier.name, precision=precision or "float32"
+            )
+            lines = _pipeline(folder) if form == "transformers" else _lines(folder)
             found = torch.stack([lines(image) for image in images])
             other = float((found.argmax(dim=1) != expected.argmax(dim=1)).sum())
             rows += [
@@ -98,17 +103,32 @@ def _lines(folder: Path) -> Any:
     return run
 
 
+def _pipeline(folder: Path) -> Any:
+    classify = pipeline("image-classification", str(folder), trust_remote_code=True)
+    names = [name for _, name in sorted(classify.model.config.id2label.items())]
+
+    def run(image: Any) -> torch.Tensor:
+        scores = {row["label"]: row["score"] for row in classify(image, top_k=len(names))}
+        return torch.tensor([scores[name] for name in names])
+
+    return run
+
+
 def _speed(learner: Any, classifier: Any, folder: Path, values: Any, where: str) -> list[dict[str, Any]]:
-    """The graph beside PyTorch's merged model and classifier, both with the same number of threads."""
+    """The graphs beside PyTorch's merged model and classifier, both with the same number of threads."""
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = values.threads
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), settings)
-    module = PixelsToProbabilities(merged_model(learner.state), classifier).eval()
+    encoder, head = (onnxruntime.InferenceSession(folder / f"{name}.onnx", settings) for name in ("encoder", "head"))
+    module = nn.Sequential(ImageEncoder(merged_model(learner.state)), Head(classifier)).eval()
+
+    def graphs(pixels: Any) -> Any:
+        return head.run(None, {"image_embeds": encoder.run(None, {"pixel_values": pixels})[0]})
+
     size, rows = image_size(learner.clip, learner.processor), []
     for batch in values.batch:
         pixels = torch.randn(batch, 3, size, size)
         sides = {
-            "onnx": partial(session.run, None, {"pixel_values": pixels.numpy()}),
+            "onnx": partial(graphs, pixels.numpy()),
             "torch": partial(torch.no_grad()(module), pixels),
         }
         times = common.compare(sides, values.repeats, warmup=5)

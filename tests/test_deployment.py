@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -72,7 +73,12 @@ TORCH_READER = """
         for photo in sorted((root / "photos").iterdir()):
             space = {"__name__": "lines"}
             exec(code.replace("photo.jpg", str(photo)), space)
-            found[folder].append([float(p) for p in space["probabilities"][0]])
+            if "classify" in space:
+                scores = {row["label"]: row["score"] for row in space["classify"](str(photo), top_k=None)}
+                names = space["classify"].model.config.id2label
+                found[folder].append([scores[names[place]] for place in range(len(names))])
+            else:
+                found[folder].append([float(p) for p in space["probabilities"][0]])
     (root / "found.json").write_text(json.dumps(found))
     assert not any(name.startswith("dulbe") and module for name, module in sys.modules.items())
 """
@@ -149,7 +155,9 @@ def check_lines(learners, root, formats, *blocked):
                 cases[folder] = expected(learners[model_type], name)
     found = run_lines(root, list(cases), *blocked)
     for folder, probabilities in cases.items():
-        torch.testing.assert_close(found[folder], probabilities, atol=1e-4, rtol=0, msg=folder)
+        torch.testing.assert_close(
+            found[folder], probabilities, atol=1e-4, rtol=0, msg=lambda said, folder=folder: f"{folder}: {said}"
+        )
         assert torch.equal(found[folder].argmax(dim=1), probabilities.argmax(dim=1)), folder
         assert probabilities.std(dim=0).max() > 1e-3, folder  # the photos are told apart
 
@@ -197,7 +205,7 @@ def test_what_stands_beside_the_model(clip, learners, tmp_path):
     assert "pip install torch transformers peft" in card and json.dumps(clip.class_names[1]) in card
     export_transformers(learners["vit"], tmp_path / "plain")
     card = (tmp_path / "plain/README.md").read_text(encoding="utf-8")
-    assert "pipeline_tag: image-feature-extraction" in card and "zero-shot" not in card
+    assert "pipeline_tag: image-classification" in card and "zero-shot" not in card
     assert "prompts" not in facts(tmp_path)
 
 
@@ -293,7 +301,7 @@ def test_a_classifier_that_cannot_be_a_function_is_refused_by_name(clip, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_graph_gives_torch_s_probabilities_for_every_batch_size(clip, tmp_path, recwarn, capfd):
+def test_graphs_give_torch_s_probabilities_for_every_batch_size(clip, tmp_path, recwarn, capfd):
     """Also of a classifier of one's own that has no formula."""
     import onnx
     import onnxruntime
@@ -301,29 +309,81 @@ def test_a_graph_gives_torch_s_probabilities_for_every_batch_size(clip, tmp_path
     learner = with_classifier(clip, Squares(embed_dim=16))
     export_onnx(learner, tmp_path / "plain", Squares.name)
     assert not recwarn.list and capfd.readouterr().err == ""
-    model = onnx.load(tmp_path / "plain/model.onnx")
-    onnx.checker.check_model(model, full_check=True)
     found = facts(tmp_path, file="model.json")
-    inside = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    sessions = []
+    for name in ("encoder", "head"):
+        path = tmp_path / f"plain/{name}.onnx"
+        onnx.checker.check_model(onnx.load(path), full_check=True)
+        sessions.append(onnxruntime.InferenceSession(path))
+    inside = {entry.key: json.loads(entry.value) for entry in onnx.load(path).metadata_props}
     assert inside == {key: value for key, value in found.items() if key != "largest_difference"}
     assert 0 <= found["largest_difference"] < 1e-4
-    session = onnxruntime.InferenceSession(str(tmp_path / "plain/model.onnx"))
     for batch in (1, 3, 8, 11):
         pixels = torch.randn(batch, 3, 16, 16)
         with torch.no_grad():
             z = learner.encoder.image_embeds(pixels)
-        (answer,) = session.run(None, {"pixel_values": pixels.numpy()})
-        torch.testing.assert_close(
-            torch.from_numpy(answer), learner.classifiers[Squares.name].probabilities(z), atol=1e-4, rtol=0
+        (features,) = sessions[0].run(None, {"pixel_values": pixels.numpy()})
+        torch.testing.assert_close(torch.from_numpy(features), z, atol=1e-5, rtol=0)
+        (answer,) = sessions[1].run(None, {"image_embeds": features})
+        expected = learner.classifiers[Squares.name].probabilities(z)
+        torch.testing.assert_close(torch.from_numpy(answer), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_further_class_needs_no_new_encoder(learners, tmp_path):
+    learner = copy.deepcopy(learners["vit"])
+    before = export_onnx(learner, tmp_path / "before", "prototype")
+    images = [{"image": photo, "label": 0} for photo in photos()]
+    learner.learn_task(images, ["hen"])
+    after = export_onnx(learner, tmp_path / "after", "prototype")
+    assert (before / "encoder.onnx").read_bytes() == (after / "encoder.onnx").read_bytes()
+    assert (before / "head.onnx").read_bytes() != (after / "head.onnx").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "size", "error"), [("float16", 0.9, 0.02), ("int8", 0.9, 0.2)])
+def test_smaller_graphs_say_nearly_the_same(clip, tmp_path, precision, size, error):
+    whole = export_onnx(clip, tmp_path / "whole", "bridge")
+    folder = export_learner(clip, tmp_path / "small", "onnx", "bridge", precision=precision)
+    assert (folder / "encoder.onnx").stat().st_size < size * (whole / "encoder.onnx").stat().st_size
+    found = facts(tmp_path, "small", "model.json")
+    assert found["precision"] == precision and 0 < found["largest_difference"] < error
+    rows = run_lines(tmp_path, ["small"], "torch", "transformers")["small"]
+    torch.testing.assert_close(rows, expected(clip, "bridge"), atol=error, rtol=0)
+
+
+@pytest.mark.slow
+def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
+    """With the packages of a folder that the environment names, where `npm install @huggingface/transformers` ran."""
+    root = os.environ.get("TRANSFORMERS_JS")
+    if not root:
+        pytest.skip("TRANSFORMERS_JS names no folder with node_modules")
+    photos()[2].save(tmp_path / "photo.png")  # of the model's size: its resizing is another one than Pillow's
+    for precision, error in (("float32", 1e-3), ("float16", 0.02), ("int8", 0.2)):
+        folder = export_learner(clip, tmp_path / precision, "transformers.js", "bridge", precision=precision)
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"```javascript\n(.*?)```", text, flags=re.DOTALL)
+        code = code.replace("path/to/the/folder/above", str(tmp_path)).replace(
+            "photo.jpg", str(tmp_path / "photo.png")
         )
+        script = Path(root, f"{tmp_path.name}.mjs")
+        script.write_text(code.replace("console.log(", "console.log(JSON.stringify(").replace("));", ")));"))
+        done = subprocess.run(["node", str(script)], capture_output=True, text=True)
+        script.unlink()
+        assert done.returncode == 0, done.stderr
+        scores = {row["label"]: row["score"] for row in json.loads(done.stdout)}
+        row = torch.tensor([scores[name] for name in clip.class_names])
+        torch.testing.assert_close(row, expected(clip, "bridge")[2], atol=error, rtol=0)
 
 
 @pytest.mark.slow
 def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "LARGEST_FILE", 0)
     folder = export_onnx(learners["vit"], tmp_path / "plain", "prototype")
-    assert (folder / "model.onnx.data").stat().st_size > (folder / "model.onnx").stat().st_size / 10
-    assert "model.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
+    assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
+    assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
+    with pytest.raises(ValueError, match="int8 is served for graphs below"):
+        export_learner(learners["vit"], tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
 @pytest.mark.slow
@@ -408,6 +468,8 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
     for learner, options, error, words in (
         (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
         (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
+        (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
+        (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
         (clip, {"compress_to": 0}, ValueError, "at least 1, got 0"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
         (learners["vit"], {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),

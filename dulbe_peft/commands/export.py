@@ -13,9 +13,10 @@ from dulbe_peft.commands.outputs import check_folder, overwrite_option
 EXAMPLE = """example:
   dulbe-peft export out exported --format onnx
 
-lora:          stock LoRA, for a base model that is served anyway
-transformers:  a plain model, the adapter folded into its weights
-onnx:          one graph from pixels to probabilities; first: pip install 'dulbe_peft[onnx]'
+lora:             stock LoRA, for a base model that is served anyway
+transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
+onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
+transformers.js:  one graph that JavaScript loads; needs the same
 
 Each format holds the learner's classifier, and a README.md with the lines of code that use it.
 """
@@ -27,14 +28,26 @@ Each format holds the learner's classifier, and a README.md with the lines of co
 @option(
     "--format",
     "kind",
-    type=click.Choice(("lora", "transformers", "onnx")),
+    type=click.Choice(("lora", "transformers", "onnx", "transformers.js")),
     default="lora",
     help="what to write (lora)",
 )
 @option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
+@option(
+    "--precision",
+    type=click.Choice(("float32", "float16", "int8")),
+    default="float32",
+    help="onnx and transformers.js: of the encoder's weights (float32)",
+)
 @overwrite_option
 def export(
-    learner: str, load: Callable[[], Any], output: str, kind: str, compress_to: int | None, overwrite: bool
+    learner: str,
+    load: Callable[[], Any],
+    output: str,
+    kind: str,
+    compress_to: int | None,
+    precision: str,
+    overwrite: bool,
 ) -> int:
     if compress_to is not None and kind != "lora":
         raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
@@ -44,7 +57,7 @@ def export(
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
-    folder = export_learner(load(), output, kind, None, compress_to)
+    folder = export_learner(load(), output, kind, None, compress_to, precision)
     if compress_to is not None:
         report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}

@@ -12,18 +12,17 @@ from huggingface_hub import ModelCardData
 from dulbe_peft.checkpoints.card import is_repo_id, project, render_card
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier, spec
-from dulbe_peft.deployment.classifier import FACTS_FILE, TENSORS_FILE
-from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE, GRAPH_FILE
+from dulbe_peft.deployment.graph import ENCODER_FILE, GRAPH_FACTS_FILE, HEAD_FILE, PRECISIONS
 from dulbe_peft.deployment.pixels import pixel_values, rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
 from dulbe_peft.training.state import LearnerState
 
 
 def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
-    """README.md of an exported folder of a kind, "lora", "transformers" or "onnx", which `code` uses."""
+    """README.md of an exported folder of a kind, which `code` uses."""
     base = state.base_name[0] or "a base model without a name"
     tag = "image-classification"
-    if kind != "onnx":  # what a pipeline does with the folder
+    if kind == "lora":  # what a pipeline does with the folder
         tag = "zero-shot-image-classification" if has_text(state.base) else "image-feature-extraction"
     header = ModelCardData(
         base_model=base if is_repo_id(base) else None,
@@ -47,32 +46,21 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
     )
 
 
-def torch_code(state: LearnerState, kind: str, formula: Any) -> str:
-    """The lines that use a folder of the format "lora" or "transformers", with the function of the classifier."""
-    code = render_card(
-        "use_torch.txt",
-        kind=kind,
-        record=encoder_of(state.base),
-        base=json.dumps(state.base_name[0] or "path/to/the/base/model"),
-        processor_folder=PROCESSOR_FOLDER,
-        tensors_file=TENSORS_FILE,
-        facts_file=FACTS_FILE,
-        rgb=inspect.getsource(rgb),
-        formula=inspect.getsource(formula),
-        function=formula.__name__,
-    )
-    return code.rstrip()
-
-
 def onnx_code(state: LearnerState, facts: dict[str, Any]) -> str:
     """The lines that use a graph: with Pillow and numpy, or with the processor where these cannot do what it does."""
     code = render_card(
         "use_onnx.txt",
         image_processor=encoder_of(state.base).image_processor,
         processor_folder=PROCESSOR_FOLDER,
-        graph_file=GRAPH_FILE,
+        encoder_file=ENCODER_FILE,
+        head_file=HEAD_FILE,
         facts_file=GRAPH_FACTS_FILE,
         rgb=inspect.getsource(rgb),
         pixel_values=None if facts["preprocessing"] is None else inspect.getsource(pixel_values),
     )
     return code.rstrip()
+
+
+def javascript_code(folder: Path, precision: str) -> str:
+    """The lines of JavaScript that use a folder."""
+    return render_card("use_javascript.txt", name=folder.name, dtype=PRECISIONS[precision][1]).rstrip()

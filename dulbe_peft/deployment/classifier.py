@@ -1,11 +1,10 @@
-"""A learner's classifier as two files that need no package: `classifier.safetensors` and `classifier.json`."""
+"""A learner's classifier as tensors, a function and plain facts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from dulbe_peft.classifiers.formula import random_features, same_scores
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.files import write_json
-from dulbe_peft.utils.tensors import write_tensors
 
-TENSORS_FILE = "classifier.safetensors"
 FACTS_FILE = "classifier.json"
 SHARES = (0.01, 0.05, 0.1)  # of false alarms
 
@@ -66,11 +62,6 @@ def checked_formula(classifier: Classifier) -> tuple[Callable[..., torch.Tensor]
     return function, tensors
 
 
-def write_classifier(folder: Path, state: LearnerState, classifier: Classifier) -> Callable[..., torch.Tensor]:
-    """Write both files into an existing folder; returns the function of the scores."""
-    function, tensors = checked_formula(classifier)
-    write_tensors(
-        folder / TENSORS_FILE, tensors | {"temperature": torch.tensor(classifier.temperature)}, {"format": "pt"}
-    )
-    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": inspect.getsource(function)})
-    return function
+def head_tensors(classifier: Classifier, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the function of the scores needs, and the temperature that divides them."""
+    return {name: row.cpu() for name, row in tensors.items()} | {"temperature": torch.tensor(classifier.temperature)}

@@ -22,17 +22,27 @@ def merged_model(state: LearnerState) -> Any:
     return model.cpu().eval().requires_grad_(False)
 
 
-class PixelsToProbabilities(nn.Module):
-    """Pixel values (batch, 3, height, width) to calibrated probabilities (batch, C), by a model without adapters."""
+class ImageEncoder(nn.Module):
+    """Pixel values (batch, 3, height, width) to unit features (batch, d), by a model without adapters."""
 
-    def __init__(self, model: Any, classifier: Classifier) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return unit_image_embeds(self.model, pixel_values)
+
+
+class Head(nn.Module):
+    """Unit features (batch, d) to calibrated probabilities (batch, C), or to their log-scores."""
+
+    def __init__(self, classifier: Classifier, probabilities: bool = True) -> None:
+        super().__init__()
         self.classifier = copy.deepcopy(classifier).cpu()
-        self.temperature = classifier.temperature
+        self.temperature, self.probabilities = classifier.temperature, probabilities
         # What a classifier computes from its buffers once must not become a part of the graph.
         self.classifier.logits(torch.eye(1, classifier.embed_dim))
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        features = unit_image_embeds(self.model, pixel_values)
-        return (self.classifier.logits(features) / self.temperature).softmax(dim=1)
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        logits = self.classifier.logits(embedding) / self.temperature
+        return logits.softmax(dim=1) if self.probabilities else logits
