@@ -159,11 +159,11 @@ class LearnerArguments:
     )
     augment: str = setting(
         "none",
-        "What training sees in place of each image, and classifiers beside it: crop, flip, affine, or several with + "
-        "between them. Characters must not be flipped. Images must not be preprocessed tensors.",
+        "Change images at random: crop, flip, affine, or several with + between them. Training sees another view of "
+        "each image in every epoch. Classifiers take the mean feature of each image and its views.",
     )
     copies: Annotated[int, Ge(0), Le(1000)] = setting(
-        3, "How many augmented views of each image classifiers learn beside it, where augment is set."
+        3, "How many augmented views of each image classifiers take the mean over, where augment is set."
     )
     text_embeds: Literal["current", "at_introduction"] = setting(
         "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
@@ -206,6 +206,8 @@ class LearnerArguments:
         if self.augment != "none" and (len(set(kinds)) < len(kinds) or not set(kinds) <= set(AUGMENTATIONS)):
             names = ", ".join(AUGMENTATIONS)
             raise ValueError(f"augment must be none, or some of {names} with + between, got {self.augment!r:.100}")
+        if self.augment != "none" and self.drift != "none":
+            raise ValueError("augment and drift='linear' exclude each other: drift is seen on images as they are")
         if self.training_template is not None:
             _check_template("training_template", self.training_template)
 

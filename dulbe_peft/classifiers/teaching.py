@@ -20,15 +20,13 @@ TEACHING = "teach "  # and a classifier's name: what the phase is called in whic
 class ClosingPass:
     """A task's classes, its training images' unit features, (n, d), by the finished model, and their labels, (n,).
 
-    `before` are the same images' features by the model before the task; None where nobody needed them. `further` are
-    the features of augmented views, (n, d) each.
+    `before` are the same images' features by the model before the task; None where nobody needed them.
     """
 
     class_names: tuple[str, ...]
     features: Tensor
     labels: Tensor
     before: Tensor | None = None
-    further: tuple[Tensor, ...] = ()
 
 
 @torch.no_grad()
@@ -59,7 +57,4 @@ def learn_task(
             if map_ is not None:
                 classifier.move(map_)
             classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)
-            if closing.further and type(classifier).learn_more is not Classifier.learn_more:
-                labels = closing.labels.repeat(len(closing.further)) + old
-                classifier.update_classes(torch.cat(closing.further), labels)
     return made

@@ -5,6 +5,8 @@ Pillow gets a fixed list of formats. Without it, a PostScript file that is named
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import threading
 import warnings
@@ -62,26 +64,45 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
 _one_at_a_time = threading.Lock()
+MOST_OBLONG = 100  # a processor that resizes the short side makes the long one as many times longer
+_LARGE = 2**25  # pixels; of larger images, all processes that read images decode one at a time, and keep a smaller one
+_one_large = multiprocessing.Lock()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits."""
-    image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
-    turn = _UPRIGHT.get(_orientation(image))
-    # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
-    if turn is None and type(image) is Image.Image and image.mode == "RGB" and "transparency" not in image.info:
-        return image
+    _check_shape(image)
+    large = image.width * image.height > _LARGE
+    with _one_large if large else nullcontext():
+        image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
+        turn = _UPRIGHT.get(_orientation(image))
+        # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
+        plain = type(image) is Image.Image and image.mode == "RGB" and "transparency" not in image.info
+        if plain and turn is None and not large:
+            return image
+        image = _converted(image)
+        if large:
+            image = image.reduce(math.ceil(math.sqrt(image.width * image.height / _LARGE)))
+        if turn is not None:
+            image = image.transpose(turn)
+    image.info.clear()  # the tag, too: a second call must not turn the image again
+    return image
+
+
+def _check_shape(image: Image.Image) -> None:
+    if max(image.size) > MOST_OBLONG * min(image.size):
+        shape = f"{image.width} x {image.height}"
+        raise ValueError(f"it is {shape} pixels large: no side may be more than {MOST_OBLONG} times the other")
+
+
+def _converted(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):  # 32 bits say nothing about where white is
         raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns about the direct way
-    image = image.convert("RGB")
-    if turn is not None:
-        image = image.transpose(turn)
-    image.info.clear()  # the tag, too: a second call must not turn the image again
-    return image
+    return image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> Any:
@@ -127,6 +148,7 @@ def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = Fa
         with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:
             file.seek(0)
             image = open_image(file)
+            _check_shape(image)
             if image.mode in ("I", "F"):
                 to_rgb(image)  # raises, unless the file turns out to have another mode
             if in_full or not _is_whole(image, file):

@@ -206,7 +206,10 @@ def _file_of(image: Any) -> Path | IO[bytes] | None:
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     """Image and label of an item of a user's data set."""
-    sample = dataset[index]
+    try:
+        sample = dataset[index]
+    except IndexError as error:
+        raise ValueError(f"the dataset gives no item {index}, though its length says that there is one") from error
     if isinstance(sample, Mapping):
         if "image" not in sample or "label" not in sample:
             raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
@@ -218,7 +221,7 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
             f"sample {index} is a {type(sample).__name__}; "
             'it must be a {"image", "label"} mapping or an (image, label) pair'
         )
-    value = np.asarray(label)
+    value = _array(label, f"the label of sample {index}")
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
     return image, int(value)
@@ -250,12 +253,20 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
-    array = np.asarray(values)
+    array = _array(values, source)
     if array.ndim != 1:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{source} must hold ints, got values of type {array.dtype}, the first is {values[0]!r}")
     return array.astype(np.int64)
+
+
+def _array(values: Any, source: str) -> np.ndarray:
+    """What NumPy makes of labels, also of a tensor on an accelerator."""
+    try:
+        return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except TypeError as error:  # bfloat16, for one
+        raise TypeError(f"{source} must be of ints, got {getattr(values, 'dtype', type(values))}: {error}") from error
 
 
 def _carried_names(dataset: Any) -> tuple[str, ...]:

@@ -93,15 +93,13 @@ class Encoder:
             return images
         return images.view(self.args.augment, self.args.seed, task, number)
 
-    @property
-    def num_views(self) -> int:
-        """How many views of each image classifiers learn."""
-        return 1 if self.args.augment == "none" else 1 + self.args.copies
-
-    def further_views(self, images: PixelDataset, task: int, title: str) -> list[torch.Tensor]:
-        """The features, (n, d), of each view that classifiers learn beside the images as they are."""
-        views = [self.view(images, task, number) for number in range(1, self.num_views)]
-        return [self.dataset_embeds(view, f"{title} view {n}") for n, view in enumerate(views, 1)]
+    def mean_of_views(self, features: torch.Tensor, images: PixelDataset, task: int, title: str) -> torch.Tensor:
+        """Unit means, (n, d), of the images' own features and those of their augmented views; else `features`."""
+        if self.args.augment == "none" or not self.args.copies:
+            return features
+        for number in range(1, self.args.copies + 1):
+            features = features + self.dataset_embeds(self.view(images, task, number), f"{title} view {number}")
+        return F.normalize(features, dim=1)
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""

@@ -39,7 +39,6 @@ class TaskFeatures:
         tensors = {"features": self.closing.features, "labels": self.closing.labels}
         if self.closing.before is not None:
             tensors["before"] = self.closing.before
-        tensors |= {f"view {number}": features for number, features in enumerate(self.closing.further, 1)}
         if self.texts is not None:
             tensors["texts"] = self.texts
         for number, (features, truth) in self.tests.items():
@@ -54,9 +53,7 @@ class TaskFeatures:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}, expected {_FORMAT!r}")
         try:
             names = tuple(json.loads(metadata["class_names"]))
-            views = sum(name.startswith("view ") for name in tensors)
-            further = tuple(tensors[f"view {number}"] for number in range(1, views + 1))
-            closing = ClosingPass(names, tensors["features"], tensors["labels"], tensors.get("before"), further)
+            closing = ClosingPass(names, tensors["features"], tensors["labels"], tensors.get("before"))
             numbers = sorted(int(name.removeprefix("test ")) for name in tensors if name.startswith("test "))
             tests = {number: (tensors[f"test {number}"], tensors[f"truth {number}"]) for number in numbers}
         except (KeyError, ValueError, TypeError) as error:

@@ -65,8 +65,10 @@ def learned(
     teacher, features, memory = trainer.learn(images, names)
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
-        further = encoder.further_views(images, trainer.index, trainer.title("close"))
-        closing = ClosingPass(names, features, labels, teacher, tuple(further))
+        # The teacher saw the images as they are.
+        before = teacher if state.args.augment == "none" else None
+        features = encoder.mean_of_views(features, images, trainer.index, trainer.title("close"))
+        closing = ClosingPass(names, features, labels, before)
         texts = None
         if any(classifier.needs_text for classifier in state.classifiers.values()):
             parts = [state.class_names, names] if state.tasks else [names]

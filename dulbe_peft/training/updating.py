@@ -38,8 +38,8 @@ def with_more_images(
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
     counts = Counter(state.class_names[label] for label in labels.tolist())
-    views = [features, *encoder.further_views(images, len(state.tasks) + len(state.updates), "update")]
-    features, labels = torch.cat(views), labels.to(features.device).repeat(len(views))
+    features = encoder.mean_of_views(features, images, len(state.tasks) + len(state.updates), "update")
+    labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
         classifier.update_classes(features, labels)
