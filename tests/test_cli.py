@@ -57,7 +57,7 @@ def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monke
         {"classifiers": {n: {"last_accuracy": a, "average_accuracy": a} for n, a in BETTER.items()}}, "o", "lda"
     )
     said = capsys.readouterr().out
-    assert "bridge, 75.00 %, 25.00 points more than lda, which answers unless you write --classifier bridge" in said
+    assert "bridge, 75.00 %, 25.00 points more than lda; --classifier bridge lets it answer" in said
     assert "next: dulbe-peft export o o-bridge --format transformers --classifier bridge\n" in said
 
     images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]

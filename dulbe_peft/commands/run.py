@@ -86,8 +86,8 @@ def say_results(results: dict[str, Any], output: str, first: str) -> None:
         best = max(tested, key=lambda name: (tested[name], name == first))
         words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
         if best != first:
-            words += f", {percent(tested[best] - tested[first], 2)} points more than {first}, which answers"
-            words += f" unless you write --classifier {best}"
+            words += f", {percent(tested[best] - tested[first], 2)} points more than {first}"
+            words += f"; --classifier {best} lets it answer"
         print(words)
         if best != first:
             say_next("export", output, f"{output}-{best}", "--format", "transformers", "--classifier", best)
