@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -151,37 +152,40 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("argv", "words"),
     [
-        (["run"], "--model is required"),
-        (["run", "--model", "m", "--data", "gone/photos", "--output", "y"], "gone/photos does not exist; a dataset"),
-        (["run", "--model", "m", "--data", "/gone/photos", "--output", "y"], "/gone/photos does not exist\n"),
-        (["run", "--model", "/no/such/model", "--dry-run"], "'/no/such/model' does not exist"),
-        (["run", "--config", "gone.yaml"], "'gone.yaml' does not exist"),
-        (["run", "--shared-rank", "0", "--residual-rank", "0", "--model", "x", "--dry-run"], "both 0"),
-        (["evaluate", "gone", "--data", "x"], "'gone' is no folder here"),
+        ("", "dulbe-peft: Missing command.  dulbe-peft --help"),
+        ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
+        ("run", "--model is required"),
+        ("run photos", "unexpected extra argument (photos)"),
+        ("run --epoch 1", "No such option '--epoch'. (Did you mean one of: '--epochs'"),
+        ("run --epochs many", "Invalid value for '--epochs': epochs must be a valid integer"),
+        ("run --epochs 0", "Invalid value for '--epochs': epochs must be at least 1, got '0'"),
+        ("run --lr-schedule sometimes", "'sometimes' is not one of 'step', 'epoch'"),
+        ("run --model m --data gone/photos --output y", "gone/photos does not exist; a dataset"),
+        ("run --model m --data /gone/photos --output y", "/gone/photos does not exist\n"),
+        ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
+        ("run --shared-rank 0 --residual-rank 0 --model x --dry-run", "both 0"),
+        ("run --config gone.yaml", "'gone.yaml' does not exist"),
+        ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
+        ("run --config '- 1'", "must hold names and values"),
+        ("run --config 'a: ['", "is not YAML"),
+        ("run --config 'epochs: three'", "epochs must be a valid integer"),
+        ("evaluate gone --data x", "'gone' is no folder here"),
+        ("evaluate x --dta y", "No such option '--dta'. Did you mean '--data'?"),
+        ("evaluate x", "dulbe-peft evaluate: Missing option '--data'"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, monkeypatch):
+    """A text with a colon or a bracket after --config is what stands in the file."""
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    found = shlex.split(argv)
+    if "--config" in found and "gone" not in argv:
+        (tmp_path / "bad.yaml").write_text(found[-1])
+        found[-1] = "bad.yaml"
+    assert main(found) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and said.startswith("dulbe-peft: ")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("epoch: 3", "unknown setting 'epoch'; did you mean 'epochs'?"),
-        ("- 1", "must hold names and values"),
-        ("a: [", "is not YAML"),
-        ("epochs: three", "epochs must be a valid integer"),
-    ],
-)
-def test_bad_yaml(content, words, capsys, tmp_path):
-    (tmp_path / "bad.yaml").write_text(content)
-    assert main(["run", "--config", str(tmp_path / "bad.yaml")]) == 2
-    assert words in capsys.readouterr().err
+    assert words in said and (said.count("\n") == 1 or "YAML" in words) and said.startswith("dulbe-peft")
 
 
 @pytest.mark.parametrize(
@@ -262,26 +266,6 @@ def test_the_rest_of_the_help(capsys):
     assert capsys.readouterr().out == short
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["run", "--epoch", "1"], "No such option '--epoch'. (Did you mean one of: '--epochs'"),
-        (["evaluate", "x", "--dta", "y"], "No such option '--dta'. Did you mean '--data'?"),
-        (["evaluate", "x"], "dulbe-peft evaluate: Missing option '--data'"),
-        (["run", "photos"], "unexpected extra argument (photos)"),
-        (["run", "--epochs", "many"], "Invalid value for '--epochs': epochs must be a valid integer"),
-        (["run", "--epochs", "0"], "Invalid value for '--epochs': epochs must be at least 1, got '0'"),
-        (["run", "--lr-schedule", "sometimes"], "'sometimes' is not one of 'step', 'epoch'"),
-        (["predcit"], "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
-        ([], "dulbe-peft: Missing command.  dulbe-peft --help"),
-    ],
-)
-def test_mistyped_flags_get_a_hint(argv, words, capsys):
-    assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-
-
 def test_answers_that_need_no_model_import_none():
     wrong = [["predcit"], ["run"], ["run", "--model"]]
     answers = [["--help"], ["--version"], ["help", "run"], *wrong, *([name, "--help"] for name in COMMANDS)]
@@ -308,12 +292,37 @@ def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, m
         assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
 
 
-def test_a_report_replaces_no_file_of_another_kind(tmp_path, capsys):
+def test_a_report_replaces_no_file_of_another_kind_unless_it_is_told_to(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for flag, name in (("--output", "notes.txt"), ("--csv", "photo.jpg"), ("--latex", "results.json")):
-        (tmp_path / name).write_text("precious")
-        assert main(["report", "out", flag, str(tmp_path / name)]) == 2
-        assert "choose another name" in capsys.readouterr().err
-        assert (tmp_path / name).read_text() == "precious"
+        Path(name).write_text("precious")
+        assert main(["report", "out", flag, name]) == 2
+        assert "choose another name" in capsys.readouterr().err and Path(name).read_text() == "precious"
+    assert main(["report", "out", "--latex", "results.json", "--overwrite"]) == 2, "a run's own file"
+    command = ["cost", "--model", str(demo_model_folder()), "--json"]
+    for old in ("notes.txt.old", "notes.txt.old1"):
+        Path("notes.txt").write_text(old)
+        assert main([*command, "notes.txt", "--overwrite"]) == 0
+        assert Path(old).read_text() == old and json.loads(Path("notes.txt").read_text())
+    assert main(["demo", "--output", ".", "--overwrite"]) == 2
+    assert "in which the command works" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for argv in (
+        ["demo"],
+        ["run", "--model", "m", "--data", "d", "--output", "x/y"],
+        ["advise", "--model", "m", "--data", "d"],
+    ):
+        assert main(argv) == 2
+        assert capsys.readouterr().err == f"dulbe-peft: {tmp_path} cannot be written to: choose another --output\n"
+
+
+def test_the_shell_completes_commands_and_flags():
+    for words, found in (("dulbe-peft pre", "plain,predict"), ("dulbe-peft predict --cl", "plain,--classifier")):
+        given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_DULBE_PEFT_COMPLETE": "bash_complete"}
+        done = subprocess.run(
+            [sys.executable, "-m", "dulbe_peft"], capture_output=True, text=True, env=os.environ | given
+        )
+        assert done.stdout == f"{found}\n", done.stderr
 
 
 @pytest.mark.slow
@@ -324,19 +333,17 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
 
 
 def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys, monkeypatch):
-    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *QUICK]
-    choice = ["--strategy", "frozen", "--classifiers", "bridge"]
-    assert main([*base, *choice, "--output", str(tmp_path / "out")]) == 0
+    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *MACHINE]
+    assert main([*base, "--classifiers", "bridge", "--output", str(tmp_path / "out")]) == 0
+    first = str(tmp_path / "out" / "task-001")
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
+    assert main(["evaluate", first, "--data", str(folders)]) == 0
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
     assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
-    assert main(["evaluate", str(tmp_path / "out"), "--data", str(folders / "test"), "--split", ""]) == 0
+    assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err
+    assert main(["evaluate", str(tmp_path / "out"), "--data", str(folders / "test")]) == 0
     assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # somebody at a terminal reads the lines for people
-    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders)]) == 0
+    assert main(["evaluate", first, "--data", str(folders)]) == 0
     assert capsys.readouterr() == ("", captured.err) and "  text  " in captured.err
-    assert main(["evaluate", str(tmp_path / "out" / "task-001"), "--data", str(folders / "test")]) == 2
-    assert "if these are classes, pass split=None, or --split '' to evaluate" in capsys.readouterr().err
-    assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err

@@ -10,7 +10,7 @@ from typing import Any
 
 from dulbe_peft.commands.options import command, option, setting_options
 from dulbe_peft.commands.outputs import check_folder, data_name, overwrite_option, say_next
-from dulbe_peft.runs.settings import given_settings
+from dulbe_peft.runs.settings import given_settings, validated
 
 EXAMPLE = """example:
   dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos
@@ -53,11 +53,13 @@ def advise(
     from dulbe_peft.classifiers import CLASSIFIERS as EVERY_CLASSIFIER
     from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, Advice, advice_plans, advise, format_advice
     from dulbe_peft.comparison.cells import is_done
+    from dulbe_peft.runs.sources import open_source, source_of
     from dulbe_peft.strategies import STRATEGIES
     from dulbe_peft.utils.folders import check_replaceable
     from dulbe_peft.utils.records import write_record
     from dulbe_peft.utils.specs import parse_spec, split_specs
 
+    open_source(source_of(validated(settings)[0]))  # says what there is
     trials = {} if no_training else TRIALS
     specs = CLASSIFIERS if classifiers is None else split_specs(classifiers)
     path = folder / "advice.json"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import click
@@ -214,23 +215,26 @@ def labelled_options(function: Any) -> Any:
     """The options that name labelled images to look at; the command gets `data`, and `open_images` to open them."""
 
     @wraps(function)
-    def call(data: str, split: str, class_names: str | None, skip_unreadable: bool, **flags: Any) -> int:
+    def call(data: str, split: str | None, class_names: str | None, skip_unreadable: bool, **flags: Any) -> int:
         open_images = partial(_load_labelled, data, split, class_names, skip_unreadable)
         status: int = function(data=data, open_images=open_images, **flags)
         return status
 
     skip = option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
     names = option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-    splits = option("--split", default="test", help="split of the data (test); '' for a folder of classes")
+    splits = option("--split", help="split of the data (test, or the classes of a folder without splits)")
     data = "images: a folder of classes or of parquet files, or hf:NAME"
     return option("--data", required=True, help=data)(splits(names(skip(call))))
 
 
-def _load_labelled(data: str, split: str, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+def _load_labelled(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+    from dulbe_peft.data.hub import is_dataset_folder
     from dulbe_peft.data.inventory import readable_images
     from dulbe_peft.data.readers import load_data
     from dulbe_peft.streams.protocols import rename_classes
 
+    if split is None and (Path(data, "test").is_dir() or not Path(data).is_dir() or is_dataset_folder(Path(data))):
+        split = "test"
     images = load_data(data, split=split or None)
     if skip_unreadable:
         images, found = readable_images(images)
