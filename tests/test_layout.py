@@ -18,7 +18,7 @@ WINGS = [
     {"utils"},
     {"arguments", "data", "subspaces"},
     {"streams", "encoders", "classifiers"},
-    {"adapter"},
+    {"adapter", "sklearn"},
     {"strategies"},
     {"training", "metrics"},
     {"checkpoints"},

