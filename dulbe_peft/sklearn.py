@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers import Classifier, make_classifier
 
 DTYPES = (np.float64, np.float32)
 NUMBERS = "biuf"  # kinds of NumPy's types
@@ -35,6 +35,10 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
     >>> FeatureClassifier("prototype").fit(X, y).predict([[0.7, 0.2]]).tolist()
     ['ant']
     """
+
+    classes_: np.ndarray
+    classifier_: Classifier
+    _labels: np.ndarray  # in the order in which the classes came
 
     def __init__(
         self,
