@@ -38,7 +38,7 @@ from dulbe_peft.training.locking import in_turn, scaling
 from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trainable
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord, learned
-from dulbe_peft.training.updating import check_update, with_more_images, without_class
+from dulbe_peft.training.updating import check_update, merged_states, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
@@ -290,6 +290,33 @@ class ClassIncrementalLearner:
         """
         self.state = without_class(self.state, name)
 
+    @in_turn
+    def merge(self, other: ClassIncrementalLearner) -> ClassIncrementalLearner:
+        """Take in what another learner of the same model has learned, where nothing is trained; `other` stays.
+
+        Its new classes become further tasks, and its images of classes that both know count as further images. The
+        classifiers are those of one learner that saw all images, up to what their own documentation says.
+
+        Returns:
+            This learner.
+
+        Raises:
+            ValueError: one of them trains the model; the base model, the image processor, the strategy, the
+                classifiers or the texts differ; or a classifier cannot be merged. Then the learner is as it was.
+
+        Example:
+            >>> berlin.merge(paris).save_pretrained("both")
+        """
+        self._check_learned()
+        other._check_learned()
+        merged = merged_states(self.state, other.state)
+        mine, theirs = self.encoder.key.model_dump(), other.encoder.key.model_dump()
+        wrong = ", ".join(name for name in mine if mine[name] != theirs[name])
+        if wrong:
+            raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
+        self.state = merged
+        return self
+
     # ------------------------------------------------------------------ using
 
     @in_turn
@@ -297,6 +324,12 @@ class ClassIncrementalLearner:
         """Unit features, (n, d) float32, of whatever `predict` takes."""
         with self._resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
+
+    @in_turn
+    def readable_embeds(self, images: Any) -> tuple[torch.Tensor, dict[int, str]]:
+        """Unit features, with zeros for an image that cannot be read; and its number -> why it cannot be."""
+        with self._resting():
+            return self.encoder.readable_embeds(self.encoder.images(unlabelled_images(images)), "encode")
 
     @in_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
@@ -367,6 +400,12 @@ class ClassIncrementalLearner:
         features = self.image_embeds(data)
         images = [data.item_name(index) for index in range(len(data))]
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
+
+    @in_turn
+    def evaluate_again(self, before: Evaluation) -> Evaluation:
+        """The answers to the same images by the classifiers as they are now; the model must be as it was."""
+        features, truth = before.features.to(self.device), before.truth.to(self.device)
+        return evaluate_features(self.classifiers, features, truth, self.class_names, before.images)
 
     @contextmanager
     def scaled(self, scale: float) -> Iterator[None]:

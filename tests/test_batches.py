@@ -65,9 +65,9 @@ def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(sa
     folder, *_ = saved
     first = Predictor(folder)
     assert len(pickle.dumps(first)) < 1000
-    learner = first._loaded()
-    assert pickle.loads(pickle.dumps(first))._loaded() is learner
-    assert Predictor(folder)._loaded() is not learner
+    learner = first._learner()
+    assert pickle.loads(pickle.dumps(first))._learner() is learner
+    assert Predictor(folder)._learner() is not learner
 
 
 def test_what_is_no_image_is_refused(saved, tmp_path):

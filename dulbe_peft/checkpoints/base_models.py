@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +12,7 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.records import Record
-
-SAMPLES = 256  # values of each weight that are compared
+from dulbe_peft.utils.tensors import weights_digest
 
 
 class BaseModel(Record):
@@ -40,17 +38,12 @@ def describe(base: Any, name: str | None, revision: str | None, local: bool) -> 
 
 def digest(base: nn.Module) -> str:
     """SHA-256 of the pristine weights' names, shapes, types and 256 values of each."""
-    found = hashlib.sha256()
     weights = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
         for name, tensor in base.state_dict().items()
         if PREFIX not in name and "modules_to_save" not in name
     }
-    for name, tensor in sorted(weights.items()):
-        flat = tensor.flatten()
-        values = flat[:: max(1, len(flat) // SAMPLES)].double().cpu().numpy()
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.tobytes())
-    return found.hexdigest()
+    return weights_digest(weights)
 
 
 def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:

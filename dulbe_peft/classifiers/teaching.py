@@ -21,12 +21,14 @@ class ClosingPass:
     """A task's classes, its training images' unit features, (n, d), by the finished model, and their labels, (n,).
 
     `before` are the same images' features by the model before the task; None where nobody needed them.
+    `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them.
     """
 
     class_names: tuple[str, ...]
     features: Tensor
     labels: Tensor
     before: Tensor | None = None
+    texts: Tensor | None = None
 
 
 @torch.no_grad()

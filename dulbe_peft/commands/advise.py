@@ -21,6 +21,7 @@ looked at. What is finished stays; the same command goes on.
 # Settings of `run` that the advice chooses itself, or that have another meaning here.
 _HIDDEN = (
     *("strategy", "classifiers", "resume", "dry_run", "validation_fraction", "max_tasks", "output", "drift", "seed"),
+    *("engine", "address", "jobs"),
 )
 _SHOWN = ("model", "data", "increment", "images_per_class", "skip_unreadable", "epochs", "prompt_template", "device")
 

@@ -1,67 +1,74 @@
-"""`dulbe-peft features`: what a model sees of labelled images, in a file for classifiers of one's own."""
+"""`dulbe-peft features`: what a model sees of labelled images, in a folder for other programs and for further runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dulbe_peft.commands.options import command, labelled_options, learner_options, option
-from dulbe_peft.commands.outputs import check_outputs
+from dulbe_peft.commands.options import command, learner_options, option
+from dulbe_peft.commands.outputs import check_folder, overwrite_option
 
 if TYPE_CHECKING:
-    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
 
 EXAMPLE = """examples:
-  dulbe-peft features out --data photos --split train --output train.npz
-  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output test.npz
+  dulbe-peft features out --data photos --output out-features
+  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photo-features
+  dulbe-peft run --model openai/clip-vit-base-patch16 --strategy frozen --data photo-features --output out
 
-The file holds, for n images of C classes: features (n, d), labels (n,), class_names (C,),
-image_names (n,), and text_embeds (C, d) where the model has a text tower. Features and text
-embeddings have length 1. Read it with numpy.load.
+The folder holds parquet files with the columns image, label and embedding, classes.parquet with
+the classes and the embeddings of their texts, and features.json with the model and its logit
+scale. All embeddings have length 1. The same command goes on where it was stopped, and encodes
+images that were added. With a model that stays as it is, run, learn and compare take the folder
+as --data.
 """
 
 
-@command(EXAMPLE)
+@command(EXAMPLE, kept="what is encoded is kept")
 @learner_options(optional=True)
-@labelled_options
-@option("--output", required=True, metavar="FILE", help="the .npz file to write")
+@option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
+@option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
+@option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+@option("--output", required=True, metavar="FOLDER", help="the folder to write, or to go on with")
 @option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
 @option("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (1.0)")
+@overwrite_option
 def features(
     learner: str | None,
     load: Callable[..., ClassIncrementalLearner],
     data: str,
-    open_images: Callable[[], LabelledImages],
+    split: str | None,
+    class_names: str | None,
     output: str,
     prompt_template: str | None,
     scale: float,
+    overwrite: bool,
 ) -> int:
-    if output == "-":
-        raise ValueError("--output is '-', expected the path of an .npz file")
-    check_outputs(("--output", output, ".npz"), inputs=[data])
+    """Write the folder; returns 2 where an image could not be read."""
     if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
-    import numpy as np
+    from dulbe_peft.data.inventory import counted, unreadable_lines
+    from dulbe_peft.data.splits import load_split, open_stream_data
+    from dulbe_peft.runs.encoding import write_features
+    from dulbe_peft.runs.setup import check_run_folder
+    from dulbe_peft.streams.protocols import rename_classes
 
-    from dulbe_peft.data.inventory import counted
-    from dulbe_peft.encoders.loading import has_text
-    from dulbe_peft.utils.files import replacing
-
-    images = open_images()
-    template = {} if prompt_template is None else {"prompt_template": prompt_template}
-    loaded = load(**template)
+    check_run_folder(data, output)
+    check_folder(output, learner, data, overwrite=overwrite)
+    if split is None:
+        train, test, _ = open_stream_data(data)
+        parts = {"train": [train]} | ({} if test is None else {"test": [test]})
+    else:
+        parts = {split or "train": [load_split(data, split or None)]}
+    if class_names:
+        parts = {name: [rename_classes(part, class_names) for part in images] for name, images in parts.items()}
+    loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
     with loaded.scaled(scale):
-        arrays: dict[str, Any] = {"features": loaded.image_embeds(images).cpu().numpy()}
-        if has_text(loaded.clip):
-            arrays["text_embeds"] = loaded.text_embeds(images.class_names).cpu().numpy()
-    arrays |= {"labels": images.labels, "class_names": np.array(images.class_names)}
-    arrays["image_names"] = np.array([images.item_name(index) for index in range(len(images))])
-    with replacing(Path(output).resolve()) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
-    count, width = arrays["features"].shape
-    what = f"{counted(count, 'image')} of {counted(len(images.class_names), 'class')}, {width} numbers each"
-    print(f"written: {output}, {what}", file=sys.stderr)
-    return 0
+        unreadable = write_features(Path(output), parts, loaded, load, scale)
+    count = sum(len(part) for images in parts.values() for part in images) - len(unreadable)
+    print(f"written: {output}, {counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each", file=sys.stderr)
+    if unreadable:
+        print("\n".join(["left out, for they cannot be read:", *unreadable_lines(unreadable)]), file=sys.stderr)
+    return 2 if unreadable else 0

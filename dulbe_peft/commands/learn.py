@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, field_options, learner_options, option
@@ -25,7 +26,7 @@ the results of june's tasks too. Classes of july-photos that june does not know 
 Images of classes that it knows are taken in without training. The same command goes on where it
 was stopped.
 """
-_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", "engine", "address", "jobs")
 
 
 @command(EXAMPLE, kept="finished tasks are kept")
@@ -38,7 +39,7 @@ _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class
 @overwrite_option
 def learn(
     learner: str,
-    load: Callable[[], ClassIncrementalLearner],
+    load: Callable[..., ClassIncrementalLearner],
     data: str,
     output: str,
     increment: int | None,
@@ -56,28 +57,34 @@ def learn(
     check_folder(output, learner, data, overwrite=overwrite)
     loaded = load()
     given = {name: value for name, value in flags.items() if value is not None}
-    source = {
-        name: value for name, value in source_of(StreamArguments(data=data, **given)).items() if name in DATA_FIELDS
-    }
+    stream = StreamArguments(data=data, output=output, **given)
+    source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     train, test = open_source(source)
     known = [name for name in train.class_names if name in set(loaded.class_names)]
     new = [name for name in train.class_names if name not in set(known)]
     if not new and (not known or no_update):
         listed = list(train.class_names)[:5]
         raise ValueError(f"{data!r} has nothing to learn: its classes, {listed} ..., are known")
+    tasks = _tasks(train, test, new, increment) if new else []
+    further = train.select(known) if known and not no_update else None
+    if stream.engine:
+        from dulbe_peft.runs.encoding import encode_stream
+
+        parts = {"train": [*(task.train for task in tasks)], "test": [task.test for task in tasks if task.test]}
+        parts["train"] += [] if further is None else [further]
+        encode_stream(stream, parts, loaded, partial(load, num_workers=0, progress=False))
     past = known_tasks(loaded)
     before = past[-1].row if past else None
-    if known and not no_update:
+    if further is not None:
         if any(task.source and task.source["data"] == source["data"] for task in past):
             raise ValueError(
                 f"{learner!r} has learned from {data!r} before, and its images would count twice: "
                 "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
             )
-        _update(loaded, train, known)
+        _update(loaded, further)
     elif known:
         print_once(f"left out: images of known classes ({', '.join(known)})")
     tests = reopen_tests(past, look=loaded.args.teacher == "cached")
-    tasks = _tasks(train, test, new, increment) if new else []
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
         write_pictures(output, [*tests, *(task.test for task in tasks)], results)
@@ -105,7 +112,7 @@ def _say_gain(before: Row, after: Row) -> None:
     print(f"with the further images: {'; '.join(rows)}")
 
 
-def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list[str]) -> None:
+def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
@@ -113,12 +120,11 @@ def _update(learner: ClassIncrementalLearner, train: LabelledImages, known: list
     from dulbe_peft.training.updating import check_update
 
     try:
-        check_update(learner.state, known)
+        check_update(learner.state, images.class_names)
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
-    images = train.select(known)
-    counts = np.bincount(images.labels, minlength=len(known))
-    listed = ", ".join(f"{name} ({count})" for name, count in zip(known, counts, strict=True))
+    counts = np.bincount(images.labels)
+    listed = ", ".join(f"{name} ({count})" for name, count in zip(images.class_names, counts, strict=True))
     print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 

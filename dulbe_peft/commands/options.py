@@ -128,8 +128,9 @@ def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
     flag = field.name.replace("_", "-")
     if hint is bool:
         return facts | {"flag": f"--{flag}/--no-{flag}"}
-    if get_origin(hint) is Literal:
-        return facts | {"type": click.Choice(kinds)}
+    for kind in (hint, kinds[0]):
+        if get_origin(kind) is Literal:
+            return facts | {"type": click.Choice(get_args(kind))}
     if field.metadata.get("repeated"):
         return facts | {"multiple": True, "metavar": "TEXT"}
     kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is Annotated else kinds[0]
@@ -230,12 +231,12 @@ def labelled_options(function: Any) -> Any:
 def _load_labelled(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
     from dulbe_peft.data.hub import is_dataset_folder
     from dulbe_peft.data.inventory import readable_images
-    from dulbe_peft.data.readers import load_data
+    from dulbe_peft.data.splits import load_split
     from dulbe_peft.streams.protocols import rename_classes
 
     if split is None and (Path(data, "test").is_dir() or not Path(data).is_dir() or is_dataset_folder(Path(data))):
         split = "test"
-    images = load_data(data, split=split or None)
+    images = load_split(data, split or None)
     if skip_unreadable:
         images, found = readable_images(images)
         if found.unreadable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         click.get_current_context().meta["to go on"] = ["--resume"]
     from dulbe_peft.commands.dry_run import describe
     from dulbe_peft.report.pictures import write_pictures
-    from dulbe_peft.runs.setup import set_up
+    from dulbe_peft.runs.setup import frozen_learner, set_up
     from dulbe_peft.runs.sources import source_of
     from dulbe_peft.utils.processes import leave, world
 
@@ -56,6 +57,12 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         describe(setup)
         return 0
     learner = setup.make_learner(setup.args)
+    if stream.engine:
+        from dulbe_peft.runs.encoding import encode_stream
+
+        tested = [task.test for task in setup.tasks if task.test is not None]
+        parts = {"train": [task.train for task in setup.tasks], "test": tested}
+        encode_stream(stream, parts, learner, partial(frozen_learner, stream, setup.args))
     results = learner.run(
         setup.tasks,
         stream.output,

@@ -17,13 +17,14 @@ from dulbe_peft.comparison.comparison_file import (
     Scope,
     write_comparison,
 )
-from dulbe_peft.comparison.engine import BACKENDS, default_jobs, finish_cells
+from dulbe_peft.comparison.engine import finish_cells
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
 from dulbe_peft.metrics.bootstrap import image_shares, mean_share
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.engines import BACKENDS, default_jobs
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 
 Work = list[tuple[Cell, list[Row]]]

@@ -29,9 +29,11 @@ class LabelledImages:
     images are files, whose headers can be looked at without decoding them.
     """
 
-    # Paths of what a folder holds and is no part of the data, with the reasons; the name of the split.
+    # Paths of what a folder holds and is no part of the data, with the reasons; the name of the split; `Features` of
+    # the images, where a model has encoded them before.
     left_out: Sequence[tuple[str, str]] = ()
     split: str | None = None
+    features: Any = None
 
     def __init__(
         self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), name: str = "", stored: bool = False

@@ -12,7 +12,8 @@ import numpy as np
 
 from dulbe_peft.data.digits import DEMO_DIGITS
 from dulbe_peft.data.duplicates import find_duplicates
-from dulbe_peft.data.folders import SPLIT_NAMES, FolderContent, holds_only_folders, subfolders
+from dulbe_peft.data.features import feature_splits, is_feature_folder
+from dulbe_peft.data.folders import SPLIT_NAMES, FolderContent, ImageFolder, holds_only_folders, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.inventory import Inventory, inspect_images, unreadable_lines
@@ -153,6 +154,20 @@ def open_stream_data(
     return parts[train_split], parts.get(test_split), replace(found, counts=counts, duplicates=duplicates)
 
 
+def load_split(path: str | os.PathLike[str], split: str | None) -> LabelledImages:
+    """One split as `load_data` opens it, labelled by the classes of the training images, and by its own after these.
+
+    So all splits have one list of classes, also where a class has no image in one of them.
+    """
+    images, folder = load_data(path, split), Path(path)
+    if not isinstance(images, ImageFolder) or split in (None, "train"):
+        return images
+    if "train" not in subfolders(folder) or not holds_only_folders(folder / "train"):
+        return images
+    names = list(dict.fromkeys([*load_data(path, "train").class_names, *images.class_names]))
+    return images.at(slice(None), np.array([names.index(name) for name in images.class_names])[images.labels], names)
+
+
 def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledImages:
     """The test images with the labels of the training images, where some class has no test image."""
     labels = {name: label for label, name in enumerate(train.class_names)}
@@ -166,7 +181,9 @@ def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledIma
 def _splits(text: str, train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The splits of a data set, none where it holds classes alone, and those that are left out, with the reason."""
     folder = Path(text)
-    if text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
+    if is_feature_folder(folder):
+        splits = feature_splits(folder)
+    elif text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
         splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open
     elif folder.is_dir():
         return _folder_splits(folder, train, test)

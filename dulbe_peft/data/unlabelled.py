@@ -23,6 +23,8 @@ def unlabelled_images(images: Any) -> LabelledImages:
 
     A file that is not there, or a folder without an image, counts as an image that cannot be read.
     """
+    if getattr(images, "features", None) is not None and isinstance(images, LabelledImages):
+        return images
     source = _Entries(images)
     return LabelledImages(source, np.full(len(source), -1, dtype=np.int64))
 

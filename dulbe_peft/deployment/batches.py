@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
-import uuid
 from collections.abc import MutableMapping, Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.saving import TRANSFORMERS_CONFIG
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner
-
-_one_at_a_time = threading.Lock()
+from dulbe_peft.utils.engines import OncePerProcess
 
 
 class Featurizer:
@@ -44,7 +41,7 @@ class Featurizer:
         self.source = str(model_or_folder)
         self.machine = {"num_workers": 0, "progress": False} | (machine or {})
         LearnerArguments(**self.machine)
-        self._key = uuid.uuid4().hex
+        self._learner = OncePerProcess(partial(_load, self.source, self.machine))
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The batch with "embedding", (n, d), float32, unit rows.
@@ -56,11 +53,7 @@ class Featurizer:
         Raises:
             ValueError: an image cannot be read.
         """
-        return _with(batch, embedding=self._loaded().image_embeds(_images(batch["image"])).cpu().numpy())
-
-    def _loaded(self) -> ClassIncrementalLearner:
-        with _one_at_a_time:
-            return _load(self._key, self.source, tuple(sorted(self.machine.items())))
+        return _with(batch, embedding=self._learner().image_embeds(_images(batch["image"])).cpu().numpy())
 
 
 class Predictor(Featurizer):
@@ -86,15 +79,14 @@ class Predictor(Featurizer):
         Raises:
             ValueError: an image cannot be read, or the learner has learned nothing.
         """
-        answers = self._loaded().predict(_images(batch["image"]), return_scores=True)
+        answers = self._learner().predict(_images(batch["image"]), return_scores=True)
         names, probabilities = [name for name, _ in answers], [probability for _, probability in answers]
         found = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
         return _with(batch, **found)
 
 
-@lru_cache(maxsize=4)
-def _load(key: str, source: str, machine: tuple[tuple[str, Any], ...]) -> ClassIncrementalLearner:
-    """The learner behind all copies of one Featurizer or Predictor in this process; `key` tells two of them apart."""
+def _load(source: str, machine: dict[str, Any]) -> ClassIncrementalLearner:
+    """A saved learner, or a model as a learner that has learned nothing."""
     path = Path(source)
     if path.is_dir():
         saved = (path / layout.LEARNER_FILE).exists() or bool(layout.task_folders(path))
@@ -102,9 +94,9 @@ def _load(key: str, source: str, machine: tuple[tuple[str, Any], ...]) -> ClassI
         config = {} if source == "demo" else PreTrainedConfig.get_config_dict(source)[0]
         saved = config.get("model_type") == TRANSFORMERS_CONFIG["model_type"]
     if saved:
-        return ClassIncrementalLearner.from_pretrained(source, machine=dict(machine))
+        return ClassIncrementalLearner.from_pretrained(source, machine=machine)
     model, processor = load_dual_encoder(source)
-    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**dict(machine)), strategy="frozen")
+    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**machine), strategy="frozen")
 
 
 def _with(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapping[str, Any]:

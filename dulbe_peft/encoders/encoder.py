@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +14,13 @@ from typing import Any, cast
 import torch
 import torch._functorch.config
 from accelerate.utils import send_to_device
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.features import Features, ModelKey
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
@@ -32,6 +36,7 @@ from dulbe_peft.utils.processes import (
     world,
 )
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.tensors import weights_digest
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Texts = Mapping[str, Sequence[str]]
@@ -83,6 +88,8 @@ class Encoder:
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
+        if images.features is not None:
+            self._check_features(images.features)
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
         return PixelDataset(images, self.processor, image_size(self.clip, self.processor), cache_bytes)
@@ -100,6 +107,25 @@ class Encoder:
         for number in range(1, self.args.copies + 1):
             features = features + self.dataset_embeds(self.view(images, task, number), f"{title} view {number}")
         return F.normalize(features, dim=1)
+
+    @property
+    def key(self) -> ModelKey:
+        """What tells this encoder's image features from those of others."""
+        steps = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        digest = hashlib.sha256(steps.encode()).hexdigest()
+        weights = weights_digest(self.clip.state_dict())
+        return ModelKey(weights=weights, image_processor=digest, precision=self.args.mixed_precision)
+
+    def _check_features(self, features: Features) -> None:
+        """Raise a `ValueError` unless the features are those that this encoder would give."""
+        if any(isinstance(module, BaseTunerLayer) for module in self.clip.modules()):
+            raise ValueError("features stand in for the images of a frozen model, and this one has an adapter")
+        if self.args.augment != "none":
+            raise ValueError(f"features cannot be augmented, and augment is {self.args.augment!r}: give the images")
+        own, other = self.key.model_dump(), features.key.model_dump()
+        wrong = [name for name in own if own[name] != other[name]]
+        if wrong:
+            raise ValueError(f"the features were made with another model or in another way: {', '.join(wrong)} differ")
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
@@ -152,6 +178,8 @@ class Encoder:
     @torch.no_grad()
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
+        if images.images.features is not None:
+            return torch.from_numpy(images.images.features.of(images.images)).to(self.device)
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         with raise_in_all():
             for pixels, _, index in self.batches(images, title):
@@ -162,6 +190,8 @@ class Encoder:
     @torch.no_grad()
     def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
         """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
+        if images.images.features is not None:
+            return self.dataset_embeds(images), {}
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         unreadable: dict[int, str] = {}
         with raise_in_all():

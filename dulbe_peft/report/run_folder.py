@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.runs.progress import FinishedTask, read_progress
+from dulbe_peft.runs.progress import read_finished
 from dulbe_peft.runs.results import stream_results
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
@@ -173,7 +173,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
     if results is None or not finished:
         try:
-            tasks = read_progress(newest) or [FinishedTask(class_names=names) for names in learner.tasks]
+            tasks = read_finished(newest, path, learner.tasks)
             found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
             results = _Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:

@@ -15,13 +15,14 @@ from pydantic import Field
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
 
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
 
 SOURCES_FILE = "sources.json"
+LINE = 8  # tasks whose accuracy stands in the line of a task
 Details = dict[str, Any]
 
 
@@ -65,9 +66,9 @@ class FinishedTask(Record, frozen=False):
 
 
 class Progress(Record):
-    """`progress.json` of a task's folder."""
+    """`progress.json` of a task's folder: the tasks since the folder before it, so no task is noted twice."""
 
-    tasks: list[FinishedTask]
+    tasks: Annotated[list[FinishedTask], Field(min_length=1)]
 
 
 class Entries(Record):
@@ -78,34 +79,41 @@ class Entries(Record):
 
 def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
-    names = [list(task) for task in learner.tasks]
-    found = [] if learner.folder is None else read_finished(learner.folder, learner.folder.parent)
-    if [task.class_names for task in found] != names[: len(found)]:
-        found = []
+    names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
+    if learner.folder is not None:
+        saved = parse_manifest(learner.folder).notes.get("tasks", [])
+        if saved == names[: len(saved)]:
+            found = read_finished(learner.folder, learner.folder.parent, saved)
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
 
 
-def read_finished(folder: Path, run: Path) -> list[FinishedTask]:
-    """What a task's folder, and the run's folder around it, say of the tasks up to this one.
+def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
+    """What a task's folder, those before it, and the run's folder say of the tasks of these class names.
 
-    Times and sources are unknown where their files are missing or damaged: those are written after the task's folder.
+    What stood in an earlier folder is unknown where that is gone or damaged, and so are times and sources, which are
+    written after the task's folder. Nothing is known where the tasks were others.
     """
-    tasks = read_progress(folder)
+    tasks = [FinishedTask(class_names=list(task)) for task in names]
+    left, here = len(names), folder
+    while left:
+        try:
+            found = read_record(here / PROGRESS_FILE, Progress).tasks
+        except FileNotFoundError:
+            break
+        except ValueError as error:
+            if here == folder:
+                raise CheckpointError(str(error)) from error
+            break
+        start = left - len(found)
+        if start < 0 or [task.class_names for task in found] != [task.class_names for task in tasks[start:left]]:
+            return [FinishedTask(class_names=list(task)) for task in names]
+        tasks[start:left] = found
+        left, here = start, folder.with_name(f"task-{start:03d}")
     for name, file in (("timing", TIMINGS_FILE), ("source", SOURCES_FILE)):
         with suppress(OSError, ValueError):
             for task, entry in zip(tasks, read_record(run / file, Entries).tasks, strict=False):
                 setattr(task, name, entry)
     return tasks
-
-
-def read_progress(folder: Path) -> list[FinishedTask]:
-    """What `progress.json` of a task's folder says; nothing where there is none."""
-    try:
-        return read_record(folder / PROGRESS_FILE, Progress).tasks
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def measured_row(tests: Sequence[Evaluation | None]) -> Row:
@@ -143,7 +151,11 @@ def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     by_task = next(iter(row.classifiers.values())).by_task
     tested = [str(task) for task, value in enumerate(by_task, 1) if value is not None]
     if len(tested) < len(by_task):
-        text += f", tested on the images of task{'s' * (len(tested) > 1)} {', '.join(tested)} only"
+        listed = ", ".join(tested) if len(tested) <= LINE else f"{tested[0]} to {tested[-1]}"
+        text += f", tested on the images of task{'s' * (len(tested) > 1)} {listed} only"
     shown = {name: score for name, score in row.baselines.items() if name == "text"} | row.classifiers
     text += "".join(f", {name} {percent(score.accuracy, 2)} %" for name, score in shown.items())
-    return f"{text}, by task [{' '.join(percent(value, 2) for value in by_task)}]"
+    values = [percent(value, 2) for value in by_task]
+    if len(values) > LINE:
+        values = [*values[:2], "...", *values[2 - LINE :]]
+    return f"{text}, by task [{' '.join(values)}]"

@@ -10,6 +10,8 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,17 @@ from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoints import layout
+from dulbe_peft.checkpoints import layout, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.data.fingerprint import differences, fingerprint, listing
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.runs.progress import FinishedTask, known_tasks, read_finished
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.folders import CheckpointError, library_versions
+from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem, read_record
 
 DATA_FILE = "data.json"
@@ -110,7 +116,78 @@ def task_listings(task: Task | None) -> Listings:
     return Listings(**{split: None if task is None else listing(getattr(task, split)) for split in SPLITS})
 
 
-def newest_of_run(
+@dataclass
+class Opened:
+    """What is known of a run when it begins or goes on; `new` says that nothing of it is in the folder yet."""
+
+    identity: Identity
+    finished: list[FinishedTask]
+    new: bool
+
+
+def open_run(
+    learner: ClassIncrementalLearner,
+    own: Sequence[Task],
+    output: Path,
+    resumes: bool,
+    class_texts: Mapping[str, Sequence[str]],
+    files: Sequence[str],
+    say: Callable[[str], None],
+) -> Opened:
+    """The run in a folder; the learner gets the state of its newest task. `own` are the run's own tasks.
+
+    A new run raises where the folder holds tasks or one of its `files`, or where a class of its tasks is known.
+    """
+    before = on_main_process(partial(known_tasks, learner))
+    find = partial(_newest_of_run, output, learner.state, own, class_texts, say)
+    found = on_main_process(find) if resumes else None
+    if found is None:
+        _check_new(learner, own, output, resumes, files)
+        return Opened(identity_of(learner.state), before, new=True)
+    folder, identity = found
+    learner.state = _restored(learner.state, folder)
+    say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    finished = read_finished(folder, output, learner.tasks)
+    # What is written after a commit may be missing; of known tasks the learner may know it.
+    for old, new in zip(before, finished, strict=False):
+        new.timing, new.source = new.timing or old.timing, new.source or old.source
+    return Opened(identity, finished, new=False)
+
+
+def _restored(state: LearnerState, folder: Path) -> LearnerState:
+    """The state in the folder; raises where the learner that is at the same task took something in since then."""
+    own, adapter = beginning(state), adapter_state(state.model)
+    restored = loading.restore(state, folder)
+    if state.tasks == restored.tasks and own != beginning(restored):
+        if adapter is not None:
+            set_adapter_state(state.model, adapter)
+        raise ValueError(
+            f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
+            "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "
+            "another output_dir"
+        )
+    return restored
+
+
+def _check_new(
+    learner: ClassIncrementalLearner, own: Sequence[Task], output: Path, resumes: bool, files: Sequence[str]
+) -> None:
+    """Raise unless a run can start in a folder, and its tasks have new classes only."""
+    old = layout.task_folders(output)
+    if old:
+        why = "none of them is valid" if resumes else "resume is off"
+        raise ValueError(
+            f"{str(output)!r} already holds {old[-1].name} and {why}: choose another folder or remove them"
+        )
+    taken = [name for name in files if (output / name).exists()]
+    if taken:
+        raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
+    seen = list(learner.class_names)
+    for task in own:
+        seen += check_class_names(task.class_names, seen)
+
+
+def _newest_of_run(
     output: Path,
     state: LearnerState,
     stream: Sequence[Task],

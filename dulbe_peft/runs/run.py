@@ -13,12 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
-from dulbe_peft.checkpoints import layout, loading, saving
+from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
-from dulbe_peft.data.names import check_class_names, check_class_texts
+from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
@@ -30,10 +29,8 @@ from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
 from dulbe_peft.runs.tracking import tracked
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.processes import on_main_process, world
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
@@ -78,9 +75,24 @@ def run_stream(
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
             held.enter_context(tracked(learner, output))
-            return _open_run(learner, stream, output, options).finish()
+            return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
+
+
+def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
+    """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
+    texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
+    found = resume.open_run(learner, own, output, options.resume, texts, FILES, _print_once)
+    learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
+    count = len(found.identity.start.tasks)
+    tests = [None] * count if options.known_tests is None else list(options.known_tests)
+    if len(tests) != count:
+        raise ValueError(
+            f"known_tests has {len(tests)} entries, the learner had learned {count} tasks before the run: give "
+            "test data or None for each of them"
+        )
+    return Run(learner, own, output, options, found.identity, found.finished, tests, new=found.new)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -190,12 +202,19 @@ class Run:
         """What is measured after the first `count` tasks, on those of them that have test data."""
         tests, to_come = self.tests()[:count], self.tests()[count:]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
+        self.evaluations = {index + 1: self.evaluated(index + 1, *tests[index]) for index in tested}
         row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
         if self.options.test_ahead:
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
             row.ahead = progress.Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
         return row
+
+    def evaluated(self, number: int, test: Any, names: Sequence[str]) -> Evaluation:
+        """Predictions for the test images of a task; a model that is not trained encodes them once."""
+        before = self.evaluations.get(number)
+        if before is None or self.learner.strategy.adapts:
+            return self.learner.evaluate_images(test, names)
+        return self.learner.evaluate_again(before)
 
     # ------------------------------------------------------------------ files
 
@@ -210,7 +229,8 @@ class Run:
 
         def write(temporary: Path) -> None:
             saving.write(state, temporary)
-            write_record(temporary / PROGRESS_FILE, progress.Progress(tasks=self.finished))
+            since = 0 if task is None or len(self.finished) == len(self.known_tests) + 1 else len(self.finished) - 1
+            write_record(temporary / PROGRESS_FILE, progress.Progress(tasks=self.finished[since:]))
             if self.evaluations:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
             write_record(temporary / resume.DATA_FILE, resume.task_listings(task))
@@ -223,14 +243,12 @@ class Run:
 
     def write_features(self) -> None:
         """Write the newest task's features; before the commit, so that no finished task is without them."""
-        learner, texts = self.learner, None
+        learner = self.learner
         if learner.closing is None:
             return
-        if has_text(learner.state.base):
-            # Old and new classes apart, as the classifiers got them: batches of another size are rounded otherwise.
-            *old, new = learner.tasks
-            parts = [tuple(name for task in old for name in task), new]
-            texts = torch.cat([learner.text_embeds(names) for names in parts if names])
+        texts = learner.closing.texts
+        if texts is None and has_text(learner.state.base):
+            texts = learner.text_embeds(learner.class_names)
         tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
         file = self.output / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -252,67 +270,6 @@ class Run:
         if (self.newest / PREDICTIONS_FILE).is_file():
             with replacing(self.output / PREDICTIONS_FILE) as temporary:
                 shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
-
-
-def _open_run(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
-    """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
-    before = on_main_process(partial(progress.known_tasks, learner))
-    texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
-    find = partial(resume.newest_of_run, output, learner.state, own, texts, _print_once)
-    found = on_main_process(find) if options.resume else None
-    if found is None:
-        _check_new(learner, own, output, options.resume)
-        identity, finished = resume.identity_of(learner.state), before
-    else:
-        folder, identity = found
-        learner.state = _restored(learner.state, folder)
-        _print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
-        finished = progress.read_finished(folder, output)
-        if [tuple(task.class_names) for task in finished] != learner.tasks:
-            raise CheckpointError(f"{folder / PROGRESS_FILE} is of other tasks than those in {folder}")
-        # What is written after a commit may be missing; of known tasks the learner may know it.
-        for old, new in zip(before, finished, strict=False):
-            new.timing, new.source = new.timing or old.timing, new.source or old.source
-    learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
-    count = len(identity.start.tasks)
-    tests = [None] * count if options.known_tests is None else list(options.known_tests)
-    if len(tests) != count:
-        raise ValueError(
-            f"known_tests has {len(tests)} entries, the learner had learned {count} tasks before the run: give "
-            "test data or None for each of them"
-        )
-    return Run(learner, own, output, options, identity, finished, tests, new=found is None)
-
-
-def _restored(state: LearnerState, folder: Path) -> LearnerState:
-    """The state in the folder; raises where the learner that is at the same task took something in since then."""
-    own, adapter = resume.beginning(state), adapter_state(state.model)
-    restored = loading.restore(state, folder)
-    if state.tasks == restored.tasks and own != resume.beginning(restored):
-        if adapter is not None:
-            set_adapter_state(state.model, adapter)
-        raise ValueError(
-            f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
-            "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "
-            "another output_dir"
-        )
-    return restored
-
-
-def _check_new(learner: ClassIncrementalLearner, own: list[Task], output: Path, resumes: bool) -> None:
-    """Raise unless a run can start in a folder, and its tasks have new classes only."""
-    old = layout.task_folders(output)
-    if old:
-        why = "none of them is valid" if resumes else "resume is off"
-        raise ValueError(
-            f"{str(output)!r} already holds {old[-1].name} and {why}: choose another folder or remove them"
-        )
-    taken = [name for name in FILES if (output / name).exists()]
-    if taken:
-        raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
-    seen = list(learner.class_names)
-    for task in own:
-        seen += check_class_names(task.class_names, seen)
 
 
 def _print_once(text: str) -> None:

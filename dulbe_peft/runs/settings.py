@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge
 
@@ -79,6 +79,17 @@ class StreamArguments:
     revision: str | None = setting(None, "Revision of a model on the Hub.")
     attn_implementation: str | None = setting(
         None, "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."
+    )
+    engine: Literal["local", "dask", "ray"] | None = setting(
+        None,
+        "With the strategy 'frozen': encode the images in shards, by processes of this machine or by workers of Dask "
+        "or Ray, into OUTPUT/embeddings.",
+    )
+    address: str | None = setting(
+        None, "Address of a running cluster of Dask or Ray. None: workers start on this machine."
+    )
+    jobs: Annotated[int, Ge(1)] | None = setting(
+        None, "Workers of --engine. None: one for each core; one where there is an accelerator."
     )
     test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
     resume: bool = setting(True, "Go on after the newest valid task folder.")

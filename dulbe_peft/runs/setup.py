@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,16 @@ class Setup:
 
         if self.stream.expected_zero_shot is not None:
             check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
+
+
+def frozen_learner(stream: StreamArguments, args: LearnerArguments) -> ClassIncrementalLearner:
+    """A learner of the run's pristine model, for a worker that encodes images."""
+    from dulbe_peft.encoders.loading import load_dual_encoder
+    from dulbe_peft.learner import ClassIncrementalLearner
+
+    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+    quiet = replace(args, num_workers=0, progress=False)
+    return ClassIncrementalLearner(model, processor, args=quiet, strategy="frozen", classifiers="prototype")
 
 
 def set_up(settings: dict[str, Any]) -> Setup:

@@ -68,11 +68,10 @@ def learned(
         # The teacher saw the images as they are.
         before = teacher if state.args.augment == "none" else None
         features = encoder.mean_of_views(features, images, trainer.index, trainer.title("close"))
-        closing = ClosingPass(names, features, labels, before)
         texts = None
         if any(classifier.needs_text for classifier in state.classifiers.values()):
-            parts = [state.class_names, names] if state.tasks else [names]
-            texts = torch.cat([encoder.text_embeds(part, state.class_texts) for part in parts])
+            texts = torch.cat([*_old_texts(state, encoder), encoder.text_embeds(names, state.class_texts)])
+        closing = ClosingPass(names, features, labels, before, texts)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, texts, *how)
     bridge = classifiers.get("bridge")
@@ -81,6 +80,16 @@ def learned(
     tasks = [*state.tasks, names]
     after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step)
     return after, trainer.record, closing
+
+
+def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
+    """Text embeddings of the seen classes: those that a classifier keeps, where the text tower stands still."""
+    config = state.config
+    moves = config and (config.text_rank or config.modules_to_save or isinstance(config.target_modules, str))
+    kept = [c.text_embeds for c in state.classifiers.values() if "text_embeds" in c.tensors()]
+    if not state.tasks:
+        return []
+    return kept[:1] if kept and not moves else [encoder.text_embeds(state.class_names, state.class_texts)]
 
 
 class TaskTrainer:

@@ -51,6 +51,38 @@ def with_more_images(
     return replace(state, classifiers=classifiers, memory=memory, updates=updates)
 
 
+def merged_states(state: LearnerState, other: LearnerState) -> LearnerState:
+    """The state of a learner that trains nothing, with what another one of the same model has learned."""
+    for one in (state, other):
+        if one.strategy.adapts or one.adapter is not None:
+            raise ValueError(f"learners merge where nothing is trained, not with the strategy {one.strategy.name!r}")
+    for name in ("text_embeds", "templates", "class_name_style", "augment"):
+        mine, theirs = getattr(state.args, name), getattr(other.args, name)
+        if mine != theirs:
+            raise ValueError(f"two learners merge where {name} is equal, got {mine!r:.200} and {theirs!r:.200}")
+    if state.strategy != other.strategy or list(state.classifiers) != list(other.classifiers):
+        raise ValueError(
+            f"two learners merge where strategy and classifiers are equal, got {state.strategy.name!r} with "
+            f"{list(state.classifiers)} and {other.strategy.name!r} with {list(other.classifiers)}"
+        )
+    seen, texts = set(state.class_names), state.class_texts
+    for name in seen & set(other.class_names):
+        mine, theirs = texts.get(name), other.class_texts.get(name)
+        if mine != theirs:
+            raise ValueError(f"the texts of class {name!r} differ: {mine} and {theirs}")
+    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+    for name, classifier in classifiers.items():
+        classifier.merge(other.classifiers[name])
+    tasks = [tuple(name for name in task if name not in seen) for task in other.tasks]
+    tasks = [*state.tasks, *(task for task in tasks if task)]
+    counts = next((c.counts.tolist() for c in other.classifiers.values() if "counts" in c.tensors()), [])
+    further = {name: count for name, count in zip(other.class_names, counts, strict=False) if name in seen and count}
+    updates = [*state.updates, {"after": len(tasks), "images": further, "forgotten": None}]
+    return replace(
+        state, classifiers=classifiers, tasks=tasks, class_texts={**other.class_texts, **texts}, updates=updates
+    )
+
+
 def without_class(state: LearnerState, name: str) -> LearnerState:
     """The state in which no classifier, task or note of an update knows a class any more.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dulbe_peft.utils.files import replacing
+
+SAMPLES = 256  # values of each weight that tell a model from others
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -35,6 +38,16 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
     return tensors, metadata
+
+
+def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the weights' names, shapes, types and 256 values of each."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        flat = tensor.flatten()
+        values = flat[:: max(1, len(flat) // SAMPLES)].double().cpu().numpy()
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.tobytes())
+    return found.hexdigest()
 
 
 @contextmanager

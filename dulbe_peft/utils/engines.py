@@ -1,0 +1,92 @@
+"""Who does the work: processes of this machine, or several machines through an engine that joblib knows."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+BACKENDS = ("local", "dask", "ray")
+_MOST = 4  # things of `OncePerProcess` that a process keeps
+_kept: dict[str, Any] = {}
+_one_at_a_time = threading.Lock()
+
+
+class OncePerProcess(Generic[T]):
+    """What `make` returns, made once in each process for all copies of this object, which pickle as `make` does."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._key = make, uuid.uuid4().hex
+
+    def __call__(self) -> T:
+        with _one_at_a_time:
+            if self._key not in _kept:
+                while len(_kept) >= _MOST:
+                    del _kept[next(iter(_kept))]
+                _kept[self._key] = self._make()
+            found: T = _kept[self._key]
+            return found
+
+
+def on_engine(
+    function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, backend: str, address: str | None
+) -> Iterator[tuple[int, T]]:
+    """Call a function with each of some arguments, side by side; yields a call's number and result when it is done.
+
+    `address` is that of a running cluster of Dask or Ray; without it, `jobs` workers start on this machine.
+    """
+    from joblib import Parallel, delayed
+
+    with _engine(backend, jobs, address):
+        work = (delayed(_numbered)(number, function, arguments) for number, arguments in enumerate(calls))
+        # Ray hands out nothing before all is done.
+        order = "list" if backend == "ray" else "generator_unordered"
+        yield from Parallel(n_jobs=jobs, batch_size=1, return_as=order)(work)
+
+
+def _numbered(number: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[int, T]:
+    return number, function(*arguments)
+
+
+@contextmanager
+def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
+    from joblib import parallel_config
+
+    if backend == "local":
+        with parallel_config("loky", n_jobs=jobs):
+            yield
+        return
+    try:
+        if backend == "dask":
+            from distributed import Client
+
+            where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
+            with Client(**where), parallel_config("dask", n_jobs=jobs):
+                yield
+            return
+        import ray
+        from ray.util.joblib import register_ray
+    except ImportError as error:
+        raise ImportError(f"{backend} needs another package: pip install 'dulbe_peft[{backend}]'") from error
+    running = ray.is_initialized()
+    if not running:
+        ray.init(address=address, num_cpus=None if address else jobs)
+    register_ray()
+    try:
+        with parallel_config("ray", n_jobs=jobs):
+            yield
+    finally:
+        if not running:
+            ray.shutdown()
+
+
+def default_jobs() -> int:
+    """One job for each core; one alone where they would share an accelerator."""
+    import os
+
+    import torch
+
+    return 1 if torch.accelerator.is_available() else os.cpu_count() or 1
