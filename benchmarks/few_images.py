@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, rivals
 from benchmarks.rejection import encoded
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.metrics.accuracy import calibration_error
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for images in values.images[:1] if values.quick else values.images:
         draws = [draw(features, images, values.increment, seed, values.held_back) for seed in range(values.repeats)]
         for spec in values.classifiers:
-            found = [figures(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
+            measured = rivals.figures if spec in rivals.RIVALS else figures
+            found = [measured(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
             for name in found[0]:
                 each = [common.rounded(100 * one[name]) for one in found]
                 what = f"{spec}, {images} images a class, {common.model_name(values.data)}: {name}"

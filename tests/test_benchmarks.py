@@ -15,7 +15,7 @@ from benchmarks import common, literal, models, ours, stock, table
 from dulbe_peft import BridgeEnsembleHead, allocate_modes, bidirectional_kl, cross_modal_loss, route_gradients
 
 ROOT = Path(__file__).parents[1]
-TOOLS = {"startup", "__init__", "advising", "common", "literal", "models", "ours", "stock", "table"}
+TOOLS = {"startup", "__init__", "advising", "common", "literal", "models", "ours", "rivals", "stock", "table"}
 # `advising` needs a finished comparison, and is tested with the advice.
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
 SLOW = {"accuracy", "deployment", "family", "few_images", "memory", "rejection", "stream"}
