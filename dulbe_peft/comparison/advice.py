@@ -1,41 +1,51 @@
-"""What to use for one's own images: training-free classifiers and one short probe of training, side by side.
+"""What to use for one's own images: training-free classifiers, augmentation, and one short probe of training.
 
 Everything is measured on training images that are held back. Test images are never looked at.
 
-    whole stream    the model as it is, every classifier                     which classifier
-    first tasks     the model as it is, and trained with a few settings      whether training pays
+    whole stream    the model as it is, every classifier, with and without augmented views     which classifier
+    first tasks     the model as it is, and trained with a few settings                        whether training pays
 
-Held-back images are few, and the best of several rows on few images is the best by luck. So `bayes` without training,
-which was the best on average in docs/results.md, is the advice unless another row is clearly better.
+The classifier that is best on the held-back images is the advice. Training must be clearly better, because it takes
+far longer. How far such advice was below the best that one could have done is in `assets/advice/regret.json`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
 
+from dulbe_peft.checkpoints.layout import RESULTS_FILE
 from dulbe_peft.comparison.cells import read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare, shares_of
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
 from dulbe_peft.metrics.bootstrap import Difference, mean_share, paired_difference
-from dulbe_peft.utils.records import Record
-from dulbe_peft.utils.specs import parse_spec
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, read_predictions
+from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.records import Record, read_record
 
-CLASSIFIERS = ("bayes", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
+CLASSIFIERS = ("bayes", "gda", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
     f"{name} {rate:g}": {"strategy": strategy, "learning_rate": rate}
     for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))
     for rate in (1e-4, 3e-4)
 }
-FROZEN, USUAL = "frozen", "bayes"
+FROZEN = "frozen"
+# Without training, too. Characters must not be mirrored, so held-back images decide.
+AUGMENTED: dict[str, dict[str, Any]] = {
+    f"{FROZEN} {augment}": {"strategy": "frozen", "augment": augment, "copies": 3}
+    for augment in ("affine", "crop+flip")
+}
 WHOLE, PROBE = "whole", "probe"
 PROBE_TASKS, PROBE_IMAGES = 3, 16
 CHANCE = 0.05  # that something is called clearly better and is not
 FEW_HELD_BACK = 100  # images, below which the figures are rough
+UNEQUAL = 3  # times as many images in one class as in another, from which on all classes count the same
 
 
 class Contest(Record):
@@ -49,18 +59,43 @@ class Contest(Record):
     clear: bool
 
 
+class ClassCounts(Record):
+    """How many classes there are, and how many images the smallest and the largest one learned from."""
+
+    classes: int
+    fewest: int
+    most: int
+
+    @property
+    def unequal(self) -> bool:
+        """Whether classes are so different that each must count the same."""
+        return self.most > UNEQUAL * self.fewest
+
+
+class Regret(Record):
+    """How many points such advice was below the best row on test images: over streams, with its 95 % interval."""
+
+    streams: int
+    cases: int
+    mean: float
+    low: float
+    high: float
+    largest: float
+
+
 class Advice(Record):
     """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images.
 
-    `usual` is the advice unless another classifier (`rival`) or a way to train (`training`) is clearly better.
+    `lead` is the best row without training against the second one, and `training` the best trained row against it.
     """
 
     settings: dict[str, Any]
     classifiers: dict[str, float]
-    usual: str
-    rival: Contest | None
+    lead: Contest | None
     training: Contest | None
     held_back: int
+    counts: ClassCounts
+    zero_shot: float | None
     seconds: dict[str, float]
 
 
@@ -73,11 +108,12 @@ def advice_plans(
 ) -> tuple[Plan, Plan]:
     """The two comparisons that an advice is made of: the whole stream without training, and the probe."""
     whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
-    few = min(whole.get("images_per_class") or PROBE_IMAGES, PROBE_IMAGES)
-    probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": few}
+    few = whole.get("images_per_class") or PROBE_IMAGES
+    probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": min(few, PROBE_IMAGES)}
     frozen = {FROZEN: {"strategy": "frozen"}}
+    views = AUGMENTED if trials and not settings.get("augment") else {}
     return (
-        Plan({WHOLE: whole}, frozen, list(classifiers), ["none"], [seed]),
+        Plan({WHOLE: whole}, frozen | views, list(classifiers), ["none"], [seed]),
         Plan({PROBE: probe}, {**frozen, **trials}, list(classifiers), list(drifts), [seed]),
     )
 
@@ -92,39 +128,47 @@ def advise(
     drifts: Sequence[str] = DRIFTS,
     log: Callable[[str], None] = print,
 ) -> Advice:
-    """Measure on held-back training images what to use; without `trials` the probe is left out."""
+    """Measure on held-back training images what to use; without `trials`, classifiers alone, without augmentation."""
     output = Path(output)
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, log)
     ranked = sorted(free, key=lambda row: -free[row].mean())
-    usual = next((row for row in free if parse_spec(row.classifier)[0] == USUAL), ranked[0])
-    rival = _contest(free, [row for row in ranked if row != usual], usual)
-    chosen, seconds = rival.row if rival and rival.clear else usual, {WHOLE: taken[FROZEN]}
-    training = None
+    chosen, methods, training = ranked[0], whole.methods, None
+    seconds = {WHOLE: taken[FROZEN]}
+    lead = _contest(free, ranked[:1], ranked[1], len(ranked) - 1) if len(ranked) > 1 else None
     if trials:
         found, taken = _measured(probe, output, jobs, log)
-        training = _contest(found, [row for row in found if row.method != FROZEN], Row(FROZEN, chosen.classifier))
+        trained = [row for row in found if row.method != FROZEN]
+        training = _contest(found, trained, Row(FROZEN, chosen.classifier), len(trained))
         if training:
-            chosen, seconds[PROBE] = training.row if training.clear else chosen, taken[training.row.method]
-    use = {**probe.methods[chosen.method], "classifiers": chosen.classifier}
+            seconds[PROBE] = taken[training.row.method]
+            if training.clear:
+                chosen, methods = training.row, probe.methods
+    use = {**methods[chosen.method], "classifiers": chosen.classifier}
     if chosen.drift != "none":
         use["drift"] = chosen.drift
-    accuracies = {row.classifier: mean_share(free[row]) for row in ranked}
+    results = read_json(output / next(iter(whole.cells())).folder / RESULTS_FILE)
+    images = [count for task in results["tasks"] for count in task["images"].values()]
     return Advice(
         settings=use,
-        classifiers=accuracies,
-        usual=usual.classifier,
-        rival=rival,
+        classifiers={_title(row): mean_share(free[row]) for row in ranked},
+        lead=lead,
         training=training,
-        held_back=len(free[usual]),
+        held_back=len(free[ranked[0]]),
+        counts=ClassCounts(classes=len(images), fewest=min(images), most=max(images)),
+        zero_shot=results.get("zero_shot", {}).get("last_accuracy"),
         seconds=seconds,
     )
+
+
+def _title(row: Row) -> str:
+    return row.classifier + row.method.removeprefix(FROZEN).replace(" ", ", augment ", 1)
 
 
 def _measured(
     plan: Plan, output: Path, jobs: int | None, log: Callable[[str], None]
 ) -> tuple[dict[Row, np.ndarray], dict[str, float]]:
-    """Row -> whether it names each held-back image right after the last task; and method -> seconds of its run."""
+    """Row -> what each held-back image adds to its accuracy after the last task; and method -> seconds of its run."""
     try:
         compare(plan, output, jobs, log=log)
     except ComparisonError as error:
@@ -135,25 +179,41 @@ def _measured(
     found: dict[Row, np.ndarray] = {}
     seconds: dict[str, float] = {}
     for cell in plan.cells():
-        folder = output / cell.folder
-        done = read_cell(folder)
+        done = read_cell(output / cell.folder)
         seconds[cell.method] = done.cost.seconds if done else 0.0
-        shares = {row: shares_of(folder, row) for row in plan.rows(cell.method)}
+        weights = _weights(output / cell.folder)
+        shares = {row: shares_of(output / cell.folder, row) for row in plan.rows(cell.method)}
         # A classifier that needs text is not asked where the model has none.
-        found |= {row: share for row, share in shares.items() if share is not None}
+        found |= {row: share * weights for row, share in shares.items() if share is not None}
     return found, seconds
 
 
-def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row) -> Contest | None:
-    """The best of k rows against another one, each at the level 5 % / k (Bonferroni); None without two images."""
+def _weights(run: Path) -> np.ndarray:
+    """What each held-back image counts, (n,), in the order of the classes' names; unequal classes count the same."""
+    images = [count for task in read_json(run / RESULTS_FILE)["tasks"] for count in task["images"].values()]
+    held_back = Counter(row.true for row in read_predictions(run / PREDICTIONS_FILE))
+    counts = np.array([held_back[name] for name in sorted(held_back)])
+    if not ClassCounts(classes=len(images), fewest=min(images), most=max(images)).unequal:
+        return np.ones(counts.sum())
+    return np.repeat(counts.sum() / (len(counts) * counts), counts)
+
+
+def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row, tried: int) -> Contest | None:
+    """The best of the rows against another one, at the level 5 % / tried (Bonferroni); None without two images."""
     if not rows or len(found[against]) < 2:
         return None
     best = max(rows, key=lambda row: found[row].mean())
-    chance = CHANCE / len(rows)
+    chance = CHANCE / tried
     gain = paired_difference(found[best][None], found[against][None], level=1 - chance)
     wins, losses = (int((sign * (found[best] - found[against]) > 0).sum()) for sign in (1, -1))
-    clear = wins > losses and binomtest(wins, wins + losses).pvalue < chance
+    clear = gain.mean > 0 and wins > losses and binomtest(wins, wins + losses).pvalue < chance
     return Contest(row=best, gain=gain, clear=bool(clear))
+
+
+def known_regret() -> Regret | None:
+    """How good such advice was where `benchmarks.advising` measured it."""
+    path = Path(str(resources.files("dulbe_peft") / "assets" / "advice" / "regret.json"))
+    return read_record(path, Regret) if path.is_file() else None
 
 
 def format_advice(advice: Advice) -> str:
@@ -162,12 +222,22 @@ def format_advice(advice: Advice) -> str:
     def points(found: Difference) -> str:
         return f"{100 * found.mean:+.1f} points, interval {100 * found.low:+.1f} to {100 * found.high:+.1f}"
 
-    lines = ["Without training, right of the held-back training images:"]
-    lines += [f"  {100 * accuracy:5.1f} %  {name}" for name, accuracy in advice.classifiers.items()]
-    if advice.rival:
-        rival = advice.rival.row.classifier
-        ahead = f"{rival} is" if advice.rival.clear else "No other is"
-        lines.append(f"{ahead} clearly ahead of {advice.usual} ({rival}: {points(advice.rival.gain)}).")
+    counts, (best, accuracy) = advice.counts, next(iter(advice.classifiers.items()))
+    each = f"{counts.fewest}" + (f" to {counts.most}" if counts.most > counts.fewest else "")
+    lines = [f"{counts.classes} classes with {each} images each; {advice.held_back} further images were held back."]
+    if counts.unequal:
+        lines.append("The classes are unequal, so each class counts the same, whatever the number of its images.")
+    lines.append("Without training, right of the held-back training images:")
+    lines += [f"  {100 * share:5.1f} %  {name}" for name, share in advice.classifiers.items()]
+    if advice.lead:
+        sure = "clearly ahead of" if advice.lead.clear else "not clearly ahead of"
+        lines.append(f"{best} is {sure} the second ({points(advice.lead.gain)}).")
+    if advice.zero_shot is not None:
+        lines.append(
+            f"By the names alone, {100 * advice.zero_shot:.1f} % are right: {advice.zero_shot * counts.classes:.1f} "
+            f"times chance. The model knows your names where this is near the {100 * accuracy:.1f} % with images; "
+            "many times chance alone does not say so."
+        )
     if advice.training:
         verdict = "Training pays" if advice.training.clear else "Training does not pay clearly"
         lines.append(
@@ -177,5 +247,12 @@ def format_advice(advice: Advice) -> str:
         )
     if advice.held_back < FEW_HELD_BACK:
         lines.append(f"Only {advice.held_back} images could be held back, so all of this is rough.")
+    regret = known_regret()
+    if regret:
+        lines.append(
+            f"On {regret.streams} streams such advice was {100 * regret.mean:.1f} points below the best row on the "
+            f"test images (95 % interval {100 * regret.low:.1f} to {100 * regret.high:.1f}, at most "
+            f"{100 * regret.largest:.1f})."
+        )
     lines.append("Use: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.settings.items()))
     return "\n".join(lines)
