@@ -12,12 +12,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
+from dulbe_peft.demo import DIGITS
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "dulbe_peft" / "assets" / "demo_clip"
-SCRIPT = ROOT / "examples" / "pretrain_demo_clip.py"
-# Well below what the model card states, well above one in ten.
-ZERO_SHOT_FLOOR = 0.8
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def folder_size(folder: Path) -> int:
@@ -28,25 +26,21 @@ def test_zero_shot_on_handwritten_digits_is_far_above_chance(base) -> None:
     (model, processor), digits = base, load_digits()
     assert folder_size(FOLDER) < 2_000_000 and {p.dtype for p in model.parameters()} == {torch.float32}
     images = [Image.fromarray((image / 16 * 255).astype(np.uint8)).convert("RGB") for image in digits.images]
-    captions = [f"a photo of the digit {word}" for word in WORDS]
+    captions = [f"a photo of the digit {word}" for word in DIGITS]
     inputs = processor(text=captions, images=images, return_tensors="pt", padding=True)
     with torch.no_grad():
         predicted = model(**inputs).logits_per_image.argmax(dim=-1).numpy()
-    assert (predicted == digits.target).mean() > ZERO_SHOT_FLOOR
-    assert np.unique(predicted).size == 10
+    assert (predicted == digits.target).mean() > 0.8  # below what the model card states, far above one in ten
 
 
 @pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return pytest.importorskip("pretrain_demo_clip"), pytest.importorskip("demo_glyphs")
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return pytest.importorskip("pretrain_demo_clip")
 
 
 @pytest.mark.slow
-def test_script_writes_a_loadable_folder(
-    examples, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, _ = examples
+def test_script_writes_a_loadable_folder(script, tmp_path, capsys, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     fonts = tmp_path / "fonts"
@@ -59,15 +53,13 @@ def test_script_writes_a_loadable_folder(
     assert {path.name for path in out.iterdir()} == {path.name for path in FOLDER.iterdir()}
     assert folder_size(out) < 2_000_000
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert "--steps 2 --seed 0" in card
-    assert "cmr10" in card
+    assert "--steps 2 --seed 0" in card and "cmr10" in card
     # These depend on the captions and constants alone, so the shipped ones are what the script writes.
     for name in ("tokenizer.json", "preprocessor_config.json"):
         assert (out / name).read_bytes() == (FOLDER / name).read_bytes()
 
 
-def test_contrastive_loss_is_clips_own_where_no_caption_repeats(examples) -> None:
-    script, _ = examples
+def test_contrastive_loss_is_clips_own_where_no_caption_repeats(script):
     generator = torch.Generator().manual_seed(0)
     images, texts = (torch.randn(5, 8, generator=generator) for _ in range(2))
     scale, order = torch.tensor(1.5), torch.tensor([3, 0, 4, 1, 2])

@@ -110,6 +110,8 @@ def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> tuple[s
         name = str(demo_model_folder())
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
+    if Path(name).is_file():
+        raise ValueError(f"{name!r} is a file, expected the folder of a model or its id on the Hub")
     try:  # the plain file: transformers' own reader raises on an unknown type without naming the served ones
         model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     except OSError as error:
