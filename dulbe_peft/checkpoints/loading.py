@@ -107,8 +107,12 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
-        config = _read_config(folder) if ADAPTER_CONFIG_FILE in files else None
-        if config is None and strategy.adapts:
+        if ADAPTER_CONFIG_FILE in files:
+            found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
+            if found != DULBE:
+                raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
+            DualModeLoraConfig.from_pretrained(str(folder))
+        elif strategy.adapts:
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
@@ -119,7 +123,7 @@ def loaded_state(
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     with _restored_on_error(base_model):
         model: nn.Module = base_model
-        if config is not None:
+        if ADAPTER_CONFIG_FILE in files:
             with load_errors(folder):
                 model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
         yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
@@ -191,14 +195,6 @@ def _check_processor_files(folder: Path, text: bool) -> None:
     for kind, names in kinds.items():
         if not any((folder / name).is_file() for name in names):
             raise FileNotFoundError(f"{folder} has no {kind}: one of {', '.join(names)} is needed")
-
-
-def _read_config(folder: Path) -> DualModeLoraConfig:
-    found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
-    if found != DULBE:
-        raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
-    config: DualModeLoraConfig = DualModeLoraConfig.from_pretrained(str(folder))
-    return config
 
 
 @contextmanager

@@ -1,10 +1,7 @@
-"""Folders that are either whole or not there.
+"""Folders that are either whole or not there: written beside their place, sealed by a manifest, and renamed.
 
-A folder is written under a temporary name beside its place. `manifest.json` comes last, with the size and SHA-256 of
-every file. One rename then puts the folder in place. Reading checks every file against the manifest first.
-
-One rule protects what others wrote: a folder is written where there is none, where it is empty, or where its manifest
-says that an earlier call of the same kind wrote it.
+A folder is written where there is none, where it is empty, or where its manifest says that an earlier call of the same
+kind wrote it. Reading checks every file against the manifest first.
 """
 
 from __future__ import annotations

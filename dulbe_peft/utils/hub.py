@@ -26,10 +26,8 @@ def fetch(
     names = list(files)
     where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
     try:
-        patterns = [glob.escape(name) for name in names]
-        folder = Path(
-            snapshot_download(source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns)
-        )
+        asked: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        folder = Path(snapshot_download(source, **asked, allow_patterns=[glob.escape(name) for name in names]))
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:

@@ -99,18 +99,12 @@ def on_main_process(make: Callable[[], T]) -> T:
 @contextmanager
 def raise_in_all() -> Iterator[None]:
     """Raise in all processes where the block raised in one, so that none waits for a process that stopped."""
-    size = world()[1]
-    if size == 1:
-        yield
-        return
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    messages: list[Any] = [None] * size
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    distributed.all_gather_object(messages, mine, group=_cpu_group())
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     stopped = [f"process {other} stopped: {message}" for other, message in enumerate(messages) if message]
@@ -120,8 +114,7 @@ def raise_in_all() -> Iterator[None]:
 
 def check_same_in_all(value: object, what: str) -> None:
     """Raise a `ValueError` in all processes where they were not given the same."""
-    values = gather_objects(value)
-    if any(other != values[0] for other in values):
+    if any(other != value for other in gather_objects(value)):
         raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
 
 
