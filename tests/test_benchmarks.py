@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = {"startup", "__init__", "advising", "common", "literal", "models", "ours", "rivals", "stock", "table"}
 # `advising` needs a finished comparison, and is tested with the advice.
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-SLOW = {"accuracy", "deployment", "family", "few_images", "memory", "rejection", "stream"}
+SLOW = {"accuracy", "augmentation", "deployment", "family", "few_images", "memory", "rejection", "stream"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import multiprocessing
 import struct
 import warnings
 import zlib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -118,6 +120,33 @@ def test_a_decompression_bomb_is_named_with_its_size(tmp_path):
         with pytest.raises(ValueError, match=size):
             decode_image(source)
     assert "exceeds limit of 178956970 pixels" in image_problem(tmp_path / "bomb.png")
+
+
+def test_an_oblong_picture_is_refused_before_it_is_resized(base, tmp_path):
+    """A processor resizes the short side: of 323 bytes it would make 448,000,000 x 224 pixels."""
+    Image.new("1", (2_000_000, 1)).save(tmp_path / "line.png")
+    words = "it is 2000000 x 1 pixels large: no side may be more than 100 times the other"
+    assert image_problem(tmp_path / "line.png") == words
+    for picture in (tmp_path / "line.png", Image.new("RGB", (2_000_000, 1))):
+        with pytest.raises(ValueError, match=words):
+            decode_image(picture) if isinstance(picture, Path) else to_rgb(picture)
+    assert to_rgb(Image.new("RGB", (800, 8))).size == (800, 8)
+
+
+def test_huge_pictures_are_made_smaller_one_at_a_time(monkeypatch):
+    """One lock holds for all processes, so that eight readers do not take 500 MB each."""
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(2, axis=0).repeat(2, axis=1)
+    lock = MagicMock()
+    assert type(decoding._one_large) is type(multiprocessing.Lock())
+    monkeypatch.setattr(decoding, "_one_large", lock)
+    monkeypatch.setattr(decoding, "_LARGE", 24 * 16 // 4)
+    for mode, turned in (("RGB", 1), ("RGB", 6), ("L", 1)):
+        image = Image.fromarray(pixels).convert(mode)
+        image.getexif()[274] = turned
+        expected = np.asarray(Image.fromarray(pixels).convert(mode).convert("RGB"))[::2, ::2]
+        assert np.array_equal(np.asarray(to_rgb(image)), np.rot90(expected, -1) if turned == 6 else expected)
+    assert to_rgb(Image.fromarray(pixels[:8, :12])).size == (12, 8)
+    assert lock.__enter__.call_count == lock.__exit__.call_count == 3
 
 
 @pytest.mark.parametrize("action", ["default", "error"])

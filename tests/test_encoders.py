@@ -47,6 +47,7 @@ ATTENTION, MLP = ["self_attn.k_proj", "self_attn.v_proj"], ["mlp.fc1", "mlp.fc2"
 VISION = {name: ("vision_model.encoder.layers", [*ATTENTION, *MLP]) for name in tiny.WITH_TEXT} | {
     "dinov2": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
     "dinov2_with_registers": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
+    "dinov3_vit": ("model.layer", ["attention.k_proj", "attention.v_proj", "mlp.up_proj", "mlp.down_proj"]),
     "vit": ("layers", ["attention.k_proj", "attention.v_proj", *MLP]),
 }
 BERT = ["attention.self.key", "attention.self.value", "intermediate.dense", "output.dense"]
@@ -147,7 +148,7 @@ def test_image_features_equal_the_models_own(folders, model_type):
     assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
     assert pixels(processor).shape[1:] == (3, image_size(model), image_size(model)) == (3, 16, 16)
     torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
-    if "dinov2" in model_type:
+    if "dino" in model_type:
         with torch.no_grad():
             torch.testing.assert_close(expected, reference(**inputs).pooler_output)
 
@@ -187,10 +188,19 @@ def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_p
     assert pixels(processor).shape == (4, 3, 16, 16)
 
 
-@pytest.mark.parametrize("model_type", ["blip", "siglip2", "of_nobody"])
-def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path, model_type):
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("blip", ""),
+        ("of_nobody", ""),
+        ("siglip2", r" \(SigLIP 2 NaFlex takes images as patches"),
+        ("timm_wrapper", r" \(timm needs torchvision"),
+        ("dinov3_convnext", r" \(it has no class token"),
+    ],
+)
+def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path, model_type, why):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ValueError, match=f"of type '{model_type}'") as caught:
+    with pytest.raises(ValueError, match=f"of type '{model_type}'{why}") as caught:
         load_dual_encoder(tmp_path)
     assert all(f"'{name}'" in str(caught.value) for name in ENCODERS)
 

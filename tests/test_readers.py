@@ -282,6 +282,34 @@ def test_items_that_contradict_the_list_of_labels_are_refused_in_every_slice():
             part[index]
 
 
+class Lying(list):
+    """A data set whose length is another one each time that it is asked."""
+
+    def __init__(self, rows, *lengths):
+        super().__init__(rows)
+        self.lengths = list(lengths)
+
+    def __len__(self):
+        return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
+
+
+def test_labels_and_lengths_that_are_of_no_use_are_named():
+    rows = [(Image.new("RGB", (8, 8)), label) for label in (0, 1)]
+    with pytest.raises(ValueError, match="dataset has 2 labels but 3 images"):
+        labelled_images(Lying(rows, 2, 3))
+    with pytest.raises(ValueError, match="the dataset gives no item 2, though its length says that there is one"):
+        labelled_images(Lying(rows, 3))
+    shrunk = labelled_images(Listed([0, 1], [0, 1]))
+    shrunk.source.own.pop()
+    with pytest.raises(ValueError, match="the dataset gives no item 1"):
+        shrunk[1]
+    for given in ([torch.tensor(1, dtype=torch.bfloat16)], torch.ones(1, dtype=torch.bfloat16)):
+        with pytest.raises(TypeError, match="bfloat16"):
+            labelled_images(Listed(given, [0]))
+    with pytest.raises(TypeError, match="the label of sample 0 must be of ints, got torch.bfloat16"):
+        labelled_images([(rows[0][0], torch.tensor(1, dtype=torch.bfloat16))])
+
+
 def test_an_overridden_item_is_what_is_read(folder):
     class Grey(ImageFolder):
         def __getitem__(self, index):

@@ -116,7 +116,7 @@ def make_model(model_type: str) -> Any:
 def make_image_processor(model_type: str) -> Any:
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     kind = getattr(transformers, ENCODERS[model_type].image_processor)
-    if model_type in ("siglip", "vit"):
+    if model_type in ("siglip", "vit", "dinov3_vit"):
         return kind(size=square)
     return kind(size={"shortest_edge": IMAGE_SIZE}, crop_size=square)
 

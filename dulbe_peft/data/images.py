@@ -268,7 +268,7 @@ def _array(values: Any, source: str) -> np.ndarray:
     try:
         return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     except TypeError as error:  # bfloat16, for one
-        raise TypeError(f"{source} must be of ints, got {getattr(values, 'dtype', type(values))}: {error}") from error
+        raise TypeError(f"{source} must be of ints, got {getattr(values, 'dtype', values)!r:.100}") from error
 
 
 def _carried_names(dataset: Any) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
 
-from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, served, type_of
+from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, type_of, unserved
 from dulbe_peft.utils.devices import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -42,7 +42,7 @@ def load_dual_encoder(
     """A served encoder in float32 and its processor, from a folder or the Hub.
 
     Served are CLIP, SigLIP, SigLIP 2 of a fixed resolution, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
-    encoders DINOv2 and ViT.
+    encoders DINOv2, DINOv3 and ViT.
 
     Args:
         name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
@@ -120,7 +120,7 @@ def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> tuple[s
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(f"{name!r} is no folder here, and no model of the Hub was found: {reason}") from error
     if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model of type {model_type!r}; the served types are {served()}")
+        raise ValueError(f"{name!r} holds a model {unserved(model_type)}")
     return name, ENCODERS[model_type]
 
 
@@ -152,7 +152,7 @@ def encoder_of(model: Any) -> DualEncoder:
     """The record of the model's type; a type that is not served is a `ValueError`."""
     model_type = type_of(model)
     if model_type not in ENCODERS:
-        raise ValueError(f"{type(model).__name__} is of type {model_type!r}; the served types are {served()}")
+        raise ValueError(f"{type(model).__name__} is {unserved(model_type)}")
     return ENCODERS[model_type]
 
 

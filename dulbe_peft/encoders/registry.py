@@ -88,6 +88,7 @@ ENCODERS: dict[str, DualEncoder] = {
     "dinov2_with_registers": _image_only(
         "DINOv2 with registers", "Dinov2WithRegistersModel", "BitImageProcessorPil", any_image_size=True
     ),
+    "dinov3_vit": _image_only("DINOv3", "DINOv3ViTModel", "ViTImageProcessorPil", any_image_size=True),
     "vit": _image_only("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True),
 }
 
@@ -106,6 +107,16 @@ def find_record(model: object) -> DualEncoder | None:
     return ENCODERS.get("clip" if model_type in CLIP_VISION_TYPES else str(model_type))
 
 
-def served() -> str:
-    """The served types with their families, for messages."""
-    return ", ".join(f"{model_type!r} ({record.title})" for model_type, record in ENCODERS.items())
+# Why other encoders of transformers are not served.
+_UNSERVED = {
+    "siglip2": "SigLIP 2 NaFlex takes images as patches, in their own proportions: take one of a fixed resolution",
+    "timm_wrapper": "timm needs torchvision: take the model's form in transformers, such as DINOv2, DINOv3 or ViT",
+    "dinov3_convnext": "it has no class token and no linear layers of attention: take a DINOv3 ViT",
+}
+
+
+def unserved(model_type: object) -> str:
+    """Why a type is not served, and the types that are, for messages."""
+    why = f" ({_UNSERVED[str(model_type)]})" if model_type in _UNSERVED else ""
+    types = ", ".join(f"{name!r} ({record.title})" for name, record in ENCODERS.items())
+    return f"of type {model_type!r}{why}; the served types are {types}"
