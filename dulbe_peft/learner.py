@@ -339,7 +339,12 @@ class ClassIncrementalLearner:
         return self.encoder.text_embeds(check_class_names(class_names), self.state.class_texts)
 
     def predict(
-        self, images: Any, top_k: int | None = None, return_scores: bool = False, reject: float | None = None
+        self,
+        images: Any,
+        top_k: int | None = None,
+        return_scores: bool = False,
+        reject: float | None = None,
+        coverage: float | None = None,
     ) -> list[Any]:
         """The most likely seen class of each image.
 
@@ -351,32 +356,40 @@ class ClassIncrementalLearner:
             reject: accepted share of false alarms, such as 0.05. An image whose best probability is smaller than that
                 of all but this share of the held-back training images is taken for none of the classes. Its answer
                 is None, or an empty list with `top_k`.
+            coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
+                this chance, see `Classifier.prediction_sets`. Not with `top_k`.
 
         Raises:
-            ValueError: no task has been learned yet, an image cannot be read, or nothing was held back to choose the
-                threshold of `reject` by.
+            ValueError: no task has been learned yet, an image cannot be read, or too few images were held back for
+                `reject` or `coverage`; the message says how many it takes.
 
         Example:
             >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
             [[('dog', 0.93), ('cat', 0.05)]]
         """
         answers: list[Any] = []
-        for row in self.predictions(images, 1 if top_k is None else top_k, reject):
+        if top_k is not None and coverage is not None:
+            raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
+        several = top_k is not None or coverage is not None
+        for row in self.predictions(images, 1 if top_k is None else top_k, reject, coverage):
             if row.error is not None:
                 raise ValueError(f"image {len(answers)} ({row.image}) cannot be read: {row.error}")
             names: list[Any] = list(row.classes)
             if return_scores:
                 names = list(zip(row.classes, row.probabilities, strict=True))
             names = names if row.known else []
-            answers.append(names if top_k is not None else next(iter(names), None))
+            answers.append(names if several else next(iter(names), None))
         return answers
 
     @in_turn
-    def predictions(self, images: Any, top_k: int = 1, reject: float | None = None) -> list[Prediction]:
+    def predictions(
+        self, images: Any, top_k: int = 1, reject: float | None = None, coverage: float | None = None
+    ) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
         self._check_learned()
         with self._resting():
-            return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, reject)
+            data = unlabelled_images(images)
+            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes; `dataset` and `class_names` are as in `update_classes`.

@@ -95,6 +95,18 @@ def test_rejected_images_have_no_class(world):
     assert known.count(None) / len(known) < answers.count(None) / len(answers)
 
 
+def test_sets_cover_the_right_class(world):
+    features = world.learner.image_embeds(world.test)
+    sets = world.learner.classifier.prediction_sets(features, 0.7)
+    answers = world.learner.predict(world.test, coverage=0.7, return_scores=True)
+    for row, members in zip(answers, sets, strict=True):
+        assert {name for name, _ in row} == {world.learner.class_names[label] for label in members.nonzero()[:, 0]}
+        assert [p for _, p in row] == sorted([p for _, p in row], reverse=True)
+    assert world.learner.predict(world.test, coverage=0.7) == [[name for name, _ in row] for row in answers]
+    with pytest.raises(ValueError, match=r"top_k is 2 and coverage 0.7: give one of them"):
+        world.learner.predict(world.test, top_k=2, coverage=0.7)
+
+
 def test_nothing_to_predict(world, tmp_path):
     assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
     with pytest.raises(ValueError, match="holds no image"):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import fit_task, hold_back, rejection_threshold, temperature
+from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, temperature, threshold
 from dulbe_peft.classifiers.checks import check_labels, unit_features
 from dulbe_peft.classifiers.files import load_classifier, save_classifier
 from dulbe_peft.classifiers.formula import affine, linear
@@ -320,7 +320,7 @@ class Classifier(GrowingState):
     def _calibrate(self, scores: tuple[Tensor, Tensor] | None) -> None:
         """Fit a temperature to the scores and labels of images that they have not learned."""
         if scores is not None:
-            self.calibration += (fit_task(*scores),)
+            self.calibration = calibrated(self.calibration, *scores)
 
     def _adopt(self, twin: Self) -> None:
         """Become what a fork of this one has become."""
@@ -355,14 +355,31 @@ class Classifier(GrowingState):
         """The probability below which an image is taken for none of the classes.
 
         Args:
-            share: false alarms that are accepted, in (0, 1): so many of the held-back training images of the known
-                classes had a smaller largest probability when their task was learned.
+            share: false alarms that are accepted, in (0, 1): an image of the known classes, like those of the newest
+                tasks, is refused with at most this chance.
+
+        Raises:
+            ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
 
         Reference:
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
             Networks", 2017: the largest softmax probability as the score.
         """
-        return rejection_threshold(self.calibration, share, len(self._class_names))
+        return threshold(self.calibration, "largest", check_share("reject", share, 0.05))
+
+    def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
+        """The classes that each image may be of, (n, C) booleans: with a chance of `coverage`, the right one is among
+        them.
+
+        The promise is for images of known classes, like those of the newest tasks (split-conformal prediction). The
+        most likely class is always in.
+
+        Raises:
+            ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
+        """
+        least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
+        found = self.probabilities(image_embeds)
+        return (found >= least) | (found == found.amax(dim=1, keepdim=True))
 
     @property
     def class_names(self) -> list[str]:

@@ -90,10 +90,13 @@ class Fit:
         """The diagonal of S + rho base I, (d,)."""
         return self.values + rho * self.base
 
+    def slope(self, rho: float) -> float:
+        """a, with the S of a rho."""
+        return _slope(self.weights, self.texts, self.means, self.texts * self.noise(rho))
+
     def prior(self, rho: float) -> Tensor:
         """a tau S e~_c, (C, d), with the S of a rho."""
-        metric = self.texts * self.noise(rho)
-        return _slope(self.weights, self.texts, self.means, metric) * metric
+        return self.slope(rho) * self.texts * self.noise(rho)
 
     def posterior(self, kappa: float, rho: float) -> Tensor:
         """mu~_c - b, (C, d)."""
@@ -134,7 +137,7 @@ class Fit:
         """
         noise, rows = self.noise(rho), (images - self.centre) @ self.vectors
         own, counts = labels[:, None], self.counts[labels, 0]
-        scale = _slope(self.weights, self.texts, self.means, self.texts * noise)
+        scale = self.slope(rho)
         by_mean, by_text = (rows / noise) @ self.means.T, scale * rows @ self.texts.T
         mean_means, mean_texts = (self.means / noise) @ self.means.T, scale * self.means @ self.texts.T
         length = (rows.square() / noise).sum(dim=1)  # y'P y, with y = x - b
@@ -340,6 +343,15 @@ class BayesClassifier(Classifier):
         away = (kappas[:, None] - math.log(fit.usual_kappa())) ** 2 + (rhos - math.log(MIDDLE)) ** 2
         place = int(away.where(means <= means.min() + NEAR * deviation, torch.inf).argmin())
         return self._kappas()[place // len(rhos)], self._rhos()[place % len(rhos)]
+
+    @property
+    def temperature(self) -> float:
+        """T of `probabilities`; where no class has two images, the one at which texts weigh as in zero-shot CLIP."""
+        if self.calibration or not self._class_names:
+            return super().temperature
+        kappa, rho = self.choice
+        fit: Fit = self.derived("fit", self._fit)
+        return fit.slope(rho) * kappa / (1 + kappa) or 1.0
 
     def _fit(self) -> Fit:
         texts = self.logit_scale * self.text_embeds.to(self.sums)

@@ -1,18 +1,21 @@
-"""Probabilities that mean what they say: a temperature, fitted on held-back images of each new task.
+"""Probabilities that mean what they say, and what may be promised by them: a temperature, fitted on every new task.
 
     probabilities = softmax(logits / T)
 
-A task's held-back images are a fifth of each of its classes' images. A copy of the classifier learns without them, a
-temperature is fitted on them, over all seen classes, and the classifier then learns from all images. No image of an
-earlier task is needed. T follows the tasks' temperatures: their logarithm is taken to be a line over the logarithm of
-the number of classes, because ridge regression and LDA need another T for 10 classes than for 100.
+It is fitted on scores of the task's images by a classifier that has not learned them, over all seen classes. Where
+there is no closed form of such scores, the images are a fifth of each class's, and a copy of the classifier learns
+without them. No image of an earlier task is needed. T follows the tasks' temperatures: their logarithm is taken to be
+a line over the logarithm of the number of classes, because ridge regression and LDA need another T for 10 classes than
+for 100. The newest tasks weigh most, because their images have met most classes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from scipy.optimize import brentq
@@ -24,64 +27,86 @@ from dulbe_peft.utils.records import Fraction, Record
 FOLDS = 5
 # Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
 DOUBT = 1 / 3
-QUANTILES = 21
+FADING = 0.85  # the weight of a task beside the next one's; chosen on held-back training images
+KEPT = 32  # tasks; those before weigh less than a hundredth
+MOST = 200  # numbers kept of a task; of more images, these are spread evenly over their ranks
 LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 
 
 class TaskTemperature(Record):
-    """log T of one task's held-back images, and 21 quantiles of their largest probabilities, the least first."""
+    """log T of one task's images, and their probabilities of that time, the least first and rounded down.
+
+    `own` are of their own classes, `largest` of the classes that they were taken for.
+    """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
     classes: int = Field(ge=2)
-    confidences: tuple[Fraction, ...] = Field(min_length=QUANTILES, max_length=QUANTILES)
+    own: tuple[Fraction, ...] = Field(max_length=MOST)
+    largest: tuple[Fraction, ...] = Field(max_length=MOST)
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
-    """T for a number of classes; 1 where no task was fitted."""
+    """T for a number of classes, by the weighted least-squares line; 1 where no task was fitted."""
     if not tasks or not classes:
         return 1.0
-    return math.exp(min(LIMIT, max(-LIMIT, _line(tasks, [task.log_temperature for task in tasks], classes))))
+    fades = FADING ** np.arange(len(tasks))[::-1]
+    weights = fades * [task.images for task in tasks]
+    across = np.log([task.classes for task in tasks])
+    values = np.array([task.log_temperature for task in tasks])
+    centre, mean = np.average(across, weights=weights), np.average(values, weights=weights)
+    spread = weights @ (across - centre) ** 2
+    slope = weights @ ((across - centre) * (values - mean)) / spread if spread > 1e-6 * weights.sum() else 0.0
+    return math.exp(min(LIMIT, max(-LIMIT, mean + slope * (math.log(classes) - centre))))
 
 
-def rejection_threshold(tasks: Sequence[TaskTemperature], share: float, classes: int) -> float:
-    """The probability that the given share of held-back images stays below.
+def calibrated(tasks: Sequence[TaskTemperature], logits: Tensor, labels: Tensor) -> tuple[TaskTemperature, ...]:
+    """With the temperature of one more task, from (n, C) scores of images that they have not learned."""
+    values: dict[str, float] = {"log_temperature": fit_temperature(logits, labels)}
+    images, classes = logits.shape
+    made = TaskTemperature(**values, images=images, classes=classes, own=(), largest=())
+    tasks = (*tasks, made)[-KEPT:]
+    found = (logits.double().cpu() / temperature(tasks, classes)).softmax(dim=1)
+    own, largest = found.gather(1, labels.cpu()[:, None])[:, 0], found.amax(dim=1)
+    ranks = torch.linspace(0, images - 1, min(images, MOST), dtype=torch.float64).long()
+    kept = {
+        name: each.sort().values[ranks].mul(1e6).floor().div(1e6)
+        for name, each in (("own", own), ("largest", largest))
+    }
+    return (*tasks[:-1], made.model_copy(update={name: tuple(each.tolist()) for name, each in kept.items()}))
 
-    Largest probabilities fall with more classes, so the tasks' log-odds are taken to be a line as in `temperature`.
+
+def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:
+    """The probability below which a further image is with at most this chance, if it is of the newest tasks' kind.
+
+    Of n images, the floor((n + 1) share)-th smallest has this property, whatever the probabilities are. No more tasks
+    are taken than the share needs, because images of older ones have met fewer classes.
+
+    Reference:
+        Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
+        Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
     """
-    if not is_number(share) or not 0 < share < 1:
-        raise ValueError(f"reject must be a share of known images between 0 and 1, such as 0.05, got {share!r}")
-    if not tasks:
-        raise ValueError("the classifier has held back no image to find a threshold: classes need two images or more")
-    odds = []
-    for task in tasks:
-        quantiles = torch.tensor(task.confidences, dtype=torch.float64)
-        # The quantiles are evenly spaced, so their own quantile interpolates between two of them.
-        value = min(1 - 1e-6, max(1e-6, float(quantiles.quantile(share))))
-        odds.append(math.log(value / (1 - value)))
-    return 1 / (1 + math.exp(-_line(tasks, odds, classes)))
+    needed = math.ceil(round(1 / share, 6)) - 1
+    values = np.zeros(0)
+    for task in reversed(tasks):
+        kept = getattr(task, kind)
+        places = np.linspace(0, len(kept) - 1, task.images)
+        values = np.append(values, np.asarray(kept)[places.astype(int)])
+        if len(values) >= needed:
+            break
+    if len(values) < needed:
+        raise ValueError(
+            f"a share of {share:g} takes {needed} images that the scores have not learned, and there are {len(values)}: "
+            "ask for a larger share of errors, or teach two images of a class and more"
+        )
+    return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
 
 
-def _line(tasks: Sequence[TaskTemperature], values: Sequence[float], classes: int) -> float:
-    """The weighted least-squares line of the tasks' values over the logarithm of their classes, at `classes`."""
-    total = sum(task.images for task in tasks)
-    centre = sum(task.images * math.log(task.classes) for task in tasks) / total
-    mean = sum(task.images * value for task, value in zip(tasks, values, strict=True)) / total
-    across = sum(t.images * (math.log(t.classes) - centre) * (v - mean) for t, v in zip(tasks, values, strict=True))
-    spread = sum(task.images * (math.log(task.classes) - centre) ** 2 for task in tasks)
-    slope = across / spread if spread > 1e-6 * total else 0.0
-    return mean + slope * (math.log(classes) - centre)
-
-
-def fit_task(logits: Tensor, labels: Tensor) -> TaskTemperature:
-    """The temperature of a task's held-back images, (n, C) logits, and how sure the classifier is of them with it."""
-    fitted = fit_temperature(logits, labels)
-    largest = (logits.double().cpu() * math.exp(-fitted)).softmax(dim=1).amax(dim=1)
-    steps = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
-    confidences = tuple(round(value, 6) for value in largest.quantile(steps).clamp(0, 1).tolist())
-    return TaskTemperature(
-        log_temperature=fitted, images=len(logits), classes=logits.shape[1], confidences=confidences
-    )
+def check_share(name: str, value: float, example: float) -> float:
+    """A number between 0 and 1, both left out."""
+    if not is_number(value) or not 0 < value < 1:
+        raise ValueError(f"{name} must be a share between 0 and 1, such as {example}, got {value!r}")
+    return float(value)
 
 
 def ranking(images: Tensor) -> Tensor:

@@ -38,8 +38,9 @@ def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
             for name in classifier.class_names
         ]
         facts["prompts"] = prompts if any(len(group) > 1 for group in prompts) else [text for (text,) in prompts]
-    with suppress(ValueError):  # no image could be held back
-        facts["reject_below"] = {str(share): classifier.rejection_threshold(share) for share in SHARES}
+    for share in SHARES:
+        with suppress(ValueError):  # too few images for this share
+            facts.setdefault("reject_below", {})[str(share)] = classifier.rejection_threshold(share)
     return facts
 
 

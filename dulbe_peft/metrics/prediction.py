@@ -14,7 +14,7 @@ from dulbe_peft.utils.checks import check_int
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image: the most likely `classes`, best first, and their calibrated `probabilities`.
+    """The answer for one image: its `classes`, the most likely one first, and their calibrated `probabilities`.
 
     `known` is False where the best probability is too small for any class; `error` says why an image cannot be read.
     """
@@ -28,9 +28,17 @@ class Prediction:
 
 @torch.no_grad()
 def predict_images(
-    encoder: Encoder, classifier: Classifier, images: LabelledImages, top_k: int = 1, reject: float | None = None
+    encoder: Encoder,
+    classifier: Classifier,
+    images: LabelledImages,
+    top_k: int = 1,
+    reject: float | None = None,
+    coverage: float | None = None,
 ) -> list[Prediction]:
-    """The `top_k` most likely classes of every image; `reject` is as in `Classifier.rejection_threshold`, or None."""
+    """The `top_k` most likely classes of every image, or its set by `Classifier.prediction_sets`.
+
+    `reject` is as in `Classifier.rejection_threshold`.
+    """
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(images):
@@ -39,8 +47,12 @@ def predict_images(
     readable = [index for index in range(len(images)) if index not in unreadable]
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
-        best, chosen = classifier.probabilities(features[chunk.to(features.device)]).topk(count, dim=1)
-        for index, values, classes in zip(chunk.tolist(), best.tolist(), chosen.tolist(), strict=True):
-            names = tuple(classifier.class_names[label] for label in classes)
-            rows[index] = Prediction(rows[index].image, names, tuple(values), values[0] >= threshold)
+        rows_of = features[chunk.to(features.device)]
+        sizes = [count] * len(chunk)
+        if coverage is not None:
+            sizes = classifier.prediction_sets(rows_of, coverage).sum(dim=1).tolist()
+        best, chosen = classifier.probabilities(rows_of).topk(max(sizes, default=1), dim=1)
+        for index, size, values, classes in zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), strict=True):
+            names = tuple(classifier.class_names[label] for label in classes[:size])
+            rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), values[0] >= threshold)
     return rows

@@ -1,0 +1,146 @@
+"""Temperatures, rejection and prediction sets: literal readings, and what they promise, counted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.calibration import (
+    LIMIT,
+    MOST,
+    TaskTemperature,
+    calibrated,
+    fit_temperature,
+    hold_back,
+    temperature,
+    threshold,
+)
+
+DIM, SCALE = 12, 20.0
+
+
+def world(classes=20, each=10, tests=50, seed=0):
+    """Features, labels and texts to learn from, and tests; classes overlap, so that half of the answers are wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, DIM, generator=generator)
+
+    def images(count):
+        labels = torch.arange(classes).repeat_interleave(count)
+        return centres[labels] + 1.1 * torch.randn(len(labels), DIM, generator=generator), labels
+
+    return *images(each), centres + 0.8 * torch.randn(classes, DIM, generator=generator), *images(tests)
+
+
+def learned(spec, images, labels, texts, increment=5):
+    classifier = make_classifier(spec, DIM, SCALE)
+    for start in range(0, len(texts), increment):
+        own = (labels >= start) & (labels < start + increment)
+        names = [str(c) for c in range(start, start + increment)]
+        classifier.add_classes(names, images[own], labels[own] - start, texts[: start + increment])
+    return classifier
+
+
+def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
+    images = F.normalize(torch.randn(40, 8), dim=1)
+    labels = torch.tensor([0] + [1] * 2 + [2] * 4 + [3] * 8 + [4] * 25)
+    held = hold_back(images, labels)
+    assert [int(held[labels == c].sum()) for c in range(5)] == [0, 1, 1, 2, 5]
+    mixed = torch.randperm(40)
+    assert torch.equal(hold_back(images[mixed], labels[mixed]), held[mixed])
+
+
+def test_the_temperature_minimises_the_loss():
+    logits = 8 * torch.randn(300, 6)
+    labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
+    found = fit_temperature(logits, labels)
+    grid = torch.linspace(-2, 4, 601).tolist()
+    losses = {t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in grid}
+    assert found == pytest.approx(min(losses, key=losses.get), abs=0.03)
+    sure = 5 * torch.eye(4)
+    assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
+    assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
+
+
+def fitted(log_temperature=0.0, images=30, classes=10, own=()):
+    return TaskTemperature(
+        log_temperature=log_temperature, images=images, classes=classes, own=tuple(own), largest=tuple(own)
+    )
+
+
+def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_pull_most():
+    tasks = [fitted(0.5 * math.log(classes), images, classes) for classes, images in ((10, 5), (20, 50), (40, 9))]
+    assert temperature(tasks, 80) == pytest.approx(math.sqrt(80))
+    same = [fitted(0.0, 30), fitted(1.0, 10)]
+    assert temperature(same, 50) == pytest.approx(math.exp(10 / (10 + 30 * 0.85)))
+    rows, values = [(1, math.log(c)) for c in (10, 30, 50)], [0.3, 0.2, 0.9]
+    weights = np.diag([30 * 0.85**2, 20 * 0.85, 10])
+    design = np.array(rows)
+    line = np.linalg.solve(design.T @ weights @ design, design.T @ weights @ values)
+    tasks = [
+        fitted(value, images, classes)
+        for value, images, classes in zip(values, (30, 20, 10), (10, 30, 50), strict=True)
+    ]
+    assert temperature(tasks, 90) == pytest.approx(math.exp(line @ (1, math.log(90))))
+    assert temperature([], 10) == 1.0
+
+
+def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilities():
+    images, labels, texts, _, _ = world(5, 8)
+    classifier, twin = learned("lda", images, labels, texts), make_classifier("lda", DIM, SCALE)
+    held = hold_back(F.normalize(images, dim=1), labels)
+    twin.add_classes(list("abcde"), images[~held], labels[~held])
+    (task,) = classifier.calibration
+    assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held]), abs=1e-4)
+    found = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
+    own = found.gather(1, labels[held][:, None])[:, 0]
+    for kept, each in ((task.own, own), (task.largest, found.amax(dim=1))):
+        torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
+    many = calibrated((), torch.randn(1000, 3), torch.randint(3, (1000,)))[0]
+    assert many.images == 1000 and len(many.own) == len(many.largest) == MOST
+
+
+@pytest.mark.parametrize("share, place", [(0.05, 2), (0.1, 4), (0.33, 13), (0.03, 1)])
+def test_a_threshold_is_an_order_statistic_of_the_newest_tasks_that_suffice(share, place):
+    values = np.sort(np.random.default_rng(0).random(41))
+    old, new = fitted(images=20, own=values[:20]), fitted(images=41, own=values)
+    assert threshold([old, new], "own", share) == values[place - 1]
+    assert threshold([new, old], "own", 1 / 21) == values[0]
+    assert threshold([new, old], "own", 1 / 22) == sorted([*values, *values[:20]])[1]  # 21 images are more than 20
+
+
+def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
+    images, labels, texts, *_ = world(5, 2)
+    classifier = learned("prototype", images, labels, texts)
+    for call, needed in (
+        (lambda: classifier.rejection_threshold(0.05), 19),
+        (lambda: classifier.prediction_sets(images, 0.9), 9),
+        (lambda: classifier.prediction_sets(images, 0.99), 99),
+    ):
+        with pytest.raises(ValueError, match=f"takes {needed} images .*, and there are 5"):
+            call()
+    assert 0 < classifier.rejection_threshold(0.2) < 1
+    for call in (lambda: classifier.rejection_threshold(1.0), lambda: classifier.prediction_sets(images, 95)):
+        with pytest.raises(ValueError, match="must be a share between 0 and 1, such as 0"):
+            call()
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda", "bridge"])
+def test_sets_and_thresholds_hold_over_all_seen_classes(spec):
+    """The means over twelve streams of 20 classes, five a task; their standard error is about one point."""
+    covered, refused, sizes = [], [], []
+    for seed in range(12):
+        images, labels, texts, tests, truth = world(seed=seed)
+        classifier = learned(spec, images, labels, texts)
+        sets = classifier.prediction_sets(tests, 0.9)
+        covered.append(sets[torch.arange(len(truth)), truth].double().mean().item())
+        sizes.append(sets.sum(dim=1).double().mean().item())
+        sure = classifier.probabilities(tests).amax(dim=1)
+        refused.append((sure < classifier.rejection_threshold(0.1)).double().mean().item())
+        assert sets.any(dim=1).all()
+    assert np.mean(covered) == pytest.approx(0.91, abs=0.04) and 1 < np.mean(sizes) < 12
+    assert np.mean(refused) == pytest.approx(0.09, abs=0.04)
