@@ -96,7 +96,7 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
             break
     if len(values) < needed:
         raise ValueError(
-            f"a share of {share:g} takes {needed} images that the scores have not learned, and there are {len(values)}: "
+            f"a share of {share:g} takes {needed} images that the scores did not learn, and there are {len(values)}: "
             "ask for a larger share of errors, or teach two images of a class and more"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
