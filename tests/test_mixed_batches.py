@@ -59,6 +59,10 @@ def test_each_row_is_what_its_adapter_alone_says(model):
     for tower, found in enumerate(embeds(model, adapter_names=ROWS)):
         expected = torch.stack([alone[name][tower][row] for row, name in enumerate(ROWS)])
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        tower = (model.get_image_features, PIXELS) if tower == 0 else (model.get_text_features, IDS)
+        with torch.no_grad():
+            features = tower[0](tower[1], adapter_names=ROWS).pooler_output
+        torch.testing.assert_close(torch.nn.functional.normalize(features, dim=1), expected, atol=2e-6, rtol=1e-5)
     assert torch.equal(embeds(model)[0], alone["default"][0])  # and afterwards the active one again
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 import importlib
 
+import lives
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from test_model import CONFIG, PIXELS, image_features, text_features
 from torch import nn
 
-from dulbe_peft import DualModeLoraConfig, OccupationStatistics, allocate_modes, collect_statistics, probe_gradients
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    OccupationStatistics,
+    allocate_modes,
+    collect_statistics,
+    probe_gradients,
+)
 from dulbe_peft.adapter.export import export_lora
 from dulbe_peft.strategies import make_strategy
 
@@ -127,6 +135,20 @@ def test_a_strategy_that_reads_the_weight_unpacks_it_or_says_that_it_cannot(pair
             layer.get_base_weight()
     else:
         assert torch.equal(layer.get_base_weight(), pair[1].get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("make", [pack, quantise])
+def test_a_learner_over_a_packed_model_is_saved_and_loaded(make, tmp_path):
+    if make is quantise:
+        pytest.importorskip("torchao")
+    clip, processor = lives.tiny_base()
+    base = make(copy.deepcopy(clip))[0]
+    model = get_peft_model(copy.deepcopy(base), DualModeLoraConfig(residual_rank=2, support_rank=4))
+    learner = ClassIncrementalLearner(model, processor, args=lives.tiny_learner().args)
+    lives.learned(learner, 2).save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base_model=base)
+    images = lives.images_of(0, 1, 2, seed=9)
+    assert torch.equal(learner.image_embeds(images), loaded.image_embeds(images))
 
 
 @pytest.mark.parametrize("strategy", ["sd_lora", "cl_lora", "lora_sub"])

@@ -125,6 +125,8 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     learner.run(stream(2), tmp_path / "run")
     assert not (tmp_path / "run" / "task-002" / "adapter_model.safetensors").exists()
     assert learner.memory is None
+    assert any(p.requires_grad for p in learner.model.parameters()), "nobody has frozen them"
+    assert not learner.encoder.text_embeds(["a"]).requires_grad
 
 
 def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair(lives):

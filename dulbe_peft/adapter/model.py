@@ -12,13 +12,13 @@ from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.combination import add_weighted_adapter
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
 from dulbe_peft.adapter.registration import DULBE, PREFIX
 from dulbe_peft.adapter.saved import KEY_RENAMES, check_saved
 from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
@@ -113,42 +113,22 @@ class DualModeLoraModel(BaseTuner):
                 "update can be merged into its weight; use the adapter as it is, or load the base model unquantised"
             )
 
-    @contextmanager
+    def __getattr__(self, name: str) -> Any:
+        """The model's own attributes; its methods for features of images or texts take `adapter_names`, too."""
+        found = super().__getattr__(name)
+        if name not in ("get_image_features", "get_text_features"):
+            return found
+
+        def with_rows(*args: Any, adapter_names: Rows | None = None, **kwargs: Any) -> Any:
+            with self._enable_peft_forward_hooks(adapter_names=adapter_names):
+                return found(*args, **kwargs)
+
+        return with_rows
+
     def _enable_peft_forward_hooks(
-        self, *args: Any, adapter_names: Sequence[str] | Mapping[str, Sequence[str]] | None = None, **kwargs: Any
-    ) -> Iterator[None]:
-        """Give each row of a forward pass the adapter of its name.
-
-        `adapter_names` is one list for all inputs, or a mapping with a list for "pixel_values" and for "input_ids".
-        """
-        if adapter_names is None:
-            yield
-            return
-        inputs = ("pixel_values", "input_ids")
-        if not isinstance(adapter_names, Mapping):
-            adapter_names = dict.fromkeys(inputs, adapter_names)
-        self._check_rows(adapter_names, inputs)
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):
-                    names = {"adapter_names": [*adapter_names[inputs[in_text_tower(name)]]]}
-                    hook = module.register_forward_pre_hook(
-                        lambda _, args, kwargs, names=names: (args, kwargs | names), with_kwargs=True
-                    )
-                    hooks.callback(hook.remove)
-            yield
-
-    def _check_rows(self, names: Mapping[str, Sequence[str]], inputs: tuple[str, ...]) -> None:
-        if set(names) != set(inputs):
-            raise ValueError(f"adapter_names must be a list, or a mapping with the keys {inputs}, got {list(names)}")
-        unknown = sorted({name for rows in names.values() for name in rows} - {*self.peft_config, "__base__"})
-        if unknown:
-            raise ValueError(f"adapter_names has {unknown}, the model {[*self.peft_config, '__base__']}")
-        if self.training:
-            raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
-        self.check_unmerged()
-        if any(isinstance(layer, DualModeLinear) and layer.in_block for layer in self._layers()):
-            raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
+        self, *args: Any, adapter_names: Rows | None = None, **kwargs: Any
+    ) -> AbstractContextManager[None]:
+        return nullcontext() if adapter_names is None else rows_with_adapters(self, adapter_names)
 
     def add_weighted_adapter(
         self,

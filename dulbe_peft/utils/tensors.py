@@ -44,7 +44,8 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the weights' names, shapes, types and 256 values of each."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        flat = tensor.flatten()
+        # A quantised tensor of torchao's kind has no views.
+        flat = (tensor if type(tensor) is torch.Tensor else tensor.dequantize()).flatten()
         values = flat[:: max(1, len(flat) // SAMPLES)].double().cpu().numpy()
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.tobytes())
     return found.hexdigest()

@@ -1,0 +1,54 @@
+"""Batches whose rows have adapters of their own, as PEFT's LoRA takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.targets import in_text_tower
+
+if TYPE_CHECKING:
+    from dulbe_peft.adapter.model import DualModeLoraModel
+
+INPUTS = ("pixel_values", "input_ids")
+BASE = "__base__"
+
+Rows = Sequence[str] | Mapping[str, Sequence[str]]
+
+
+@contextmanager
+def rows_with_adapters(tuner: DualModeLoraModel, names: Rows) -> Iterator[None]:
+    """Give each row of a forward pass the adapter of its name, by one list, or one for each of INPUTS."""
+    rows = names if isinstance(names, Mapping) else dict.fromkeys(INPUTS, names)
+    _check(tuner, rows)
+    with ExitStack() as hooks:
+        for name, module in tuner.model.named_modules():
+            if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):
+                hook = partial(_add_names, [*rows[INPUTS[in_text_tower(name)]]])
+                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _add_names(names: list[str], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {"adapter_names": names}
+
+
+def _check(tuner: DualModeLoraModel, rows: Mapping[str, Sequence[str]]) -> None:
+    if set(rows) != set(INPUTS):
+        raise ValueError(f"adapter_names must be a list, or a mapping with the keys {INPUTS}, got {list(rows)}")
+    known = [*tuner.peft_config, BASE]
+    unknown = sorted({name for names in rows.values() for name in names}.difference(known))
+    if unknown:
+        raise ValueError(f"adapter_names has {unknown}, the model {known}")
+    if tuner.training:
+        raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
+    tuner.check_unmerged()
+    if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
+        raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
