@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 import torch
+from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, text_features
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_model import CONFIG, PIXELS, image_features, random_modes, randomise, text_features
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
 from dulbe_peft import DualModeLoraConfig
@@ -42,16 +42,8 @@ READER = """
 """
 
 
-def learn(model, tasks=2):
-    """`tasks` - 1 folded tasks and a current one, every trainable parameter random."""
-    for _ in range(tasks):
-        model.begin_task(random_modes(model))
-        randomise(p for p in model.parameters() if p.requires_grad)
-    return model.eval()
-
-
 def adapted(base, **fields):
-    return learn(get_peft_model(base, DualModeLoraConfig(**CONFIG, **fields)))
+    return learned(get_peft_model(base, DualModeLoraConfig(**CONFIG, **fields)))
 
 
 @torch.no_grad()
@@ -81,14 +73,13 @@ def test_a_process_without_this_package_gets_the_same_outputs(tiny_clip, tmp_pat
     two = adapted(tiny_clip())
     two.add_adapter("second", DualModeLoraConfig(shared_rank=1, residual_rank=2, support_rank=4, text_rank=3))
     two.set_adapter("second")
-    add("second", learn(two, 3))
+    add("second", learned(two, 3))
     expected = outputs(two)
     with two.disable_adapter():
         add("disabled", two, expected)
     two.merge_adapter()
     add("merged", two, expected)
-    ids = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
-    torch.save((PIXELS, ids, cases), tmp_path / "cases.pt")
+    torch.save((PIXELS, IDS, cases), tmp_path / "cases.pt")
     command = [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(READER), str(tmp_path)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.split() == [word for name in cases for word in ("equal", name)]
@@ -112,7 +103,7 @@ def test_factors_are_ours_bit_for_bit(tiny_clip, tmp_path):
 
 def test_compression_is_the_best_approximation_and_reports_its_error(tiny_clip, tmp_path):
     """Against a full float64 SVD of every update; ranks that are low enough stay as they are, bit for bit."""
-    model = learn(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, text_rank=3)), 3)
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, text_rank=3)), 3)
     exact = load_file(export_lora(model, tmp_path / "exact") / "adapter_model.safetensors")
     short = load_file(export_lora(model, tmp_path / "short", compress_to=4) / "adapter_model.safetensors")
     report = json.loads((tmp_path / "short" / "compression.json").read_text())

@@ -6,14 +6,13 @@ import copy
 
 import pytest
 import torch
+from adapted_clip import CONFIG, IDS, PIXELS, learned
 from peft import get_peft_model
-from test_model import CONFIG, PIXELS, random_modes, randomise
 from torch.nn import functional as F
 
 from dulbe_peft import DualModeLoraConfig, probe_gradients, route_gradients
 
 LABELS = torch.tensor([0, 1, 0])
-IDS = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
 
 
 def features(model, rows=slice(None)):
@@ -28,11 +27,7 @@ def loss_fn(model, rows):
 
 @pytest.fixture
 def model(tiny_clip):
-    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
-    for _ in range(2):
-        model.begin_task(random_modes(model))
-        randomise(p for p in model.parameters() if p.requires_grad)
-    return model
+    return learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
 
 
 def test_probe_is_the_gradient_of_the_mean_loss_and_leaves_the_model_as_it_was(model):
@@ -126,8 +121,7 @@ def test_bad_losses_touch_no_gradient(model):
 @pytest.mark.parametrize("ranks", [(0, 2), (2, 0)])
 def test_one_mode_alone_and_the_first_task(tiny_clip, ranks):
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=ranks[0], residual_rank=ranks[1]))
-    model.begin_task(random_modes(model, *ranks))
-    randomise(p for p in model.parameters() if p.requires_grad)
+    learned(model, 1)
     twin = copy.deepcopy(model)
     losses(twin)[0].backward()
     task, structure = losses(model)

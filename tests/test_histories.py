@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from adapted_clip import CONFIG, PIXELS, image_features, learned, randomise, text_features
 from peft import (
     PeftModel,
     get_layer_status,
@@ -18,24 +19,9 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.utils.hotswap import hotswap_adapter
-from test_model import CONFIG, PIXELS, image_features, random_modes, randomise, text_features
 
 from dulbe_peft import DualModeLoraConfig, allocate_modes, probe_gradients
 from dulbe_peft.adapter.export import export_lora
-
-
-def learned(model, tasks):
-    for _ in range(tasks):
-        model.begin_task(random_modes(model))
-        randomise(p for p in model.parameters() if p.requires_grad)
-    return model
-
-
-def literal(layer, name="default"):
-    """The whole update in float64; a history without bases is the update itself."""
-    down, up = layer.dulbe_history_P[name].double(), layer.dulbe_history_B[name].double()
-    history = up @ down.T if down.shape[1] == up.shape[1] else up
-    return history + layer.current_up(name).double() @ layer.dulbe_P[name].double().T
 
 
 def nbytes(layer):

@@ -10,7 +10,6 @@ from test_subspaces import projector
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments
 from dulbe_peft.strategies import NewTask, make_strategy
-from dulbe_peft.strategies.keeplora import principal_directions
 
 RANK = 4
 
@@ -23,15 +22,6 @@ def literal_principal(weight, share):
         held += float(scales[count] ** 2)
         count += 1
     return right[:count].T
-
-
-@pytest.mark.parametrize("shape", [(7, 12), (12, 7)])
-def test_principal_directions_are_on_the_input_side(shape):
-    weight = torch.randn(shape) * 0.7 ** torch.arange(shape[1])
-    for share in (0.0, 0.5, 0.85, 1.0):
-        found, expected = principal_directions(weight, share), literal_principal(weight, share)
-        assert found.shape == expected.shape == (shape[1], found.shape[1])
-        torch.testing.assert_close(projector(found), projector(expected))
 
 
 def test_three_tasks_are_those_of_the_formulas(tiny_clip):

@@ -25,16 +25,6 @@ def projector(basis):
     return basis @ basis.T
 
 
-def test_the_isolated_pair_is_the_top_of_the_generalised_problem():
-    old, new = (x.T @ x for x in (inputs(40, 0), inputs(30, 1)))
-    ours = isolated_pair(old, new, 3, ridge=0.1)
-    torch.testing.assert_close(ours.T @ ours, torch.eye(3).double(), rtol=0, atol=1e-10)
-    ridge = 0.1 * old.trace() / WIDTH * torch.eye(WIDTH).double()
-    _, vectors = scipy.linalg.eigh(new.numpy(), (old + ridge).numpy())  # ascending
-    literal = torch.linalg.qr(torch.from_numpy(vectors[:, ::-1][:, :3].copy())).Q
-    torch.testing.assert_close(projector(ours), projector(literal), rtol=0, atol=1e-8)
-
-
 def test_the_general_pair_is_the_top_of_the_sum_and_is_completed_where_that_is_empty():
     moment = inputs(40, 0).T @ inputs(40, 0)
     _, vectors = torch.linalg.eigh(moment)

@@ -10,16 +10,6 @@ from stepping import adapted, begin, end, features, images, learn, new_task, tra
 
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.strategies.lora_sub import leading_space
-
-
-def test_the_fewest_leading_directions_that_hold_the_energy():
-    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
-    moment = rotation @ torch.diag(torch.tensor([1.0, 60, 9, 30]).double()) @ rotation.T
-    for energy, axes in ((0.5, [1]), (0.9, [1, 3]), (0.91, [1, 3, 2]), (1.0, [1, 3, 2, 0])):
-        space = leading_space(moment, energy, "S").double()
-        kept = rotation[:, axes]
-        torch.testing.assert_close(space @ space.T, kept @ kept.T, rtol=0, atol=1e-6)
 
 
 def test_the_inputs_are_those_of_a_model_that_unlearned_the_old_tasks(tiny_clip):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adapted_clip import CONFIG, learned
 from peft import get_peft_model
-from test_model import CONFIG, random_modes
 
 from dulbe_peft import DualModeLoraConfig
 
@@ -14,24 +14,15 @@ PIXELS = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 IDS = torch.tensor([[97, row, row + 1, 98] for row in range(4)])
 
 
-def randomise(model):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.1)
-
-
 @pytest.fixture(params=[None, "visual_projection"])
 def model(request, tiny_clip):
     """Two adapters with histories of different lengths, of which "default" is active."""
     whole = [request.param] if request.param else None
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, modules_to_save=whole))
     model.add_adapter("other", DualModeLoraConfig(**CONFIG, modules_to_save=whole))
-    for name, tasks in (("other", 2), ("default", 1)):
+    for name, tasks in (("other", 3), ("default", 2)):
         model.set_adapter(name)
-        for _ in range(tasks):
-            randomise(model)
-            model.begin_task(random_modes(model))
-        randomise(model)
+        learned(model, tasks)
     return model.eval()
 
 

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import copy
 
+import adapted_clip
 import pytest
 import torch
+from adapted_clip import CONFIG, PIXELS, image_features, random_modes, randomise, text_features
 from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
-from dulbe_peft import DualModeLoraConfig, ModeBases
+from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.adapter.base import DualModeLayer
-
-CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
-PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-
-
-def image_features(model):
-    with torch.no_grad():
-        return model.get_image_features(pixel_values=PIXELS.to(model.dtype)).pooler_output
-
-
-def text_features(model):
-    ids = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
-    with torch.no_grad():
-        return model.get_text_features(input_ids=ids).pooler_output
-
-
-def random_modes(model, shared_rank=1, residual_rank=2):
-    modes = {}
-    for name, layer in model.dual_mode_layers().items():
-        basis = torch.linalg.qr(torch.randn(layer.in_features, shared_rank + residual_rank))[0]
-        modes[name] = ModeBases(basis[:, :shared_rank], basis[:, shared_rank:], 0.0, 0.0)
-    return modes
-
-
-def randomise(parameters, scale=0.1):
-    for parameter in parameters:
-        parameter.data.normal_(std=scale)
 
 
 @pytest.fixture
@@ -58,11 +33,7 @@ def model(base, pristine):
 
 @pytest.fixture
 def learned(model):
-    """A model with one folded task and a second one under way, and trained text LoRA."""
-    for _ in range(2):
-        model.begin_task(random_modes(model))
-        randomise(p for p in model.parameters() if p.requires_grad)
-    return model
+    return adapted_clip.learned(model)
 
 
 def test_fresh_adapter_is_the_identity(model, pristine):

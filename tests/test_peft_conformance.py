@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
+from adapted_clip import random_modes
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from test_model import random_modes
 from torch import nn
 from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection, Trainer, TrainingArguments
 

@@ -8,8 +8,8 @@ import importlib
 import lives
 import pytest
 import torch
+from adapted_clip import CONFIG, PIXELS, image_features, text_features
 from peft import PeftModel, get_peft_model
-from test_model import CONFIG, PIXELS, image_features, text_features
 from torch import nn
 
 from dulbe_peft import (

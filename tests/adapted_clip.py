@@ -1,0 +1,43 @@
+"""The tiny CLIP with an adapter: what it says of three images and two texts, and tasks of random modes."""
+
+from __future__ import annotations
+
+import torch
+
+from dulbe_peft import ModeBases
+
+CONFIG = {"shared_rank": 1, "residual_rank": 2, "support_rank": 4}
+PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+IDS = torch.tensor([[97, 1, 2, 98], [97, 3, 98, 98]])
+
+
+@torch.no_grad()
+def image_features(model):
+    return model.get_image_features(pixel_values=PIXELS.to(model.dtype)).pooler_output
+
+
+@torch.no_grad()
+def text_features(model):
+    return model.get_text_features(input_ids=IDS).pooler_output
+
+
+def random_modes(model):
+    modes = {}
+    for name, layer in model.dual_mode_layers().items():
+        ranks = model.active_config.ranks_of(name)
+        basis = torch.linalg.qr(torch.randn(layer.in_features, sum(ranks)))[0]
+        modes[name] = ModeBases(*basis.split(ranks, dim=1))
+    return modes
+
+
+def randomise(parameters, scale=0.1):
+    for parameter in parameters:
+        parameter.data.normal_(std=scale)
+
+
+def learned(model, tasks=2):
+    """The model after `tasks` - 1 folded tasks, with another one under way: every trainable parameter is random."""
+    for _ in range(tasks):
+        model.begin_task(random_modes(model))
+        randomise(p for p in model.parameters() if p.requires_grad)
+    return model.eval()
