@@ -44,6 +44,10 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
         raise ValueError(f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]}")
+    # PEFT would load them, also in place of a weight of the base model.
+    strange = sorted(key for key in saved if f".{PREFIX}" not in key and ".modules_to_save." not in key)
+    if strange:
+        raise ValueError(f"the saved adapter holds {strange[0]!r}, which is no tensor of an adapter")
     for key in sorted(ours):
         expected = known[key].shape
         if ".dulbe_history_" in key:
