@@ -8,9 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from dulbe_peft.demo import demo_model_folder
 
@@ -36,17 +34,8 @@ def test_head_alone(tmp_path):
     assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
 
 
-def test_image_folders(tmp_path):
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for label in range(4):
-            folder = tmp_path / "photos" / split / f"class {label}"
-            folder.mkdir(parents=True)
-            for number in range(3):
-                pixels = rng.integers(0, 60, (16, 16, 3), dtype=np.uint8)
-                pixels[4 * label : 4 * label + 4] += 150
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    arguments = ("photos", "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
+def test_image_folders(tmp_path, digit_folders):
+    arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
     said = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "task 2/2: 4 classes" in said and "A_last" in said
     again = run("image_folders.py", *arguments, cwd=tmp_path)

@@ -19,7 +19,7 @@ from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.report import write_figures
 from dulbe_peft.streams.protocols import rename_classes
-from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
+from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 from dulbe_peft.utils.files import read_lines
 
 
@@ -69,13 +69,6 @@ def test_processes_that_read_images_need_open_files(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
     with pytest.raises(OSError, match="num_workers=1 needs 72 open files, the system allows 12: lower it to 0"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
-
-
-def test_a_run_replaces_no_file_of_others(tmp_path):
-    (tmp_path / "results.json").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"results\.json is there"):
-        tiny_learner().run([Task(images_of(0, 1), None, ("a", "b"))], tmp_path)
-    assert (tmp_path / "results.json").read_text() == "mine"
 
 
 def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(finished_run, tmp_path):

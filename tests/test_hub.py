@@ -16,7 +16,6 @@ import torch
 from hub_stub import on_this_process
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
-from transformers import CLIPModel, pipeline
 from write_saved import ARGS, digits
 
 from dulbe_peft import (
@@ -250,20 +249,3 @@ def test_peft_does_not_get_to_open_a_pickle(hub, uploaded, base, monkeypatch, of
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"adapter_model\.bin, a pickle"):
         PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/pickled")
-
-
-def test_the_merged_model_works_in_the_zero_shot_pipeline(learned, tmp_path):
-    """The saved, merged CLIPModel gives the probabilities of the learner's text classifier."""
-    learner, _, tasks = learned
-    copy.deepcopy(learner.model).merge_and_unload().save_pretrained(tmp_path)
-    merged, processor = CLIPModel.from_pretrained(tmp_path).eval(), learner.processor
-    parts = {"image_processor": processor.image_processor, "tokenizer": processor.tokenizer}
-    classify = pipeline("zero-shot-image-classification", model=merged, device="cpu", **parts)
-    names = list(learner.class_names)
-    images = [tasks[0].test[i]["image"] for i in range(4)]
-    found = classify(images, candidate_labels=names, hypothesis_template=learner.args.prompt_template)
-    with torch.no_grad():
-        expected = learner.logit_scale * learner.image_embeds([(i, -1) for i in images]) @ learner.head.text_embeds.T
-    for answers, row in zip(found, expected.softmax(dim=1), strict=True):
-        scores = {answer["label"]: answer["score"] for answer in answers}
-        torch.testing.assert_close(torch.tensor([scores[name] for name in names]), row, atol=1e-5, rtol=1e-4)
