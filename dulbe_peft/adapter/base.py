@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
 from torch import nn
 
 from dulbe_peft.adapter.linear import Updates, add_updates
 
 
-def quantization(layer: nn.Module) -> QuantizationBackend | None:
-    """What PEFT knows of a quantised layer; None where it is not one."""
+def quantization(layer: nn.Module) -> Any:
+    """What PEFT knows of a quantised layer; None where it is not one, or PEFT is older than 0.21."""
+    try:
+        from peft.utils.quantization_utils import resolve_quantization_backend
+    except ImportError:
+        return None
     # Only a merge needs torchao's own function, and none takes place here.
     return resolve_quantization_backend(layer, get_apply_tensor_subclass=object)
 
@@ -59,7 +62,8 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     def get_base_weight(self) -> torch.Tensor:
         """W_0, (d_out, d_in), of a quantised layer as PEFT unpacks it."""
-        weight = super().get_base_weight()
+        backend = self.quantization_backend
+        weight: torch.Tensor = self._linear.weight if backend is None else backend.get_base_weight(self._linear)
         if not weight.is_floating_point() or weight.shape != (self.out_features, self.in_features):
             raise ValueError(f"the weight of a {type(self._linear).__name__} cannot be unpacked, and is needed here")
         return weight
