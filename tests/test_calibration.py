@@ -91,7 +91,7 @@ def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_
 
 def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilities():
     images, labels, texts, _, _ = world(5, 8)
-    classifier, twin = learned("lda", images, labels, texts), make_classifier("lda", DIM, SCALE)
+    classifier, twin = learned("prototype", images, labels, texts), make_classifier("prototype", DIM, SCALE)
     held = hold_back(F.normalize(images, dim=1), labels)
     twin.add_classes(list("abcde"), images[~held], labels[~held])
     (task,) = classifier.calibration

