@@ -40,30 +40,21 @@ def live(learner):
 
 
 @contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
+def switched(switch, on, off):
+    switch(on)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        switch(off)
 
 
 SETTINGS = {
     "no gradients": torch.no_grad,
     "inference mode": torch.inference_mode,
-    "float64": default_dtype,
+    "float64": partial(switched, torch.set_default_dtype, torch.float64, torch.float32),
     "another default device": partial(torch.device, "meta"),
     "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-    "deterministic": deterministic,
+    "deterministic": partial(switched, torch.use_deterministic_algorithms, True, False),
 }
 
 
@@ -100,14 +91,21 @@ def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(beginning,
     assert all(module.training for module in learner.model.modules())
 
 
+@contextmanager
+def refused(learner, error, words=None):
+    """The block raises, and leaves the learner as it was."""
+    before = everything(learner)
+    with pytest.raises(error, match=words):
+        yield
+    assert not differences(everything(learner), before)
+
+
 @pytest.mark.parametrize(("flag", "words"), [(True, "requires a gradient"), (False, "requires no gradient")])
 def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words):
     """A base weight that is trained could not be taken back, and the saved learner would not fit its base model."""
     learner.model.requires_grad_(flag)
-    before = everything(learner)
-    with pytest.raises(ValueError, match=words):
+    with refused(learner, ValueError, words):
         learner.learn_task(*TASK)
-    assert not differences(everything(learner), before)
     learner.model.requires_grad_(False)
     learner.model.set_adapter("default")
     live(learner)
@@ -115,10 +113,8 @@ def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words)
 
 def test_a_refused_task_leaves_a_merged_adapter_merged(learner):
     learner.model.merge_adapter()
-    before = everything(learner)
-    with pytest.raises(ValueError, match="call unmerge_adapter"):
+    with refused(learner, ValueError, "call unmerge_adapter"):
         learner.learn_task(*TASK)
-    assert not differences(everything(learner), before)
 
 
 @pytest.mark.parametrize("label", [2**64, np.uint64(2**63), -1, 0.5, "0", None])
@@ -128,10 +124,8 @@ def test_labels_of_no_use_are_refused(learner, label, alone):
         labels = [0, label]
 
     images = [(PROBES[0], 0), (PROBES[1], label)]
-    before = everything(learner)
-    with pytest.raises((ValueError, TypeError), match="label"):
+    with refused(learner, (ValueError, TypeError), "label"):
         learner.learn_task(Listed(images) if alone else images, ["x"])
-    assert not differences(everything(learner), before)
 
 
 @pytest.mark.parametrize("place", ["", ".", ".."])
@@ -162,14 +156,11 @@ def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monke
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = everything(learner)
-    with pytest.raises(KeyboardInterrupt):
+    with refused(learner, KeyboardInterrupt):
         learner.learn_task(Interrupted(TASK[0]), TASK[1])
-    assert not differences(everything(learner), before)
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as context, refused(learner, KeyboardInterrupt):
         context.setattr("dulbe_peft.training.trainer.learn_task", interrupt)
         learner.learn_task(*TASK)
-    assert not differences(everything(learner), before)
     live(learner)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -40,37 +41,30 @@ def test_the_settings_have_limits():
     assert len(list(limits())) > 25 and {type(case.values[3]) for case in limits()} == {Ge, Gt, Le}
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "words"),
-    [
-        (0, ValueError, "n must be at least 1, got 0"),
-        (4, ValueError, "n must be at most 3, got 4"),
-        (np.True_, TypeError, "n must be an int"),
-        (2.0, TypeError, "n must be an int, got 2.0 of type float"),
-        (None, TypeError, "n must be an int"),
-    ],
-)
-def test_what_is_no_int_or_out_of_range(value, error, words):
-    assert type(check_int("n", np.uint8(2), 1, 3)) is int
-    with pytest.raises(error, match=words):
-        check_int("n", value, 1, 3)
+INT, NUMBER = partial(check_int, "n", least=1, most=3), partial(check_number, "x")
 
 
 @pytest.mark.parametrize(
-    ("value", "range", "error", "words"),
+    ("check", "error", "words"),
     [
-        (0, {"positive": True}, ValueError, "x must be finite and positive, got 0"),
-        (-0.5, {"least": 0}, ValueError, "x must be finite and at least 0, got -0.5"),
-        (math.nan, {}, ValueError, "x must be finite, got nan"),
-        (10**400, {"positive": True}, ValueError, "x must be finite"),
-        (False, {"least": 0}, TypeError, "x must be a number, got False of type bool"),
+        (lambda: INT(0), ValueError, "n must be at least 1, got 0"),
+        (lambda: INT(4), ValueError, "n must be at most 3, got 4"),
+        (lambda: INT(np.True_), TypeError, "n must be an int"),
+        (lambda: INT(2.0), TypeError, "n must be an int, got 2.0 of type float"),
+        (lambda: INT(None), TypeError, "n must be an int"),
+        (lambda: NUMBER(0, positive=True), ValueError, "x must be finite and positive, got 0"),
+        (lambda: NUMBER(-0.5, least=0), ValueError, "x must be finite and at least 0, got -0.5"),
+        (lambda: NUMBER(math.nan), ValueError, "x must be finite, got nan"),
+        (lambda: NUMBER(10**400, positive=True), ValueError, "x must be finite"),
+        (lambda: NUMBER(False, least=0), TypeError, "x must be a number, got False of type bool"),
     ],
 )
-def test_what_is_no_number_or_out_of_range(value, range, error, words):
-    check_number("x", 0, least=0)
-    check_number("x", 1e-30, positive=True)
+def test_what_is_no_number_or_out_of_range(check, error, words):
+    assert type(INT(np.uint8(2))) is int
+    NUMBER(0, least=0)
+    NUMBER(1e-30, positive=True)
     with pytest.raises(error, match=words):
-        check_number("x", value, **range)
+        check()
 
 
 def test_a_configuration_with_numpy_s_ints_can_be_saved(tmp_path):
