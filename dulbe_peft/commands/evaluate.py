@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import command, labelled_options, learner_options, option
+from dulbe_peft.commands.options import command, learner_options, option
 from dulbe_peft.commands.outputs import say_next
 from dulbe_peft.utils.terminal import printable
 
@@ -33,7 +34,10 @@ go there as JSON: dulbe-peft evaluate out --data photos > figures.json
 
 @command(EXAMPLE)
 @learner_options(choose=True)
-@labelled_options
+@option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
+@option("--split", help="split of the data (test, or the classes of a folder without splits)")
+@option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+@option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
 @option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
 @option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
 @option(
@@ -43,7 +47,9 @@ def evaluate(
     learner: str,
     load: Callable[[], ClassIncrementalLearner],
     data: str,
-    open_images: Callable[[], LabelledImages],
+    split: str | None,
+    class_names: str | None,
+    skip_unreadable: bool,
     reject: float | None,
     zero_shot: bool,
     scale: Sequence[float],
@@ -52,7 +58,7 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    loaded, images = load(), open_images()
+    loaded, images = load(), _opened(data, split, class_names, skip_unreadable)
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}
@@ -78,6 +84,22 @@ def evaluate(
         which = [] if best == loaded.classifier.name else ["--classifier", best]
         say_next("export", learner, "exported", "--format", "transformers", *which, to=sys.stderr)
     return 0
+
+
+def _opened(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+    from dulbe_peft.data.hub import is_dataset_folder
+    from dulbe_peft.data.inventory import readable_images
+    from dulbe_peft.data.splits import load_split
+    from dulbe_peft.streams.protocols import rename_classes
+
+    folder = Path(data)
+    if split is None and ((folder / "test").is_dir() or not folder.is_dir() or is_dataset_folder(folder)):
+        split = "test"
+    images = load_split(data, split or None)
+    if skip_unreadable:
+        images, found = readable_images(images)
+        print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
+    return rename_classes(images, class_names) if class_names else images
 
 
 def _accuracy(found: Evaluation, images: int, known: list[str], unknown: list[str]) -> dict[str, Any]:

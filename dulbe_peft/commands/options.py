@@ -1,12 +1,10 @@
-"""What commands have in common: flags made of dataclass fields, the two lengths of help, a learner and images."""
+"""What commands have in common: flags made of dataclass fields, the two lengths of help, and a learner."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import click
@@ -16,7 +14,6 @@ from dulbe_peft.runs.settings import GROUPS, from_text
 from dulbe_peft.utils.settings import field_types
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
-    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
@@ -26,9 +23,12 @@ Decorator = Callable[[Any], Any]
 class Option(click.Option):
     """An option with the title that it stands under in the help; a rare one appears in `--help-all` alone."""
 
-    def __init__(self, *names: Any, group: str = "options", **settings: Any) -> None:
+    def __init__(self, *names: Any, group: str = "options", rare: bool = False, **settings: Any) -> None:
         super().__init__(*names, **settings)
-        self.group = group
+        self.group, self.rare = group, rare
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return None if self.rare and not ctx.meta.get("help-all") else super().get_help_record(ctx)
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Nothing: a line says itself what it takes, and limits such as 1.2e-38 would hide it."""
@@ -92,14 +92,8 @@ def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Dec
     """The settings of a run and `--config`. `--help` shows those in `shown`; the command lacks those in `hidden`."""
 
     def add(function: Any) -> Any:
-        function = option(
-            "--help-all",
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_show_all,
-            help="Show all settings and exit.",
-        )(function)
+        eager = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+        function = option("--help-all", help="Show all settings and exit.", **eager)(function)
         for title, kind in reversed(GROUPS.items()):
             names = [field.name for field in fields(kind) if field.name not in hidden]
             function = field_options(kind, names, title, rare=set(names) - set(shown))(function)
@@ -115,7 +109,7 @@ def field_options(kind: Any, names: Collection[str], group: str = "options", rar
         for field in reversed([field for field in fields(kind) if field.name in names]):
             facts = _option_facts(field, field_types(kind)[field.name])
             flag = facts.pop("flag", "--" + field.name.replace("_", "-"))
-            function = option(flag, field.name, group=group, hidden=field.name in rare, **facts)(function)
+            function = option(flag, field.name, group=group, rare=field.name in rare, **facts)(function)
         return function
 
     return add
@@ -153,12 +147,8 @@ class _Setting(click.ParamType):
 
 def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
-        rare = [parameter for parameter in ctx.command.params if isinstance(parameter, Option) and parameter.hidden]
-        for parameter in rare:
-            parameter.hidden = False
+        ctx.meta["help-all"] = True
         click.echo(ctx.get_help())
-        for parameter in rare:
-            parameter.hidden = True
         ctx.exit()
 
 
@@ -210,35 +200,3 @@ def _load_learner(
         chosen = {first: loaded.classifiers[first], **loaded.classifiers}
         loaded.state = replace(loaded.state, classifiers=chosen)
     return loaded
-
-
-def labelled_options(function: Any) -> Any:
-    """The options that name labelled images to look at; the command gets `data`, and `open_images` to open them."""
-
-    @wraps(function)
-    def call(data: str, split: str | None, class_names: str | None, skip_unreadable: bool, **flags: Any) -> int:
-        open_images = partial(_load_labelled, data, split, class_names, skip_unreadable)
-        status: int = function(data=data, open_images=open_images, **flags)
-        return status
-
-    skip = option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
-    names = option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-    splits = option("--split", help="split of the data (test, or the classes of a folder without splits)")
-    data = "images: a folder of classes or of parquet files, or hf:NAME"
-    return option("--data", required=True, help=data)(splits(names(skip(call))))
-
-
-def _load_labelled(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
-    from dulbe_peft.data.hub import is_dataset_folder
-    from dulbe_peft.data.inventory import readable_images
-    from dulbe_peft.data.splits import load_split
-    from dulbe_peft.streams.protocols import rename_classes
-
-    if split is None and (Path(data, "test").is_dir() or not Path(data).is_dir() or is_dataset_folder(Path(data))):
-        split = "test"
-    images = load_split(data, split or None)
-    if skip_unreadable:
-        images, found = readable_images(images)
-        if found.unreadable:
-            print(found.format(), file=sys.stderr)
-    return rename_classes(images, class_names) if class_names else images
