@@ -20,6 +20,7 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import demo_model_folder
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
+MACHINE = ["--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
 
 
@@ -242,9 +243,12 @@ def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
         if language == "python":
             exec(compile(code, "docs/data.md", "exec"), namespace)
             continue
-        (command,) = code.replace("\\\n", " ").strip().splitlines()
-        words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
-        assert main([*words, *([*QUICK, *FROZEN] if words[0] == "run" else [])]) == 0
+        for command in code.replace("\\\n", " ").strip().splitlines():
+            words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
+            if "--engine" not in words:  # test_engine runs those
+                assert main([*words, *({"run": [*QUICK, *FROZEN], "features": MACHINE}.get(words[0], []))]) == 0, (
+                    command
+                )
     assert (tmp_path / "held-back" / "results.json").is_file()
     assert "the whole run: about" in capsys.readouterr().out
     for suffix in IMAGE_SUFFIXES:

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from lives import content
+from lives import content, images_of, tiny_learner
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
@@ -42,10 +42,6 @@ def june(photos, tmp_path_factory):
     command = ["run", "--model", str(demo_model_folder()), "--data", str(data), "--output", str(root / "run")]
     assert main([*command, "--increment", "2", *FROZEN]) == 0
     return root
-
-
-class Named(list):
-    class_names, labels = ("one",), [0]
 
 
 def results_of(folder):
@@ -159,8 +155,14 @@ def test_what_cannot_be_learned_is_one_line(photos, june, tmp_path, capsys):
         capsys.readouterr()
         assert learn(learner, data, tmp_path / "new", *flags) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_names_that_contradict_the_dataset():
+    class Named(list):
+        class_names = ("one", "zero")
+
     with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one' in the dataset's own names"):
-        ClassIncrementalLearner.from_pretrained(june / "run").learn_task(Named([(None, 0)]), ["zero"])
+        tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 
 def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tmp_path, capsys):

@@ -75,6 +75,19 @@ def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_p
     assert table(file) == table(tmp_path / "at-once.csv") and len(table(file)) == 1 + 2 * 12
 
 
+def test_coverage_gives_each_image_as_many_classes_as_it_takes(learner, folders, tmp_path, capsys):
+    command = ["predict", str(learner), str(folders / "test"), *MACHINE]
+    assert main([*command, "--coverage", "0.75", "--csv", str(tmp_path / "sets.csv")]) == 0
+    found: dict[str, list[str]] = {}
+    for path, name, _ in table(tmp_path / "sets.csv")[1:]:
+        found.setdefault(path, []).append(name)
+    expected = ClassIncrementalLearner.from_pretrained(learner).predict(str(folders / "test"), coverage=0.75)
+    assert list(found.values()) == expected and len(found) == 12
+    assert main([*command, "--coverage", "0.9999"]) == 2 and "takes" in capsys.readouterr().err
+    assert main([*command, "--coverage", "0.75", "--top-k", "2"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders, tmp_path, capsys):
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     (images / "again").mkdir()

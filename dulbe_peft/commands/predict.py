@@ -29,7 +29,9 @@ Folders are read at any depth. A file that cannot be read is reported on standar
 stepped over. Answers are printed and written as they come: the same command goes on with a
 table that was interrupted. With --reject 0.05, an image is "none of these" where its best
 probability is below that of all but 5 % of the training images that were held back.
-`dulbe-peft evaluate --reject` measures how many images of known classes that refuses.
+`dulbe-peft evaluate --reject` measures how many images of known classes that refuses. With
+--coverage 0.95, each image gets all classes that it may be of; the right one is among them for
+95 of 100 images of known classes.
 """
 NONE = "none of these"
 HEADER = ["path", "class", "probability"]
@@ -43,6 +45,7 @@ HEADER = ["path", "class", "probability"]
 @option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
 @option("--sort-into", metavar="FOLDER", help="copy each image into a folder of its class, and replace nothing")
 @option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
+@option("--coverage", type=float, metavar="SHARE", help="give so many classes that the right one is among them")
 @overwrite_option
 def predict(
     learner: str,
@@ -53,12 +56,15 @@ def predict(
     json_file: str | None,
     sort_into: str | None,
     reject: float | None,
+    coverage: float | None,
     overwrite: bool,
 ) -> int:
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.commands.tables import copy_into, growing_table
     from dulbe_peft.data.inventory import counted
 
+    if coverage is not None and top_k != 1:
+        raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
     check_outputs(("--csv", csv, ".csv"), ("--json", json_file, ".json"), inputs=paths, overwrite=overwrite)
     if sort_into is not None:
         check_folder(sort_into, flag="--sort-into")
@@ -74,9 +80,9 @@ def predict(
         done: set[str] = set()
         write: Callable[[list[list[Any]]], None] | None = None
         if csv:
-            settings = [str(loaded.folder or learner), loaded.classifier.name, top_k, reject]
+            settings = [str(loaded.folder or learner), loaded.classifier.name, top_k, reject, coverage]
             write, done = opened.enter_context(growing_table(csv, HEADER, settings, anew=overwrite or bool(json_file)))
-        for found in _answers(loaded, images, done, top_k, reject):
+        for found in _answers(loaded, images, done, top_k, reject, coverage):
             for row in found:
                 if row.error is not None:
                     print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
@@ -134,7 +140,7 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
 
 
 def _answers(
-    learner: ClassIncrementalLearner, images: list[Any], done: set[str], top_k: int, reject: float | None
+    learner: ClassIncrementalLearner, images: list[Any], done: set[str], *how: Any
 ) -> Iterator[list[Prediction]]:
     """The answers of a batch of images for each reading process after another."""
     from dulbe_peft.data.unlabelled import unlabelled_images
@@ -143,7 +149,7 @@ def _answers(
     left = [index for index in range(len(every)) if not done or printable(every.item_name(index)) not in done]
     size = learner.args.eval_batch_size * max(1, learner.args.num_workers)
     for start in range(0, len(left), size):
-        yield learner.predictions(every.at(left[start : start + size]), top_k, reject)
+        yield learner.predictions(every.at(left[start : start + size]), *how)
 
 
 def _line(row: Prediction) -> str:
