@@ -1,14 +1,13 @@
-"""RAPF's classifier: Gaussians, draws, hard pairs, fusion and two whole tasks, each beside a literal version."""
+"""RAPF's classifier: two whole tasks, Gaussians and fusion, each beside a literal version."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.rapf import RapfClassifier, fused, gaussians, hard_pairs, push_apart
+from dulbe_peft.classifiers.rapf import RapfClassifier, fused, gaussians
 
 DIM = 6
 
@@ -29,46 +28,21 @@ def ranked(rows, labels):
     return rows[order], labels[order]
 
 
-@pytest.mark.parametrize("shrinkage", [False, True])
-def test_gaussians_are_the_literal_ones(shrinkage):
+def test_shrunk_gaussians_are_the_literal_ones():
     x, y = features(2, 9, 0)
-    means, factors = gaussians(x, y, 2, 1e-3, shrinkage)
+    means, factors = gaussians(x, y, 2, 1e-3, shrinkage=True)
     for c in range(2):
         own = x[y == c].double()
         mean = sum(own) / len(own)
         sigma = sum(torch.outer(row - mean, row - mean) for row in own) / (len(own) - 1)
         sigma += 1e-3 * torch.eye(DIM)
-        if shrinkage:
-            beside = [float(sigma[i, j]) for i in range(DIM) for j in range(DIM) if i != j]
-            variance = sum(float(sigma[i, i]) for i in range(DIM)) / DIM
-            for i in range(DIM):
-                for j in range(DIM):
-                    sigma[i, j] += variance if i == j else sum(beside) / len(beside)
+        beside = [float(sigma[i, j]) for i in range(DIM) for j in range(DIM) if i != j]
+        variance = sum(float(sigma[i, i]) for i in range(DIM)) / DIM
+        for i in range(DIM):
+            for j in range(DIM):
+                sigma[i, j] += variance if i == j else sum(beside) / len(beside)
         torch.testing.assert_close(means[c].double(), mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
-
-
-def test_hard_pairs_are_those_within_the_distance():
-    texts = F.normalize(normal(7, 3, seed=2), dim=1)
-    expected = [[i, j] for i in range(4) for j in range(4, 7) if (texts[i] - texts[j]).norm() < 0.9]
-    assert 0 < len(expected) < 12
-    assert hard_pairs(texts, 4, 0.9).tolist() == expected
-    assert hard_pairs(texts, 0, 0.9).shape == (0, 2)
-
-
-def test_the_hinge_pushes_old_features_from_the_new_text():
-    texts = F.normalize(normal(3, DIM, seed=2), dim=1).double()
-    z = F.normalize(torch.stack([texts[0], texts[2], texts[1] + texts[2], texts[1]]), dim=1).requires_grad_()
-    pairs = torch.tensor([[0, 2], [1, 2], [0, 2], [1, 2]])
-    loss = push_apart(z, texts, pairs)
-    literal = [
-        max(0.0, float(row @ texts[j] - row @ texts[i]) + 0.1) for row, (i, j) in zip(z.detach(), pairs, strict=True)
-    ]
-    assert float(loss.detach()) == pytest.approx(sum(literal) / 4)
-    assert [value > 0 for value in literal] == [False, True, True, False]
-    loss.backward()
-    for row, (i, j), value in zip(z.grad, pairs, literal, strict=True):
-        torch.testing.assert_close(row, (texts[j] - texts[i]) / 4 * (value > 0))
 
 
 def test_fusion_is_the_literal_one():
@@ -94,6 +68,9 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
     adam = torch.optim.Adam([a], lr=0.01)
     pairs = [(i, j) for i in range(len(old)) for j in range(len(old), len(e)) if (e[i] - e[j]).norm() < distance]
 
+    new = [int((y == c).sum()) for c in range(len(e) - len(old))]
+    w = [1.0] * len(old) + [(sum(new) / len(new) / n) ** 0.75 for n in new]
+
     def draw(classes):
         noise = torch.randn(len(classes), DIM, generator=generator).double()
         return [old[c][0] + torch.linalg.cholesky(old[c][1]) @ n for c, n in zip(classes, noise, strict=True)]
@@ -110,8 +87,8 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
                 chosen = [order[(k * step + n) % len(old)] for n in range(k)]
                 classes = [c for c in chosen for _ in range(int(10 * draws))]
                 shown += list(zip(draw(classes), classes, strict=True))
-            losses = [-torch.log_softmax(tau * e @ mapped(feature), dim=0)[c] for feature, c in shown]
-            loss = sum(losses) / len(losses)
+            losses = [-w[c] * torch.log_softmax(tau * e @ mapped(feature), dim=0)[c] for feature, c in shown]
+            loss = sum(losses) / sum(w[c] for _, c in shown)
             if pairs:
                 every = [pair for pair in pairs for _ in range(int(20 * draws))]
                 z = [mapped(feature) for feature in draw([i for i, _ in every])]
@@ -127,7 +104,7 @@ def test_two_tasks_equal_the_literal_version():
     settings = {"epochs": 6, "batch_size": 5, "draws": 0.3, "replayed": 2, "pair_distance": 1.35}
     classifier = RapfClassifier(DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings)
     texts = normal(5, DIM, seed=8)
-    assert len(hard_pairs(F.normalize(texts, dim=1), 3, 1.35)) > 1
+    assert (torch.cdist(F.normalize(texts[:3], dim=1), F.normalize(texts[3:], dim=1)) < 1.35).sum() > 1
     own = (6, 5, 0.3, 2, 1.35)
 
     x, y = features(3, 13, 0)
@@ -153,18 +130,11 @@ def test_two_tasks_equal_the_literal_version():
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
-def classifier():
-    made = RapfClassifier(DIM, epochs=2, batch_size=4, shrinkage=True)
-    made.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
-    made.add_classes(["c", "d"], *features(2, 8, 4), normal(4, DIM, seed=8))
-    return made
-
-
-def test_gaussians_move_with_the_features(classifier):
+def test_gaussians_move_with_the_features():
+    classifier = RapfClassifier(DIM, epochs=1, shrinkage=True)
+    classifier.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
     matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
-    means, factors = classifier.means.double(), classifier.factors.double()
-    map_ = classifier.map.clone()
+    means, factors, map_ = classifier.means.double(), classifier.factors.double(), classifier.map.clone()
     classifier.move(matrix)
     torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
     sigma = classifier.factors[1].double() @ classifier.factors[1].double().T
