@@ -40,20 +40,6 @@ def test_kl_is_finite_for_sharp_logits_and_reaches_the_student_alone():
     assert half.dtype == torch.float32 and half.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("student", "teacher", "kwargs", "message"),
-    [
-        (torch.ones(3, 4), torch.ones(3, 5), {}, "(3, 4) and (3, 5)"),
-        (torch.ones(3, 4), torch.ones(3, 4), {"class_temperature": 0.0}, "class_temperature"),
-        (torch.ones(3, 4), torch.ones(3, 4), {"reduction": "sum"}, "'sum'"),
-    ],
-)
-def test_kl_refuses_what_does_not_fit(student, teacher, kwargs, message):
-    with pytest.raises(ValueError) as raised:
-        bidirectional_kl(student, teacher, **kwargs)
-    assert message in str(raised.value)
-
-
 def test_cross_modal_loss_takes_tau_itself():
     images, texts, labels = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0])
     expected = 0.0
@@ -66,11 +52,15 @@ def test_cross_modal_loss_takes_tau_itself():
     assert cross_modal_loss(images.half(), texts.half(), labels, 100.0).dtype == torch.float32
 
 
-def test_cross_modal_loss_refuses_what_does_not_fit():
-    images, texts, labels = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0])
-    with pytest.raises(ValueError, match="image_embeds and text_embeds"):
-        cross_modal_loss(images, texts[:, :4], labels, 100.0)
-    with pytest.raises(ValueError, match="labels must be"):
-        cross_modal_loss(images, texts, labels[:4], 100.0)
-    with pytest.raises(ValueError, match="label 3 is out of range for 3 classes"):
-        cross_modal_loss(images, texts, labels + 1, 100.0)
+def test_what_does_not_fit_is_refused():
+    images, texts, labels, ones = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0]), torch.ones(3, 4)
+    for call, message in (
+        (lambda: cross_modal_loss(images, texts[:, :4], labels, 100.0), "image_embeds and text_embeds"),
+        (lambda: cross_modal_loss(images, texts, labels[:4], 100.0), "labels must be"),
+        (lambda: cross_modal_loss(images, texts, labels + 1, 100.0), "label 3 is out of range for 3 classes"),
+        (lambda: bidirectional_kl(ones, torch.ones(3, 5)), r"\(3, 4\) and \(3, 5\)"),
+        (lambda: bidirectional_kl(ones, ones, class_temperature=0.0), "class_temperature"),
+        (lambda: bidirectional_kl(ones, ones, reduction="sum"), "'sum'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,12 +13,10 @@ from dulbe_peft.strategies.projection_memory import (
     OCCUPIED,
     Subspace,
     directions_to_take,
-    gpm,
     top_directions,
 )
 
 WIDTH = 12
-dual_gpm = partial(gpm, dual=True)
 
 
 def tokens(task, decay=0.75):
@@ -35,11 +31,6 @@ def tokens(task, decay=0.75):
 def projector(basis):
     basis = basis.double()
     return basis @ basis.T
-
-
-def occupied_projector(subspace):
-    inside = projector(subspace.basis)
-    return inside if subspace.side == OCCUPIED else torch.eye(len(inside), dtype=torch.float64) - inside
 
 
 def literal_dual_gpm(basis, side, moment, threshold):
@@ -70,45 +61,6 @@ def literal_dual_gpm(basis, side, moment, threshold):
         every, _, _ = torch.linalg.svd(basis)
         return every[:, basis.shape[1] :], FREE
     return basis, side
-
-
-def test_dual_gpm_is_the_literal_loop_and_flips():
-    literal, side = torch.zeros(WIDTH, 0, dtype=torch.float64), OCCUPIED
-    memory, sides = Subspace.unoccupied(WIDTH), []
-    for task, share in enumerate([0.95, 0.97, 0.98, 0.99, 0.995]):
-        inputs = tokens(task)
-        moment = inputs.T @ inputs / len(inputs)
-        literal, side = literal_dual_gpm(literal, side, moment, share)
-        # The sum of x'x instead of its mean must not matter.
-        memory = dual_gpm(memory, (inputs.T @ inputs) @ (inputs.T @ inputs), share, "C")
-        assert memory.side == side and memory.basis.shape == literal.shape
-        torch.testing.assert_close(projector(memory.basis), projector(literal))
-        assert memory.basis.shape[1] <= WIDTH / 2
-        sides.append(side)
-    assert sides[0] == OCCUPIED and sides[-1] == FREE  # both branches ran
-    assert 0 < memory.basis.shape[1] < WIDTH / 2 - 1  # and the second one shrank the free directions
-
-
-def test_gpm_is_the_literal_loop_and_dual_gpm_keeps_the_same_directions():
-    literal = torch.zeros(WIDTH, 0, dtype=torch.float64)
-    memory = dual = Subspace.unoccupied(WIDTH)
-    for task in range(3):
-        inputs = tokens(task)
-        outside = torch.eye(WIDTH, dtype=torch.float64) - literal @ literal.T
-        _, scales, right = torch.linalg.svd(inputs @ outside, full_matrices=False)
-        total = inputs.square().sum()
-        kept, count = (total - scales.square().sum()) / total, 0
-        while kept < 0.97:
-            kept = kept + scales[count] ** 2 / total
-            count += 1
-        literal = torch.cat([literal, right[:count].T], dim=1)
-        memory = gpm(memory, inputs.T @ inputs, 0.97, "X'X")
-        dual = dual_gpm(dual, inputs.T @ inputs, 0.97, "X'X")
-        assert memory.side == OCCUPIED and memory.basis.shape == literal.shape
-        torch.testing.assert_close(projector(memory.basis), projector(literal))
-        torch.testing.assert_close(occupied_projector(dual), projector(literal))
-        torch.testing.assert_close(projector(memory.free_basis()), torch.eye(WIDTH).double() - projector(literal))
-    assert dual.side == FREE
 
 
 def test_the_crossing_direction_is_taken():
