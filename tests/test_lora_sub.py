@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from stepping import adapted, begin, features, images, learn, new_task, train, update
+from stepping import adapted, begin, end, features, images, learn, new_task, train, update
 
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import make_strategy
@@ -69,3 +69,18 @@ def test_the_first_task_is_plain_lora(tiny_clip):
     learn(make_strategy("lora_sub"), ours, 0)
     learn(make_strategy("merged_lora"), plain, 0)
     assert torch.equal(features(ours), features(plain))
+
+
+def test_a_projected_start_confines_the_whole_update(tiny_clip):
+    strategy, adapter = make_strategy("lora_sub:energy=0.8,project_start=true"), adapted(tiny_clip())
+    learn(strategy, adapter, 0)
+    old = {name: update(layer) for name, layer in adapter.dual_mode_layers().items()}
+    task = new_task(adapter, 1)
+    begin(strategy, task)
+    train(strategy, task)
+    spaces = {name: task.notes[name].double() for name in old}
+    end(strategy, task)
+    for name, layer in adapter.dual_mode_layers().items():
+        new = update(layer) - old[name]
+        assert new.norm() > 1e-3
+        assert (new - new @ spaces[name] @ spaces[name].T).norm() < 1e-5 * new.norm()

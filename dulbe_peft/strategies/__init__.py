@@ -1,4 +1,7 @@
-"""Strategies by name: how each method constrains what a new task trains. One file a paper."""
+"""Strategies by name: how each method constrains what a new task trains. One file a paper.
+
+Each file begins with its method's formulas. docs/strategies.md says where the method differs from its paper.
+"""
 
 from __future__ import annotations
 

@@ -7,11 +7,6 @@
 Each task is trained on W_0 alone; the earlier updates are switched off meanwhile. The input of the projection is
 frozen, so S never goes stale.
 
-What differs: the authors train the whole projection, project the update on P afterwards, and then train B. Here B is
-trained in P from the start, at task 1 with P beside it. Left out is what needs the unprojected feature, which no
-strategy keeps: the loss's mixed prototypes, the auxiliary heads and the Gaussian discriminant (`lda` is the nearest).
-Set residual_rank=64 and text_rank=0 for the authors' rank and their frozen text tower.
-
 Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
 """
 

@@ -11,10 +11,6 @@ exit, as in the published code: the tower ends after the lower blocks, with its 
 teacher has B as the last task left it. The distillation reaches the lower B alone, and row i of its gradient is scaled
 by d_out |B_old[i]| / sum over j of |B_old[j]|. The update is merged after each task, that of an upper layer with mu.
 
-What differs: the paper keeps one branch a task through the upper blocks at test, makes a step for the distillation and
-one for the rest, takes the logits of a trained cosine classifier, and adapts q and v. Here the merged model has one
-branch, one step takes both gradients, and the logits are the text classifier's.
-
 Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free Class-Incremental Learning",
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
 """

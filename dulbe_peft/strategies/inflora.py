@@ -13,12 +13,6 @@ of squared singular values of C reaches eps_t; t counts from 0, and T is the num
 The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. Layers
 that read one tensor share C, A and memory.
 
-What differs from the published code:
-- DualGPM stores the complement once that is smaller; the code may take occupied directions for free ones there.
-- The direction that crosses the threshold is occupied after the first task, too.
-- The code adapts k and v. Here the adapter's configuration names the layers.
-- After T tasks eps stays at final_energy. With 1 nothing is free then: `tasks` should be the stream's length.
-
 Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", arXiv 2404.00228.
 """
 
@@ -47,7 +41,7 @@ class InfLora(ProjectionMemoryStrategy):
     Attributes:
         energy: share of the energy that is occupied after the first task, in (0, 1]; the code's lamb, 0.95 to 0.98.
         final_energy: share that the threshold moves to over the stream, from energy to 1; the code's lame.
-        tasks: T, how many tasks the stream has.
+        tasks: T, how many tasks the stream has; with final_energy = 1 nothing is free after so many.
     """
 
     energy: Annotated[float, Gt(0), Le(1)] = 0.95

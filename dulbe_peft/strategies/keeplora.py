@@ -10,13 +10,6 @@ task's images and Q = [W_p, M] all directions occupied so far, orthonormal:
 After it, with the inputs X of the merged model, M takes the leading right singular vectors of X (I - Q Q') until Q
 holds the share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q') X'X (I - Q Q').
 
-What differs from the published code:
-- The code starts B at U_r S_r and subtracts U_r S_r V_r' from W. Without weight decay B = 0 trains the same update.
-- The code takes W_p from the left singular vectors, which are output directions. This file follows the paper.
-- The code's X are tokens averaged over a batch. Here X are all tokens, so M grows faster: eps_f may be smaller.
-- The code has the scale alpha / r = 1/16, which is 1 here, and adapts q, k, v and o of both towers. Here the adapter's
-  configuration names the layers, and those of the text tower have plain LoRA.
-
 Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arXiv 2601.19659, section 3.
 """
 

@@ -15,7 +15,6 @@ Derived here, because the sources at hand do not give the paper's formulas:
       min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2;  Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
 - The ridge rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses win, whatever S_t is there.
 - At the first task P_G takes the first r_S eigenvectors of S_t and P_I the next r_R; Lambda is 1.
-Left out: gradient-aligned optimisation and the weight of the general branch, which the sources do not fix.
 
 Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based Continual
 Learning", arXiv 2603.00191.

@@ -9,11 +9,8 @@ A and B are new for each task, and the update B A joins the weight when the task
 Here P = A'. With `normalize` the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in the published code;
 the default is the paper's projector.
 
-What differs:
-- The projector acts on the step that Adam has made, as in the published code. The paper writes gradients, but Adam
-  would lead a projected gradient out of the space again.
-- Left out: the code's projection of B's step, because the space is one of inputs, and the triplet loss, which shapes
-  features for the paper's nearest-mean classifier.
+The projector acts on the step that Adam has made, as in the published code: Adam would lead a projected gradient out
+of the space again. With `project_start` A's random start is projected too, and with it the whole update.
 
 Reference: Liu and Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning",
 arXiv 2503.18985; the least k is fixed at energy = 0.99 in the published code.
@@ -50,10 +47,12 @@ class LoraSub(MergedLora):
     Attributes:
         energy: the share of X'X that the kept directions hold, in (0, 1].
         normalize: divide the projector by sqrt(k).
+        project_start: project A's start as well as its steps.
     """
 
     energy: Annotated[float, Gt(0), Le(1)] = 0.99
     normalize: bool = False
+    project_start: bool = False
 
     name = "lora_sub"
     needs = frozenset({INPUTS})
@@ -62,11 +61,14 @@ class LoraSub(MergedLora):
         return task.adapter.scaled_history(-1.0) if task.index else None
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
+        bases = kaiming_bases(task)
         for names in task.inputs.groups if task.index else ():
             label = f"inputs of layer {names[0]!r}"
             space = leading_space(task.inputs[names[0]], self.energy, label).cpu()
             task.notes.update(dict.fromkeys(names, space))
-        return task.modes(kaiming_bases(task))
+            if self.project_start:
+                bases.update({name: space @ (space.T @ bases[name]) for name in names})
+        return task.modes(bases)
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:

@@ -7,13 +7,9 @@
 
 The loss is the cross-entropy over the current classes. The classifier `visual_agent` is the paper's test rule.
 
-The authors find E in a run of its own, throw its weights away, and start again with E epochs. Here, as in the C3Box
-port, task 1 is trained once and stops after the epoch that crosses the limit, so it may have one epoch more than the
-later tasks. E is at most `epochs` of the learner's settings, and is `epochs` where n_0 is not positive: n_0 of a
-single class is 0, and a SigLIP model's may be negative.
-
-The authors adapt k and v in both towers at r = 8: text_target_modules=["k_proj", "v_proj"] adds the text tower's. They
-train 10 epochs with a batch of 128, a learning rate of 1e-3 and lr_schedule="epoch".
+Task 1 is trained once and stops after the epoch that crosses the limit, so it may have one epoch more than the later
+tasks. E is at most `epochs` of the learner's settings, and is `epochs` where n_0 is not positive: it is 0 for a single
+class, and may be negative for a SigLIP model.
 
 Reference: "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
 2507.09118, and the authors' public code.

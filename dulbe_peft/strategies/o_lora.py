@@ -6,9 +6,6 @@
 A_t starts as LoRA's A does and B_t starts at 0. The earlier pairs are the adapter's history: its columns P_hist are
 all A_i' side by side, so a layer's sum over i is the sum of the entries of |P_hist' P|.
 
-The sum of absolute values is that of the published code. Left out: the code's lambda_2, a penalty on the norms of A_t
-and B_t; its dropout; and its factor alpha / r on every pair, which is 1 here as in all strategies.
-
 Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continual Learning", arXiv 2310.14152.
 """
 

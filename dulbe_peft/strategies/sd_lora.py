@@ -7,10 +7,6 @@ Task t trains A_t, B_t and all magnitudes m_1, ..., m_t. The new pair is not nor
 When the task ends, the magnitudes are written into the factors: B_i becomes m_i B_i / (|B_i| |A_i|), and B_t becomes
 m_t B_t. The next task reads them off the factors as m_i = |B_i| |A_i|, so the border of two tasks changes no output.
 
-What differs from the published code: there, one m_i is shared by all layers and starts anew at 0.8 with every task, so
-the outputs jump at the border. Here every layer has its own m_i, which goes on from where it was.
-Left out: the variants with smaller ranks for later tasks and with pairs dropped where old ones span them.
-
 Reference: Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning",
 arXiv 2501.13198.
 """
