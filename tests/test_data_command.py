@@ -173,7 +173,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     large.rotate(90).save(photos / "train" / "rare" / "1.png")
     assert main(["check", str(photos), "--page", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images to learn from: rare (1)" in said
+    assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
     for words, first, second in (
         ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
         ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),

@@ -12,8 +12,8 @@ from dulbe_peft.runs.settings import StreamArguments, given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
 EXAMPLE = """example:
-  dulbe-peft cost --model openai/clip-vit-base-patch16 --classes 100
-  dulbe-peft cost --model openai/clip-vit-base-patch16 --target-modules k_proj,v_proj
+  dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --classes 100
+  dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --target-modules k_proj
 
 Of the model its config.json alone is read. All adapter settings of `run` apply.
 """

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from dulbe_peft.data.inventory import counted
 from dulbe_peft.runs.setup import Setup
 from dulbe_peft.utils.terminal import printable
 
 
 def describe(setup: Setup) -> None:
     """Print what a run would do, and what it would take."""
-    from dulbe_peft.data.inventory import counted
-
     for number, task in enumerate(setup.tasks, 1):
         tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
@@ -34,7 +33,6 @@ def describe(setup: Setup) -> None:
 
 def _describe_model(model: Any, strategy: Any) -> None:
     """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.cost import shared_inputs, statistics_bytes, trainable_parameters
 
     config, layers = model.active_peft_config, model.dual_mode_layers()
@@ -55,7 +53,6 @@ def _describe_model(model: Any, strategy: Any) -> None:
 
 def _describe_stream(setup: Setup) -> None:
     """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images."""
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.encoders.loading import image_size
     from dulbe_peft.metrics.cost import memory_bytes
 

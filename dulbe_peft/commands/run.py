@@ -84,18 +84,18 @@ def say_results(results: dict[str, Any], output: str, first: str) -> None:
     from dulbe_peft.metrics.accuracy import percent
     from dulbe_peft.report import format_summary
 
-    rows = {name: block["last_accuracy"] for name, block in results.get("classifiers", {}).items()}
     if results.get("classifiers"):
         print(format_summary(results))
     print(f"written: {Path(output) / 'results.json'}")
-    tested = {name: accuracy for name, accuracy in rows.items() if accuracy is not None}
-    if tested:
-        best = max(tested, key=lambda name: (tested[name], name == first))
+    blocks = results.get("classifiers", {}).items()
+    tested = {name: block["last_accuracy"] for name, block in blocks if block["last_accuracy"] is not None}
+    ranked = sorted(tested, key=lambda name: (-tested[name], name != first))
+    if ranked:
+        best, other = ranked[0], first if ranked[0] != first else next(iter(ranked[1:]), None)
         words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
-        if best != first:
-            words += f", {percent(tested[best] - tested[first], 2)} points more than {first}"
-            words += f"; --classifier {best} lets it answer"
-        print(words)
+        if other is not None:
+            words += f", {percent(tested[best] - tested[other], 2)} points more than {other}"
+        print(words + (f"; --classifier {best} lets it answer" if best != first else ""))
         if best != first:
             say_next("export", output, f"{output}-{best}", "--format", "transformers", "--classifier", best)
     say_next("report", output)

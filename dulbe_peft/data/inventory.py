@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,16 @@ from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.utils.terminal import printable
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
-_SHOWN = 20  # unreadable images, or rare classes, that a message names
+_SHOWN, _PAIRS = 20, 3  # unreadable images, or rare classes, that a message names; pairs of each kind
 FEW = 4  # images of a class, below which its answers are rough
+
+
+# Kinds of duplicates, the worst first.
+_KINDS: dict[str, Callable[[Duplicate], bool]] = {
+    "both learned from and tested on, so the accuracy says too much": lambda row: row.splits[0] != row.splits[1],
+    "in two classes": lambda row: row.splits[0] == row.splits[1] and row.classes[0] != row.classes[1],
+    "twice in a class": lambda row: row.splits[0] == row.splits[1] and row.classes[0] == row.classes[1],
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,9 @@ class Inventory:
         """A table of the first classes and of all, then all problems."""
         names = self.class_names
         rows = [("class", *self.counts)]
-        rows += [(name, *(str(counts.get(name, 0)) for counts in self.counts.values())) for name in names[:most]]
+        rows += [
+            (printable(name), *(str(counts.get(name, 0)) for counts in self.counts.values())) for name in names[:most]
+        ]
         if len(names) > most:
             rows.append((f"... and {len(names) - most} more", *("" for _ in self.counts)))
         totals = (str(sum(counts.values())) for counts in self.counts.values())
@@ -91,7 +101,7 @@ class Inventory:
         return "\n".join(lines + self.problems())
 
     def problems(self) -> list[str]:
-        """What is left out and why, then what was not looked at, cannot be read, is rare, or is there twice."""
+        """What is left out and why, was not looked at, cannot be read, is rare, or is there twice."""
         lines = []
         if self.left_out:
             paths: dict[str, list[str]] = {}
@@ -104,12 +114,18 @@ class Inventory:
             lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable)]
-        learned = next(iter(self.counts.values()), {})
-        rare = [f"{printable(name)} ({count})" for name, count in learned.items() if count < FEW]
-        if rare:
-            more = f", and {len(rare) - _SHOWN} more" if len(rare) > _SHOWN else ""
-            lines += ["", f"fewer than {FEW} images to learn from: {', '.join(rare[:_SHOWN])}{more}"]
-        return lines + duplicate_lines(self.duplicates)
+        for split, counts in list(self.counts.items())[:1]:
+            rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
+            if rare:
+                lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_first(rare, _SHOWN))}"]
+        for what, holds in _KINDS.items():
+            for exact, how in ((True, "the same file"), (False, "nearly the same picture")):
+                found = [row for row in self.duplicates if row.exact == exact and holds(row)]
+                both = [map(printable, map(": ".join, zip(row.splits, row.names))) for row in found]
+                if found:
+                    lines += ["", f"{how} {what}: {counted(len(found), 'pair')}"]
+                    lines += [f"  {line}" for line in _first(list(map("  =  ".join, both)), _PAIRS)]
+        return lines
 
 
 def counted(number: int, noun: str) -> str:
@@ -120,29 +136,11 @@ def counted(number: int, noun: str) -> str:
 
 def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
     """The first unreadable images, one a line with its reason, and how many more there are."""
-    lines = [f"  {printable(name)}: {reason}" for name, reason in unreadable[:_SHOWN]]
-    return lines if len(unreadable) <= _SHOWN else [*lines, f"  ... and {len(unreadable) - _SHOWN} more"]
+    return [f"  {line}" for line in _first([f"{printable(name)}: {why}" for name, why in unreadable], _SHOWN)]
 
 
-def duplicate_lines(duplicates: Sequence[Duplicate], most: int = 3) -> list[str]:
-    """For each kind of duplicates, worst first, how many there are and the first of them."""
-    kinds = {
-        "both learned from and tested on, so the accuracy says too much": lambda d: d.splits[0] != d.splits[1],
-        "in two classes": lambda d: d.splits[0] == d.splits[1] and d.classes[0] != d.classes[1],
-        "twice in a class": lambda d: d.splits[0] == d.splits[1] and d.classes[0] == d.classes[1],
-    }
-    lines = []
-    for what, holds in kinds.items():
-        for exact, how in ((True, "the same file"), (False, "nearly the same picture")):
-            found = [row for row in duplicates if row.exact == exact and holds(row)]
-            if found:
-                lines += ["", f"{how} {what}: {counted(len(found), 'pair')}"]
-                lines += [
-                    f"  {'  =  '.join(map(printable, map(': '.join, zip(row.splits, row.names))))}"
-                    for row in found[:most]
-                ]
-                lines += [f"  ... and {len(found) - most} more"] * (len(found) > most)
-    return lines
+def _first(texts: list[str], most: int) -> list[str]:
+    return texts[:most] + [f"... and {len(texts) - most} more"] * (len(texts) > most)
 
 
 def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False) -> Inventory:
