@@ -164,30 +164,20 @@ def _etag(data):
 
 
 @contextmanager
-def serve():
-    """A Hub without repositories, at `hub.url` until the block ends."""
+def on_this_process(monkeypatch, folder):
+    """A Hub without repositories that this process's client talks to, with an empty cache in `folder`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     hub = Hub(f"http://127.0.0.1:{server.server_port}")
     server.RequestHandlerClass = type("Handler", (_Handler,), {"hub": hub})
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    constants = {"HF_HUB_OFFLINE": False, "ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache")}
+    for name, value in {**constants, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
     try:
         yield hub
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
-
-
-@contextmanager
-def on_this_process(monkeypatch, folder):
-    """A Hub without repositories that this process's client talks to, with an empty cache in `folder`."""
-    with serve() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-        yield hub

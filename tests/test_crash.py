@@ -128,15 +128,12 @@ def every_commit_that_dies(folder):
 
 def commit_and_die(folder, call):
     """Replace a folder, and die before the `call`-th step that changes the disk."""
-    calls = 0
+    steps = iter(range(1, 1000))
 
     def hook(event, arguments):
-        nonlocal calls
         writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")) and next(steps) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     commit_folder(folder, "learner", lambda temporary: (temporary / "a").write_text("new") and None)
@@ -147,9 +144,9 @@ def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(proces
     child = processes.Process(target=every_commit_that_dies, args=(tmp_path,))
     child.start()
     assert ended(child) == 0
-    found = []
     *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
+    found = []
     for _, folder in dead:
         clear_leftovers(folder.parent, "saved")
         folder.with_name(f".saved{LOCK_SUFFIX}").unlink(missing_ok=True)
