@@ -235,6 +235,7 @@ FORGERIES = [
     (HEAD, tensors("visual_prototypes", nan), "visual_prototypes.*NaN"),
     (HEAD, tensors("reliability", lambda _: None), "reliability"),
     (HEAD, tensors("text_embeds", lambda t: t[:, :3].clone()), r"text_embeds must be \(2, 16\)"),
+    (HEAD, tensors("visual_prototypes", lambda t: 1.02 * t), "visual_prototypes must hold unit vectors"),
     (HEAD, tensors("counts", lambda t: t + 2**62), "counts must be numbers of images"),
     ("head_config.json", fields(class_names=["a", "b", "c"]), r"visual_prototypes must be \(3, 16\)"),
     ("head_config.json", fields(settings={}, colour=1), "colour"),
@@ -264,6 +265,16 @@ def test_a_forged_file_is_refused_by_what_is_wrong_and_the_base_model_left_alone
         ClassIncrementalLearner.from_pretrained(folder, base, machine=MACHINE)
     assert not differences(base.state_dict(), tiny_base()[0].state_dict())
     assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_what_was_measured_of_other_classes_is_refused(own_run):
+    file = own_run / "task-002" / "progress.json"
+    file.write_text(file.read_text().replace('"a0":', '"a9":', 1))
+    seal(file.parent, file.name)
+    with pytest.raises(
+        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must be of the"
+    ):
+        tiny_learner().run(stream(2), own_run)
 
 
 def test_a_tokenizer_that_fails_over_some_texts_says_over_which(saved, tmp_path):

@@ -15,6 +15,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.records import Record, first_problem
 
 EXTRA_STATE = "_extra_state"
+UNIT_ROWS = ("visual_prototypes", "text_embeds")
 MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
 
 
@@ -171,4 +172,6 @@ class GrowingState(nn.Module):
             if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
                 found = f"{state[name].tolist()!r:.100}"
                 raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {found}")
+            if name in UNIT_ROWS and not ((state[name].float().norm(dim=-1) - 1).abs() < 1e-2).all():
+                raise ValueError(f"{name} must hold unit vectors")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.metrics.accuracy import percent
@@ -48,6 +48,13 @@ class Row(Record, frozen=False):
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
     ahead: Ahead | None = None
+
+    @model_validator(mode="after")
+    def _classes_are_the_tested_ones(self) -> Self:
+        for score in (*self.classifiers.values(), *self.baselines.values()):
+            if not score.right_by_class.keys() <= self.images_by_class.keys():
+                raise ValueError("right_by_class must be of the classes in images_by_class")
+        return self
 
 
 class FinishedTask(Record, frozen=False):
