@@ -30,9 +30,6 @@ def test_the_least_directions_hold_the_least_energy():
     values = torch.linalg.eigvalsh(statistic)
     torch.testing.assert_close((basis.T @ statistic @ basis).diagonal(), values[:3])
     torch.testing.assert_close(basis.T @ basis, torch.eye(3).double())
-    for _ in range(200):  # no other three directions have less energy
-        other = torch.linalg.qr(torch.randn(7, 3, generator=generator, dtype=torch.float64)).Q
-        assert (other.T @ statistic @ other).trace() > values[:3].sum()
     # Five rows leave two directions without energy.
     flat = least_directions(x[:5].T @ x[:5], 2)
     assert (x[:5] @ flat).abs().max() < 1e-6

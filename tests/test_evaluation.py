@@ -59,14 +59,15 @@ def test_predictions_equal_a_loop_over_images():
 
 def test_class_means_stand_beside_the_classifiers_only_where_none_of_these_is_one():
     assert "class_means_accuracy" not in predicted("bridge", "prototype").figures()
-    assert set(predicted("lda").baselines) == set()
+    assert not predicted("lda").baselines
 
 
 def test_counts_by_class_add_up():
     found = predicted("lda", rows=slice(3, 7))  # of classes 3, 4, 0, 1
-    assert found.images_by_class() == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1}
     right = found.right_by_class(found.classifiers["lda"])
-    assert right.keys() == found.images_by_class().keys()
+    assert found.images_by_class() == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1} and right.keys() == {*NAMES} - {
+        NAMES[2]
+    }
     assert sum(right.values()) == int((found.classifiers["lda"] == found.truth).sum())
 
 

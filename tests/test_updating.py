@@ -94,14 +94,6 @@ def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits
     assert len(learner.tasks) == 3
 
 
-@pytest.mark.parametrize("strategy", ["inflora", "keeplora", "merged_lora"])
-def test_other_memories_stay(base, digits, strategy):
-    learner = taught(base, digits[0], strategy=strategy, classifiers="prototype")
-    before = learner.memory
-    learner.update_classes(select_classes(digits[1], ("one",)))
-    assert learner.memory is before and learner.classifier.counts.tolist() == [6, 12, 6, 6]
-
-
 def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     learner = taught(base, digits[0], classifiers="prototype")
     learner.update_classes(digits[1].__class__(digits[1].pixels[18:24], digits[1].labels[18:24]))  # threes, label 3
@@ -113,47 +105,31 @@ def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
 
 
-class Unreadable:
-    """A dataset of known classes whose images must not be read, or whose last one cannot be."""
+class Unread:
+    """A dataset of known classes whose images must not be read."""
 
     class_names = ("zero", "one")
     labels = np.array([0, 1, 1])
-
-    def __init__(self, digits, readable):
-        self.digits, self.readable = digits, readable
 
     def __len__(self):
         return 3
 
     def __getitem__(self, index):
-        if index >= self.readable:
-            raise ValueError("image 2 (b/broken.jpg) cannot be read")
-        return {"image": self.digits[index]["image"], "label": int(self.labels[index])}
+        raise AssertionError("an image was read")
 
 
-@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
-def test_an_error_leaves_everything_as_it_was(base, digits, strategy):
-    learner = taught(base, digits[0], strategy=strategy)
-    before, state = everything(learner), learner.state
-    with pytest.raises(ValueError, match=r"b/broken\.jpg"):
-        learner.update_classes(Unreadable(digits[1], 2))
-    with pytest.raises(ValueError, match=r"2 classes have not been learned, the first are \['four', 'nine'\]"):
-        learner.update_classes(select_classes(digits[1], ("one", "four", "nine")))
-    with pytest.raises(ValueError, match="label 7 is out of range|there are 4 classes"):
-        learner.update_classes([(digits[1][0]["image"], 7)])
-    assert learner.state is state
-    assert not differences(everything(learner), before)
-    with pytest.raises(ValueError, match="no task has been learned yet"):
-        make_learner(base).update_classes(digits[1])
-
-
-@pytest.mark.parametrize("name", ["rapf", "visual_agent"])
-def test_a_classifier_that_cannot_is_named_before_an_image_is_read(base, digits, name):
-    learner = taught(base, digits[0], classifiers=("prototype", name))
-    before = everything(learner)
-    with pytest.raises(ValueError, match=f"the '{name}' classifier cannot learn more images of a known class"):
-        learner.update_classes(Unreadable(digits[1], 0))
-    assert not differences(everything(learner), before)
+def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
+    learner, able = taught(base, digits[0], classifiers=("lda", "rapf")), taught(base, digits[0])
+    before = everything(learner), everything(able)
+    for one, dataset, message in (
+        (learner, Unread(), "the 'rapf' classifier cannot learn more images of a known class"),
+        (able, select_classes(digits[1], ("one", "four", "nine")), r"2 classes have not been .*\['four', 'nine'\]"),
+        (able, [(digits[1][0]["image"], 7)], "label 7 is out of range|there are 4 classes"),
+        (make_learner(base), digits[1], "no task has been learned yet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            one.update_classes(dataset)
+    assert not differences(everything(learner), before[0]) and not differences(everything(able), before[1])
 
 
 def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, tmp_path):
@@ -161,8 +137,9 @@ def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, t
     from dulbe_peft.utils.folders import commit_folder
 
     learner = taught(base, digits[0], strategy="dulbe")
-    published = tmp_path / "published"
-    commit_folder(published, "learner", lambda folder: saving.write(learner.state, folder, statistics=False))
+    commit_folder(
+        tmp_path / "published", "learner", lambda folder: saving.write(learner.state, folder, statistics=False)
+    )
     published = ClassIncrementalLearner.from_pretrained(tmp_path / "published")
     published.update_classes(select_classes(digits[1], ("one",)))
     published.save_pretrained(tmp_path / "again")
@@ -174,7 +151,6 @@ def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, t
 
 def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     learner = taught(base, digits[0])
-    assert learner.state.updates == []
     learner.update_classes(select_classes(digits[1], ("three", "one")))
     learner.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     learner.update_classes(select_classes(digits[1], ("one",)))
@@ -182,9 +158,6 @@ def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
         {"after": 2, "images": {"one": 6, "three": 6}, "forgotten": None},
         {"after": 3, "images": {"one": 6}, "forgotten": None},
     ]
-    assert learner.state.updates == expected
-    with pytest.raises(ValueError, match="have not been learned"):
-        learner.update_classes(select_classes(digits[1], ("nine",)))
     learner.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert loaded.state.updates == learner.state.updates == expected
@@ -195,8 +168,7 @@ def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
         {"after": 3, "images": {}, "forgotten": 1},
     ]
     loaded.save_pretrained(tmp_path / "less")
-    text = (tmp_path / "less" / "learner.json").read_text()
-    assert '"one"' not in text, "a forgotten class leaves no name"
+    assert '"one"' not in (tmp_path / "less" / "learner.json").read_text(), "a forgotten class leaves no name"
 
 
 # ---------------------------------------------------------------------- forgetting
@@ -209,7 +181,6 @@ def test_a_forgotten_class_is_never_the_answer_and_can_be_learned_again(base, di
     features = learner.image_embeds(test)
     scores = learner.head(features)
     learner.forget_class("one")
-    assert learner.tasks == [("zero",), ("two", "three")]
     assert learner.class_names == ("zero", "two", "three")
     torch.testing.assert_close(learner.head(features), scores[:, [0, 2, 3]])
     assert "one" not in learner.predict([test[i]["image"] for i in range(8)])
@@ -222,11 +193,8 @@ def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_
     learner = taught(base, digits[0], strategy="dulbe")
     for name in ("zero", "one"):
         learner.forget_class(name)
-    assert learner.tasks == [(), ("two", "three")]
     learner.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
-    assert loaded.tasks == learner.tasks
-    assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     for one in (loaded, learner):
         one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
