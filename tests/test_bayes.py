@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft import BayesClassifier
+from dulbe_peft.classifiers import bayes
 from dulbe_peft.classifiers.checks import unit_features
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
@@ -312,3 +313,13 @@ def test_a_fresh_process_gives_the_same_scores(tmp_path):
     found = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True).stdout
     classifier.forget_class(NAMES[3])
     assert found.strip() == f"{classifier(torch.eye(DIM)).tolist()} {classifier.choice}"
+
+
+def test_of_many_images_every_class_leaves_out_as_many(monkeypatch):
+    monkeypatch.setattr(bayes, "MOST_JUDGED", 12)
+    images, labels = photos([1, 2, 9, 4, 6])
+    mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    classifier, other = taught(images, labels), taught(images[mixed], labels[mixed])
+    close(classifier.losses, other.losses)
+    # 2, 4, 3 and 3 images of the classes stand for all of them.
+    close(classifier.judged, [4, 2 / 4 + 4 / 16 + 3 / 9 + 3 / 9], 1e-9)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions, positive
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 
@@ -38,6 +39,7 @@ KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.3, 1.0, 3.0, 10.0, 30.0)
 TEMPERATURES = tuple(2.0**power for power in range(0, -4, -1))  # each is half of the one before
 CHUNK = 2**16  # scores in memory at a time
+MOST_JUDGED = 256  # images of a task that are left out; of more, each class gives as many
 
 # Chosen on held-back training images of handwriting, printed characters and photographs, with 1 to 80 images a class.
 USUAL_KAPPA, USUAL_IMAGES, ROUNDS = 4.0, 10, 3  # the kappa of w_c, what R counts for in S, rounds of a, R and S
@@ -112,8 +114,7 @@ class Fit:
 
     def usual_kappa(self) -> float:
         """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average."""
-        noise, inverse = self.noise(MIDDLE), 1.0
-        left = self.means - self.prior(MIDDLE)
+        noise, left = self.noise(MIDDLE), self.means - self.prior(MIDDLE)
         excess = (left.square() / noise).sum(dim=1, keepdim=True) - (self.values / noise).sum() / self.counts
         inverse = 1 / USUAL_KAPPA
         for _ in range(4):
@@ -133,31 +134,31 @@ class Fit:
         """The scores, (n, C), of images that it has learned, as if each had not been, for each kappa in turn.
 
         Without an image x the mean of its class is that of n_c - 1 images, and W is less by n_c / (n_c - 1) d d',
-        d = x - m_c (Sherman and Morrison). a, b, R and the prior of the means stay.
+        d = x - m_c (Sherman and Morrison). y is x - b, and q_c is mu~_c - b. a, b, R and the prior of the means stay.
         """
         noise, rows = self.noise(rho), (images - self.centre) @ self.vectors
-        own, counts = labels[:, None], self.counts[labels, 0]
-        scale = self.slope(rho)
+        own, counts, away = labels[:, None], self.counts[labels, 0], rows - self.means[labels]
+        prior, scale = self.prior(rho), self.slope(rho)
         by_mean, by_text = (rows / noise) @ self.means.T, scale * rows @ self.texts.T
-        mean_means, mean_texts = (self.means / noise) @ self.means.T, scale * self.means @ self.texts.T
-        length = (rows.square() / noise).sum(dim=1)  # y'P y, with y = x - b
-        reach = length - by_mean.gather(1, own)[:, 0]  # y'P d
-        spread = 2 * reach - length + mean_means.diagonal()[labels]  # d'P d
+        across_mean, across_text = (away / noise) @ self.means.T, scale * away @ self.texts.T
+        length, reach = (rows.square() / noise).sum(dim=1), (rows * away / noise).sum(dim=1)  # y'P y and y'P d
         taken = counts / (counts - 1) / self.images
-        gain = taken / (1 - taken * spread)  # P is then P + gain P d d'P
+        gain = taken / (1 - taken * (away.square() / noise).sum(dim=1))  # P is then P + gain P d d'P
+        pairs = (self.means, self.means), (self.means, prior), (prior, prior)
+        by_means, between, by_priors = ((one * other / noise).sum(dim=1) for one, other in pairs)
         for kappa in kappas:
             share, total = (self.counts / (self.counts + kappa))[:, 0], counts + kappa
-            scores = torch.lerp(by_text, by_mean, share)  # y'P q_c, with q_c = mu~_c - b
-            across = scores - torch.lerp(mean_texts, mean_means, share)[labels]  # d'P q_c
-            squares = (self.posterior(kappa, rho).square() / noise).sum(dim=1)  # q_c'P q_c
+            scores = torch.lerp(by_text, by_mean, share)  # y'P q_c
+            across = torch.lerp(across_text, across_mean, share)  # d'P q_c
+            square = share**2 * by_means + 2 * share * (1 - share) * between + (1 - share) ** 2 * by_priors
             # Its own class has q = (N q_c - y) / (N - 1), with N = n_c + kappa.
             mine = scores.gather(1, own)[:, 0]
-            square = (total**2 * squares[labels] - 2 * total * mine + length) / (total - 1) ** 2
+            rest = (total**2 * square[labels] - 2 * total * mine + length) / (total - 1) ** 2
             mine = (total * mine - length) / (total - 1)
             beside = (total * across.gather(1, own)[:, 0] - reach) / (total - 1)
-            mine += gain * beside * (reach - beside / 2) - square / 2
-            scores += (reach[:, None] - across / 2).mul_(across).mul_(gain[:, None])
-            scores -= squares / 2
+            mine += gain * beside * (reach - beside / 2) - rest / 2
+            scores.addcmul_(across, torch.addcmul((gain * reach)[:, None], across, gain[:, None], value=-0.5))
+            scores -= square / 2
             yield scores.scatter_(1, own, mine[:, None])
 
 
@@ -178,6 +179,7 @@ class BayesClassifier(Classifier):
         rho: how far the covariance goes to a multiple of the identity, positive; 1 is as far as OAS. "auto": likewise.
         exact_forgetting: keep each class's share of W, so that `forget_class` leaves nothing of it. It takes
             8 min(n_c - 1, d) d bytes a class: 2 MiB with d = 512 from 513 images on. False: the share stays in W.
+            What the class's images said of kappa and rho stays in the table either way.
 
     Attributes:
         sums: n_c m_c, (C, d), float64.
@@ -192,8 +194,7 @@ class BayesClassifier(Classifier):
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-free CLIP-based Adaptation", 2024, adds the two scores with
-        one weight for all classes;
-        arXiv 2404.00312 has a text classifier as the prior mean of a Gaussian process.
+        one weight for all classes; arXiv 2404.00312 has a text classifier as the prior mean of a Gaussian process.
     """
 
     name = "bayes"
@@ -219,15 +220,11 @@ class BayesClassifier(Classifier):
         if exact_forgetting:
             self.register_rows("factor_rows", dtype=torch.int64)
             self.register_ragged("factors", embed_dim, dtype=torch.float64)
-        shape = len(self._kappas()), len(self._rhos()), len(TEMPERATURES), 2
+        self._kappas = KAPPAS if self.kappa == "auto" else (float(self.kappa),)
+        self._rhos = RHOS if self.rho == "auto" else (float(self.rho),)
+        shape = len(self._kappas), len(self._rhos), len(TEMPERATURES), 2
         self.register_buffer("losses", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("judged", torch.zeros(2, dtype=torch.float64))
-
-    def _kappas(self) -> tuple[float, ...]:
-        return KAPPAS if self.kappa == "auto" else (float(self.kappa),)
-
-    def _rhos(self) -> tuple[float, ...]:
-        return RHOS if self.rho == "auto" else (float(self.rho),)
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
@@ -239,31 +236,37 @@ class BayesClassifier(Classifier):
     def _added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """With further images; each adds a row to the factor of its class, but for the first one of the class."""
         kept = self.with_new_rows(len(new))
-        sums, counts = kept["sums"].clone(), kept["counts"].clone()
-        images, labels = images.to(sums), labels.to(sums.device)
-        rows: dict[int, Tensor] = {}
-        for label in labels.unique().tolist():
-            own = images[labels == label]
-            before = counts[label].to(sums) + torch.arange(len(own)).to(sums)[:, None]
-            means = (sums[label] + own.cumsum(dim=0) - own) / before.clamp_min(1)
-            rows[label] = ((before / (before + 1)).sqrt() * (own - means))[before[:, 0] > 0]
-            sums[label] += own.sum(dim=0)
-            counts[label] += len(own)
+        sums, counts = kept["sums"], kept["counts"]
+        order = labels.argsort(stable=True).to(sums.device)
+        images, labels = images.to(sums)[order], labels.to(sums.device)[order]
+        place = places_among(labels)
+        before = images.cumsum(dim=0) - images  # of all images, and then of those of the class that came before
+        before = before - before[torch.arange(len(labels)).to(place) - place] + sums[labels]
+        number = (counts[labels] + place).to(sums)[:, None]
+        rows = (number / (number + 1)).sqrt() * (images - before / number.clamp_min(1))
+        again = number[:, 0] > 0
+        sums = sums.index_add(0, labels, images)
         check_directions(sums[len(sums) - len(new) :], new)
-        freedom = self.freedom + len(images) - len(new)
-        return {"sums": sums, "counts": counts, "freedom": freedom} | self._spread(kept, rows, self.scatter)
+        return {
+            "sums": sums,
+            "counts": counts + labels.bincount(minlength=len(counts)),
+            "freedom": self.freedom + len(images) - len(new),
+        } | self._spread(kept, rows[again], labels[again], self.scatter)
 
-    def _spread(self, kept: Mapping[str, Tensor], rows: Mapping[int, Tensor], scatter: Tensor) -> dict[str, Tensor]:
-        """W, and the factors where they are kept, with further rows of some classes' factors."""
-        scatter = sum((more.T @ more for more in rows.values()), start=scatter)
+    def _spread(self, kept: Mapping[str, Tensor], rows: Tensor, labels: Tensor, scatter: Tensor) -> dict[str, Tensor]:
+        """W, and the factors where they are kept, with further rows of the classes' factors."""
+        changes = {"scatter": scatter + rows.T @ rows}
         if not self.exact_forgetting:
-            return {"scatter": scatter}
-        factors = list(self.factors.split(kept["factor_rows"].tolist()))
-        for label, more in rows.items():
-            grown = torch.cat([factors[label], more])
-            factors[label] = grown if len(grown) <= self.embed_dim else torch.linalg.qr(grown, mode="r").R
-        sizes = torch.tensor([len(factor) for factor in factors])
-        return {"scatter": scatter, "factors": torch.cat(factors), "factor_rows": sizes}
+            return changes
+        classes = len(kept["factor_rows"])
+        owners = torch.cat([torch.arange(classes).to(labels).repeat_interleave(kept["factor_rows"]), labels])
+        order, sizes = owners.argsort(stable=True), owners.bincount(minlength=classes)
+        factors = torch.cat([self.factors, rows])[order]
+        if (sizes > self.embed_dim).any():
+            parts = factors.split(sizes.tolist())
+            parts = [part if len(part) <= self.embed_dim else torch.linalg.qr(part, mode="r").R for part in parts]
+            factors, sizes = torch.cat(parts), sizes.clamp(max=self.embed_dim)
+        return changes | {"factors": factors, "factor_rows": sizes}
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         changes = super().forgotten(kept)
@@ -275,21 +278,22 @@ class BayesClassifier(Classifier):
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         kept = self.with_new_rows(int((places >= len(self._class_names)).sum()))
-        scatter, at, sums = self.scatter + other.scatter, places.tolist(), kept["sums"]
-        rows: dict[int, Tensor] = {}
-        if self.exact_forgetting:  # all rows are added to W below
-            scatter, rows = self.scatter, dict(zip(at, other.factors.split(other.factor_rows.tolist()), strict=True))
-        for place, more, theirs in zip(at, other.counts.tolist(), other.sums, strict=True):
-            if before := int(kept["counts"][place]):
-                shift = math.sqrt(before * more / (before + more)) * (sums[place] / before - theirs / more)
-                rows[place] = torch.cat([rows.get(place, self.scatter[:0]), shift[None]])
+        places, both = places.to(self.sums.device), kept["counts"][places] > 0
+        at, mine, theirs = places[both], kept["counts"][places[both], None].to(self.sums), other.counts[both, None]
+        apart = kept["sums"][at] / mine - other.sums[both] / theirs
+        rows, labels, scatter = (mine * theirs / (mine + theirs)).sqrt() * apart, at, self.scatter
+        if self.exact_forgetting:
+            rows = torch.cat([other.factors, rows])
+            labels = torch.cat([places.repeat_interleave(other.factor_rows), labels])
+        else:
+            scatter = scatter + other.scatter
         return {
-            "sums": sums.index_add(0, places, other.sums),
+            "sums": kept["sums"].index_add(0, places, other.sums),
             "counts": kept["counts"].index_add(0, places, other.counts),
-            "freedom": self.freedom + other.freedom + int((kept["counts"][places] > 0).sum()),
+            "freedom": self.freedom + other.freedom + len(at),
             "losses": self.losses + other.losses,
             "judged": self.judged + other.judged,
-        } | self._spread(kept, rows, scatter)
+        } | self._spread(kept, rows, labels, scatter)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W."""
@@ -300,32 +304,41 @@ class BayesClassifier(Classifier):
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add to the table what every kappa and rho says of the images, each left out; scores by those then chosen."""
         images, labels = images.to(self.sums), labels.to(self.sums.device)
-        twice = self.counts.to(labels.device)[labels] > 1
-        images, labels = images[twice], labels[twice]
-        if not len(images) or len(self._class_names) < 2:
+        chosen = self._judged(images, labels)
+        if not len(chosen) or len(self._class_names) < 2:
             return None
         fit, losses = self.derived("fit", self._fit), self.losses.clone()
-        weights = 1 / fit.counts[labels, 0]
+        every = labels.bincount(minlength=len(self.counts))
+        images, labels = images[chosen], labels[chosen]
+        weights = (every / fit.counts[:, 0] / labels.bincount(minlength=len(every)))[labels]
         rows = max(1, CHUNK // len(self._class_names))
         for part, own, weight in zip(images.split(rows), labels.split(rows), weights.split(rows), strict=True):
-            for place, rho in enumerate(self._rhos()):
-                for number, scores in enumerate(fit.left_out(part, own, rho, self._kappas())):
+            for place, rho in enumerate(self._rhos):
+                for number, scores in enumerate(fit.left_out(part, own, rho, self._kappas)):
                     losses[number, place] += soft_errors(scores, own, weight)
         self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
         self._derived = {"fit": fit}
         kappa, rho = self.choice
         return next(fit.left_out(images, labels, rho, [kappa])), labels
 
+    def _judged(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Rows of the images that can be left out, the first ones of every class by `ranking`."""
+        rows = (self.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
+        if len(rows) <= MOST_JUDGED:
+            return rows
+        rows = rows[ranking(images[rows]).argsort()]
+        return rows[places_among(labels[rows]).argsort(stable=True)[:MOST_JUDGED]]
+
     @property
     def choice(self) -> tuple[float, float]:
         """kappa and rho: the pair with which images of the seen classes are right that are left out.
 
-        Every image of a task, and every further one, is scored against all classes of then as if it had not been
-        learned. An image's error is 1 less the probability of its own class, at the best of `TEMPERATURES`; it weighs
-        1 / n_c, so that classes weigh alike. Among the pairs within half a standard error of the best, it is the one
-        that is nearest, in logarithms, to rho = 10 and the kappa by which the texts are as far from the means as
-        they are. Where no class has two images, rho is 100 and kappa depends on how much of the means the texts
-        explain.
+        The images of a task, or 256 of them, and further ones are scored against all classes of then, each as if it
+        had not been learned. An image's error is 1 less the probability of its own class, at the best of
+        `TEMPERATURES`; it weighs 1 / n_c, so that classes weigh alike. Among the pairs within half a standard error of
+        the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by which the texts are as far
+        from the means as they are. Where no class has two images, rho is 100 and kappa depends on how much of the
+        means the texts explain.
         """
         return self.derived("choice", self._choose)
 
@@ -339,10 +352,10 @@ class BayesClassifier(Classifier):
         second = self.losses[..., 1].gather(2, at[..., None])[..., 0] / total
         best = means.argmin()
         deviation = ((second - means.square()).clamp_min(0) * squares).sqrt().flatten()[best] / total
-        kappas, rhos = (torch.tensor(grid).to(means).log() for grid in (self._kappas(), self._rhos()))
+        kappas, rhos = (torch.tensor(grid).to(means).log() for grid in (self._kappas, self._rhos))
         away = (kappas[:, None] - math.log(fit.usual_kappa())) ** 2 + (rhos - math.log(MIDDLE)) ** 2
         place = int(away.where(means <= means.min() + NEAR * deviation, torch.inf).argmin())
-        return self._kappas()[place // len(rhos)], self._rhos()[place % len(rhos)]
+        return self._kappas[place // len(rhos)], self._rhos[place % len(rhos)]
 
     @property
     def temperature(self) -> float:
@@ -365,6 +378,13 @@ class BayesClassifier(Classifier):
     def logits(self, images: Tensor) -> Tensor:
         weights, offsets = self.derived("rounded", lambda: [part.to(images).float() for part in self.solution()])
         return images @ weights.T - offsets
+
+
+def places_among(labels: Tensor) -> Tensor:
+    """How many of the labels before each one are equal to it, (n,)."""
+    ordered, order = labels.sort(stable=True)
+    places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def soft_errors(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
