@@ -16,8 +16,8 @@ from dulbe_peft.comparison import advice as advice_module
 from dulbe_peft.comparison.advice import Advice, ClassCounts, Contest, Regret, advice_plans, advise, format_advice
 from dulbe_peft.comparison.cells import read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
+from dulbe_peft.comparison.intervals import Difference
 from dulbe_peft.comparison.plan import Row, read_plan
-from dulbe_peft.metrics.bootstrap import Difference
 from dulbe_peft.utils.files import write_csv
 
 QUICK = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}

@@ -83,6 +83,8 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     page.goto(address)
     page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert which != 2 or width < 1300 or page.evaluate(wide) == 0, "no column lies off the page"
     pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt])")
     assert bool(pictures) == (which != 2) and all(loaded and alt for loaded, alt in pictures)
     charts = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")

@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from scipy.stats import friedmanchisquare, wilcoxon
+from scipy.stats import t as student
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
-from dulbe_peft.comparison.comparison_file import read_comparison
+from dulbe_peft.comparison.comparison_file import Entry, read_comparison
+from dulbe_peft.comparison.intervals import image_shares, mean_interval, mean_share
 from dulbe_peft.comparison.plan import Row, make_plan, read_plan
+from dulbe_peft.comparison.ranks import ranked
 from dulbe_peft.comparison.summary import format_summary, make_entries
 from dulbe_peft.demo import demo_model_folder
-from dulbe_peft.metrics.bootstrap import image_shares, mean_share, paired_difference
+from dulbe_peft.metrics.accuracy import accuracy_matrix, forgetting
 from dulbe_peft.metrics.features import Answers
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
@@ -86,7 +90,7 @@ def test_every_row_of_every_stream_is_there(finished):
         *[Row("LoRA", name, drift) for name in ("bridge", "lda") for drift in ("none", "linear")],
     ]
     assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
-    assert entries[1].differences == {"last": None, "average": None} and entries[0].differences["last"] is not None
+    assert set(entries[1].differences.values()) == {None} and entries[0].differences["last"] is not None
     assert read_comparison(folder / "out").missing() == []
     assert sum("best on held-back training images" in line for line in said) == 1
     assert read_comparison(folder / "out").entries == entries
@@ -323,6 +327,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
+        ({"methods": {"a": {"increment": 2}}}, "method 'a' sets 'increment', which it cannot: it belongs to a stream"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
         ({"classifiers": ["brigde"]}, "bridge"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
@@ -367,41 +372,66 @@ def answers_of(orders, seed):
 
 
 def test_shares_of_images_add_up_to_the_measures():
-    names = ["d", "a", "c", "b"]
+    names = ["d", "a", "c", "b", "f", "e"]
     found = answers_of(names, 0)
-    last, average = image_shares(found, names)
+    shares = image_shares(found, names)
     accuracies = [float(step.right.float().mean()) for step in found]
-    assert last.mean() == pytest.approx(accuracies[-1])
-    assert average.mean() == pytest.approx(np.mean(accuracies))
+    assert shares["last"].mean() == pytest.approx(accuracies[-1])
+    assert shares["average"].mean() == pytest.approx(np.mean(accuracies))
+    by_task = [[float(s.right[s.task == i].double().mean()) for i in range(1, t + 1)] for t, s in enumerate(found, 1)]
+    assert shares["forgetting"].mean() == pytest.approx(forgetting(accuracy_matrix(by_task)))
     # The images stand by the names of their classes: those of class a first, which was the second to come.
-    assert last[:3].tolist() == found[-1].right[3:6].double().tolist()
+    assert shares["last"][:3].tolist() == found[-1].right[3:6].double().tolist()
+    assert not image_shares(found[:1], names)["forgetting"].any()
 
 
-def literal_bootstrap(difference, draws, seed):
-    random = np.random.default_rng(seed)
-    means = []
-    for _ in range(draws):
-        rows = random.integers(len(difference), size=len(difference))
-        columns = random.integers(difference.shape[1], size=difference.shape[1])
-        means.append(np.mean([difference[row, column] for row in rows for column in columns]))
-    return np.quantile(means, [0.025, 0.975])
-
-
-def test_paired_differences_against_literal_resampling():
-    random = np.random.default_rng(0)
-    ours, reference = (random.random((3, 40)) < share for share in (0.7, 0.5))
-    ours, reference = ours.astype(float), reference.astype(float)
-    found = paired_difference(ours, reference, draws=4000)
-    low, high = literal_bootstrap(ours - reference, 4000, 1)
-    assert found.mean == pytest.approx((ours - reference).mean())
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
-    assert found.clear == (low > 0)
-    same = paired_difference(ours, ours)
+def test_intervals_against_a_literal_formula():
+    values = np.random.default_rng(0).normal(0.1, 1, (3, 40))
+    seeds, images = values.mean(axis=1), values.mean(axis=0)
+    a = sum((x - values.mean()) ** 2 for x in seeds) / 2 / 3
+    b = sum((x - values.mean()) ** 2 for x in images) / 39 / 40
+    half = student.ppf(0.975, (a + b) ** 2 / (a**2 / 2 + b**2 / 39)) * (a + b) ** 0.5
+    found = mean_interval(values)
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (values.mean(), values.mean() - half, values.mean() + half)
+    )
+    one = mean_interval(values[:1])
+    assert one.high - one.mean == pytest.approx(student.ppf(0.975, 39) * values[0].std(ddof=1) / 40**0.5)
+    same = mean_interval(np.zeros((3, 40)))
     assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
-    cancelling = np.zeros((1, 60))
-    cancelling[0, :11], cancelling[0, 11:15] = -1, 1
-    edge = paired_difference(cancelling, np.zeros((1, 60)), draws=400)
-    assert edge.high == 0 and not edge.clear, "wins and losses cancel in the draw at the end of the interval"
+
+
+def test_intervals_of_three_seeds_cover():
+    """Seeds, images and both together differ; 95 % of the intervals must hold the truth, here 0.1."""
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        parts = [random.normal(0, scale, shape) for scale, shape in ((0.03, (3, 1)), (0.4, (1, 300)), (0.4, (3, 300)))]
+        found = mean_interval(0.1 + sum(parts))
+        held += found.low <= 0.1 <= found.high
+    assert held / 400 > 0.93
+
+
+def ranked_entry(stream, name, last):
+    fields = dict.fromkeys(("calibration_error", "seconds"), 0.0) | dict.fromkeys(
+        ("trainable_parameters", "kept_bytes"), 0
+    )
+    return Entry(
+        stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last, "average": last}, gain=None,
+        spreads={}, differences={}, retention=None, **fields,
+    )  # fmt: skip
+
+
+def test_ranks_over_streams():
+    table = {"a": (0.9, 0.8, 0.7), "b": (0.9, 0.8, 0.8), "c": (0.5, 0.6, 0.4), "d": (0.9, 0.5, 0.4)}
+    entries = [ranked_entry(s, name, v) for s, values in table.items() for name, v in zip("xyz", values, strict=True)]
+    found = ranked([*entries, ranked_entry("a", "alone", 1.0)])
+    assert [(row.row.classifier, row.rank) for row in found.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
+    assert found.p == pytest.approx(friedmanchisquare(*zip(*table.values(), strict=True)).pvalue)
+    x, y, z = np.array(list(table.values())).T
+    alone = sorted(wilcoxon(x, other).pvalue for other in (y, z))
+    assert [row.p for row in found.rows] == [None, *sorted([max(2 * alone[0], alone[1]), 2 * alone[0]], reverse=True)]
+    assert found.smallest == 0.125 and ranked(entries[:6]) is None
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,17 @@ from dulbe_peft.comparison.comparison_file import (
 from dulbe_peft.comparison.comparison_page import lead, write_comparison_page
 from dulbe_peft.comparison.comparison_plots import (
     MOST,
+    cost_figure,
+    curves_figure,
     forest_figure,
     image_counts,
     important_rows,
     streams_figure,
     with_difference,
 )
+from dulbe_peft.comparison.intervals import Difference
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.summary import COLUMNS
-from dulbe_peft.metrics.bootstrap import Difference
 from dulbe_peft.report.table import write_table_csv
 
 REFERENCE = Row("frozen", "bridge")
@@ -39,18 +41,25 @@ CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.
 TITLES = [column.title for column in COLUMNS if column.show][1:]
 
 
+def around(mean):
+    return Difference(mean, mean - 0.01, mean + 0.01)
+
+
 def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None):
     spread = 0.01234 if len(seeds) > 1 else None
     return Entry(
         stream=stream,
         row=row,
         seeds=seeds,
-        means={"last": last, "average": last + 0.03},
+        means={"last": last, "average": last + 0.03, "forgetting": 0.02},
         spreads={"last": spread, "average": spread},
+        intervals={"last": around(last), "average": around(last + 0.03), "forgetting": around(0.02)},
         differences={"last": difference, "average": difference},
         gain=None if row.method == REFERENCE.method else difference,
         calibration_error=0.0789,
         seconds=12.4,
+        cpu_seconds=9.6,
+        curve=[last + 0.06, last],
         trainable_parameters=28800,
         kept_bytes=3 * 2**20,
         retention=retention,
@@ -138,15 +147,35 @@ def test_the_page_has_all_figures(folder):
     assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
     assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text
     assert "reference, frozen with bridge" in text and "With one seed" not in text
-    tables = [table for table in page.tables if table[0][0] == "method"]
-    cost = ["7.9", "12", "28,800", "3.0"]
+    cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
+    tables = [table for table in cells if table[0][0] == "method"]
+
+    def row(method, classifier, drift, last, *differences):
+        figures = [f"{last + more:.1f} ({last + more - 1:.1f} to {last + more + 1:.1f})" for more in (0, 3)]
+        return [
+            method,
+            classifier,
+            drift,
+            *figures,
+            "2.0 (+1.0 to +3.0)",
+            *differences,
+            "7.9",
+            "12",
+            "10",
+            "28,800",
+            "3.0",
+        ]
+
     assert tables[0] == [
         TITLES,
-        ["frozen (reference)", "bridge", "", "83.0 ± 1.2", "80.0 ± 1.2", "", "", *cost, "90.0 → 90.0"],
-        ["frozen", "ranpac:features=9", "", "84.0 ± 1.2", "81.0 ± 1.2", "+1.0 (-2.0 to +4.0)", "", *cost, ""],
-        ["DuLBE", "lda", "", "88.0 ± 1.2", "85.0 ± 1.2", *2 * ["+5.0 (+2.0 to +8.0)"], *cost, "90.0 → 85.0"],
-        ["DuLBE", "lda", "linear", "73.0 ± 1.2", "70.0 ± 1.2", *2 * ["-10.0 (-15.0 to -5.0)"], *cost, "90.0 → 85.0"],
+        [*row("DuLBE", "lda", "", 85, *2 * ["+5.0 (+2.0 to +8.0)"]), "90.0 → 85.0"],
+        [*row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", ""), ""],
+        [*row("frozen (reference)", "bridge", "", 80, "", ""), "90.0 → 90.0"],
+        [*row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"]), "90.0 → 85.0"],
     ]
+    assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1, (
+        "the best figure of a column is bold"
+    )
     assert len(tables) == 2 and tables[1][0] == [t for t in TITLES[:-1] if t != "drift"] and "2 to 3 seeds" in text
     assert all(meaning in text for meaning in (column.meaning for column in COLUMNS))
     assert page.table("stream: method", "chosen") == [
@@ -159,7 +188,7 @@ def test_the_page_has_all_figures(folder):
     settings = dict(page.table("stream or method"))
     assert settings["16 images"] == "data = demo-digits; images_per_class = 16; model = demo"
     assert settings["frozen"] == "strategy = frozen"
-    assert page.source.count("<svg") == 3, "one of the streams, one of each stream's differences"
+    assert page.source.count("<svg") == 7, "one of the streams; of each one differences, curves and costs"
 
 
 def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
@@ -171,7 +200,7 @@ def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
     self_contained(page)
     assert "With one seed, an interval speaks of the test images alone." in text
     assert "not finished" not in text and "Settings that were chosen" not in text
-    assert page.source.count("<svg") == 1 and "4 images: DuLBE" not in text
+    assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in text
 
 
 def test_nothing_finished_is_a_page_too(tmp_path):
@@ -212,6 +241,28 @@ def test_the_map_from_images_to_accuracy():
     assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
 
 
+def test_no_stream_s_winner_is_left_out_and_no_name_is_cut():
+    table = made_comparison()
+    alone = [entry(Row("frozen", "winner" * 20), 0.93, stream=f"stream {n}") for n in range(3)]
+    rows = [Row("frozen", f"{n}") for n in range(20)]
+    crowd = [entry(row, 0.9, stream="16 images") for row in rows]
+    scope = changed(table.scope, streams={**table.scope.streams, **{f"stream {n}": {} for n in range(3)}})
+    full = changed(table, entries=[*table.entries, *alone, *crowd], scope=scope)
+    shown = important_rows(full)
+    assert alone[0].row in shown and Row("DuLBE", "lda") in shown and REFERENCE in shown
+    texts = [text.get_text().replace("\n", "") for text in streams_figure(full, shown).legends[0].get_texts()]
+    assert alone[0].row.title.replace(" ", "") in [text.replace(" ", "") for text in texts]
+
+
+def test_curves_and_costs_have_the_figures_of_the_table():
+    entries = made_comparison().entries[:4]
+    lines = curves_figure(entries, [REFERENCE, Row("DuLBE", "lda")]).axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx([86, 80]), pytest.approx([91, 85])]
+    frozen, dulbe = cost_figure(entries).axes[0].lines
+    assert list(frozen.get_ydata()) == [80, 81] and list(dulbe.get_ydata()) == [85, 70]
+    assert set(dulbe.get_xdata()) == {9.6}, "the CPU's seconds where they are known"
+
+
 def test_streams_that_differ_in_more_have_a_line_each():
     table = made_comparison()
     for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
@@ -250,13 +301,17 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
         row = list(csv.DictReader(file))[2]
     assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
     lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == r"\begin{tabular}{llllrrrrrrrrr}"
-    assert lines[6] == (
-        r"4 images & DuLBE & lda &  & 88.0 $\pm$ 1.2 & 85.0 $\pm$ 1.2 & "
-        r"+5.0 (+2.0 to +8.0) & +5.0 (+2.0 to +8.0) & 7.9 & 12 & 28,800 & 3.0 "
-        r"& 90.0 $\to$ 85.0 \\"
+    assert lines[0] == r"\begin{tabular}{llllrrrrrrrrrrr}"
+    assert lines[4].startswith(
+        r"4 images & DuLBE & lda &  & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0 (87.0 to 89.0)} & "
     )
-    assert all(line.count("&") == 12 for line in lines if line.endswith(r"\\"))
+    assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
+    assert all(line.count("&") == 14 for line in lines if line.endswith(r"\\"))
+    columns = ["--latex", "c.tex", "--columns", "method, A_last"]
+    assert main(["report", str(folder), *columns, "--output", "c.html"]) == 0
+    assert r"DuLBE & \textbf{85.0 (84.0 to 86.0)} \\" in (tmp_path / "c.tex").read_text()
+    assert main(["report", str(folder), *columns[:3], "A_lats", "--output", "d.html"]) == 2
+    assert "there is no column 'A_lats'; did you mean 'A_last'?" in capsys.readouterr().err
     assert main(["report", str(folder), "--output", "b.html"]) == 0 and (tmp_path / "b.html").is_file()
 
 

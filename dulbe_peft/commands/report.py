@@ -22,6 +22,7 @@ The page is one file that any browser opens, also without a network.
 @option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
 @option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
 @option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
+@option("--columns", metavar="A,B,...", help="the columns of a comparison's LaTeX table, by their titles")
 @option("--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run")
 @overwrite_option
 def report(
@@ -29,6 +30,7 @@ def report(
     output: str | None,
     csv: str | None,
     latex: str | None,
+    columns: str | None,
     figures: str | None,
     overwrite: bool,
 ) -> int:
@@ -52,7 +54,12 @@ def report(
     if figures is not None and (comparisons or len(folders) > 1):
         got = "a comparison" if comparisons else f"{len(folders)} runs"
         raise ValueError(f"--figures is about one run, got {got}")
-    page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
+    if columns is not None and not (comparisons and latex):
+        raise ValueError("--columns is about the --latex table of a comparison: name both, or leave --columns out")
+    if comparisons:
+        page = write_comparison_page(folders[0], *files, columns=columns)
+    else:
+        page = write_report(folders, *files)
     pictures = [] if figures is None else write_figures(folders[0], figures)
     for path in (output or page, csv, latex, *pictures):
         if path is not None:

@@ -23,8 +23,8 @@ from scipy.stats import binomtest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE
 from dulbe_peft.comparison.cells import read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare, shares_of
+from dulbe_peft.comparison.intervals import Difference, mean_interval, mean_share
 from dulbe_peft.comparison.plan import CHOICE_FRACTION, DRIFTS, Plan, Row
-from dulbe_peft.metrics.bootstrap import Difference, mean_share, paired_difference
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, read_predictions
 from dulbe_peft.utils.files import read_json
 from dulbe_peft.utils.records import Record, read_record
@@ -204,7 +204,7 @@ def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row,
         return None
     best = max(rows, key=lambda row: found[row].mean())
     chance = CHANCE / tried
-    gain = paired_difference(found[best][None], found[against][None], level=1 - chance)
+    gain = mean_interval((found[best] - found[against])[None], level=1 - chance)
     wins, losses = (int((sign * (found[best] - found[against]) > 0).sum()) for sign in (1, -1))
     clear = gain.mean > 0 and wins > losses and binomtest(wins, wins + losses).pvalue < chance
     return Contest(row=best, gain=gain, clear=bool(clear))

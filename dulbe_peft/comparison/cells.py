@@ -31,7 +31,6 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
 from dulbe_peft.metrics.features import Answers, learn_from_features, read_features
 from dulbe_peft.metrics.retention import zero_shot_retention
-from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.runs.settings import validated
 from dulbe_peft.runs.setup import set_up
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, source_of
@@ -53,6 +52,7 @@ class Cost(Record):
     """What a run took: seconds of all tasks, parameters that a task trains, bytes that are kept between tasks."""
 
     seconds: float
+    cpu_seconds: float | None = None
     trainable_parameters: int
     kept_bytes: int
 
@@ -83,6 +83,7 @@ class AnswersFacts(Record):
     class_names: list[str]
     nbytes: int
     seconds: float
+    cpu_seconds: float = 0.0
     settings: dict[str, Any]
 
 
@@ -152,7 +153,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     learner = setup.make_learner(setup.args)
     source, check = source_of(setup.stream), setup.check_zero_shot
     ahead = setup.stream.test_ahead
-    results = learner.run(
+    learner.run(
         setup.tasks,
         folder,
         source=source,
@@ -161,7 +162,6 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         test_ahead=ahead,
         class_texts=setup.class_texts(),
     )
-    write_pictures(folder, [task.test for task in setup.tasks], results)
     args, timings = learner.args, read_json(folder / TIMINGS_FILE)["tasks"]
     trained = trainable_parameters(learner.model, learner.strategy)["total"] if learner.strategy.adapts else 0
     return CellRecord(
@@ -177,6 +177,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         cost=Cost(
             # A run that was killed between a task's commit and its timing does not know that one.
             seconds=sum(task["seconds"] for task in timings if task is not None),
+            cpu_seconds=sum(task.get("cpu_seconds", 0.0) for task in timings if task is not None),
             trainable_parameters=trained,
             kept_bytes=memory_bytes(learner.memory),
         ),
@@ -248,7 +249,7 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     path = answers_path(folder, row)
     if path.is_file():
         return
-    features, started = read_features(folder), time.perf_counter()
+    features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
     how = (row.drift, cell.text_embeds, cell.settings["seed"], cell.bridge)
@@ -257,6 +258,7 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
         class_names=[name for task in cell.class_names for name in task],
         nbytes=classifier.nbytes,
         seconds=time.perf_counter() - started,
+        cpu_seconds=time.process_time() - cpu,
         settings=_answer_settings(cell, row),
     )
     tensors = {

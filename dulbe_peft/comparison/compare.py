@@ -18,9 +18,9 @@ from dulbe_peft.comparison.comparison_file import (
     write_comparison,
 )
 from dulbe_peft.comparison.engine import finish_cells
+from dulbe_peft.comparison.intervals import image_shares, mean_share
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
-from dulbe_peft.metrics.bootstrap import image_shares, mean_share
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
@@ -121,4 +121,4 @@ def shares_of(folder: Path, row: Row) -> np.ndarray | None:
     if cell is None or not answers_path(folder, row).is_file():
         return None
     answers, facts = read_answers(folder, row, cell)
-    return image_shares(answers, facts.class_names)[0]
+    return image_shares(answers, facts.class_names)["last"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
+from dulbe_peft.comparison.intervals import Difference, Measure
 from dulbe_peft.comparison.plan import Plan, Row
-from dulbe_peft.metrics.bootstrap import Difference
 from dulbe_peft.utils.records import Fraction, Record, read_record, write_record
 
 COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
-Measure = Literal["last", "average"]  # A_last and A_bar
+Mean = Annotated[float, Field(ge=-1, le=1)]
 # The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
 Streams = Annotated[
     dict[str, dict[str, Any]], BeforeValidator(dict), PlainSerializer(lambda streams: list(streams.items()))
@@ -36,17 +36,23 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is."""
+    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is.
+
+    `curve` is the accuracy after each task; the CPU's seconds are None where a run did not note them.
+    """
 
     stream: str
     row: Row
     seeds: tuple[int, ...]
-    means: dict[Measure, Fraction]
+    means: dict[Measure, Mean]
     spreads: dict[Measure, float | None]
+    intervals: dict[Measure, Difference] = {}
     differences: dict[Measure, Difference | None]
     gain: Difference | None
     calibration_error: float
     seconds: float
+    cpu_seconds: float | None = None
+    curve: list[Fraction] = []
     trainable_parameters: int
     kept_bytes: int
     retention: Retention | None

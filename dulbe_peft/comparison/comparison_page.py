@@ -11,6 +11,8 @@ from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, E
 from dulbe_peft.comparison.comparison_plots import (
     MOST,
     best_of_each,
+    cost_figure,
+    curves_figure,
     forest_figure,
     image_counts,
     important_rows,
@@ -18,12 +20,13 @@ from dulbe_peft.comparison.comparison_plots import (
     with_difference,
 )
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.summary import COLUMNS, columns_of, count_seeds
+from dulbe_peft.comparison.ranks import ranked
+from dulbe_peft.comparison.summary import COLUMNS, count_seeds, named_columns, ordered
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
 from dulbe_peft.report.run_groups import flat_settings
-from dulbe_peft.report.table import write_table_csv, write_table_latex
+from dulbe_peft.report.table import filled, write_table_csv, write_table_latex
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:
@@ -36,16 +39,22 @@ def write_comparison_page(
     output: str | os.PathLike[str] | None = None,
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
+    *,
+    columns: str | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not, and its table as CSV and LaTeX, as `write_report` does."""
+    """Write a page about a comparison, finished or not, and its table as CSV and LaTeX, as `write_report` does.
+
+    `columns` are titles with commas between: those of the LaTeX table, all where it is None.
+    """
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
+    chosen = named_columns(columns, comparison.entries)
     write_page(output, "comparison.html", _content(comparison, folder.resolve().name))
     if csv is not None:
         write_table_csv(COLUMNS, comparison.entries, Path(csv))
     if latex is not None:
-        write_table_latex(columns_of(comparison.entries), comparison.entries, Path(latex))
+        write_table_latex(chosen, ordered(comparison.entries), Path(latex), lambda entry: entry.stream)
     return output
 
 
@@ -57,7 +66,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     tried = {f"{stream}: {method}": values for stream in scope.streams for method, values in scope.choices.items()}
     return {
         "name": name,
-        "streams": [_stream(comparison, stream, number) for number, stream in enumerate(scope.streams)],
+        "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
         "rows": len(scope.rows),
         "seeds": scope.seeds,
         "reference": scope.reference.title,
@@ -66,7 +75,8 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "counts": image_counts(scope.streams),
         "shown_rows": [row.title for row in rows],
         "several": best_of_each(comparison) if len(rows) < len(scope.rows) else "",
-        "columns": columns_of(entries)[1:],
+        "columns": filled(COLUMNS, entries)[1:],
+        "ranks": ranked(entries),
         "chosen": [(key, _listed(chosen[key]), _listed(values)) for key, values in tried.items() if key in chosen],
         "settings": [
             (key, _listed(flat_settings(values))) for key, values in (*scope.streams.items(), *scope.methods.items())
@@ -74,18 +84,22 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     }
 
 
-def _stream(comparison: Comparison, stream: str, number: int) -> dict[str, Any]:
-    """What the template shows of a stream; `number` tells its picture from the others."""
-    entries, reference = [entry for entry in comparison.entries if entry.stream == stream], comparison.scope.reference
+def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the template shows of a stream; `number` tells its pictures from the others."""
+    entries = ordered([entry for entry in comparison.entries if entry.stream == stream])
+    reference = comparison.scope.reference
+    curves = any(len(entry.curve) > 1 and entry.row in rows for entry in entries)
     others = with_difference(entries)
     return {
         "name": stream,
         "lead": lead(entries, reference),
         "seeds": count_seeds(entries) if entries else "",
         "forest": inline_svg(forest_figure(others), f"forest{number}") if others else "",
+        "curves": inline_svg(curves_figure(entries, rows), f"curves{number}") if curves else "",
+        "cost": inline_svg(cost_figure(entries), f"cost{number}") if len(entries) > 1 else "",
         "most": MOST,
         "more": max(len(others) - MOST, 0),
-        "columns": columns_of(entries)[1:],
+        "columns": COLUMNS[1:],
         "entries": entries,
         "reference": next((entry for entry in entries if entry.row == reference), None),
     }

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from dulbe_peft.comparison.comparison_file import Comparison, Entry
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.report.plots import INK, SERIES, STYLES, new_figure
+from dulbe_peft.report.plots import INK, SERIES, line_style, new_figure, whole_numbers
 
 MOST = 24  # rows that a picture of differences still shows legibly
-_LONGEST = 60  # letters of a name in a picture
+_LONGEST = 60  # letters of a line in a picture
 
 
 def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
     """The number of training images of each class on each stream; empty where the streams differ in more than that."""
     counts = {name: settings.get("images_per_class") for name, settings in streams.items()}
     others = [{**settings, "images_per_class": None} for settings in streams.values()]
-    numbers = {name: count for name, count in counts.items() if count is not None}
+    numbers = {name: count for name, count in counts.items() if isinstance(count, int)}
     alike = all(other == others[0] for other in others) and len(set(numbers.values())) == len(streams)
     return numbers if alike and len(streams) > 1 else {}
 
 
 def important_rows(comparison: Comparison) -> list[Row]:
-    """The reference and the best rows, at most eight: of each method, or of each classifier of a single method."""
+    """The reference, the best row of each stream, and up to eight rows the best of each method or classifier."""
     found: dict[Row, list[float]] = {}
+    winners: dict[str, Entry] = {}
     for entry in comparison.entries:
         found.setdefault(entry.row, []).append(entry.means["last"])
+        if entry.means["last"] > winners.setdefault(entry.stream, entry).means["last"]:
+            winners[entry.stream] = entry
     ranked = sorted(found, key=lambda row: (len(found[row]), math.fsum(found[row])), reverse=True)
     kind = best_of_each(comparison)
-    best = list({getattr(row, kind): row for row in reversed(ranked)}.values())
+    best = {getattr(row, kind): row for row in reversed(ranked)}.values()
     first = [row for row in found if row == comparison.scope.reference]
-    return first + sorted((row for row in best if row not in first), key=ranked.index)[: len(SERIES) - len(first)]
+    won = {entry.row for entry in winners.values()}.difference(first)
+    others = [row for row in ranked if row in best and row not in first and row not in won]
+    chosen = won.union(others[: max(0, len(SERIES) - len(first) - len(won))])
+    return first + [row for row in ranked if row in chosen]
 
 
 def best_of_each(comparison: Comparison) -> str:
@@ -50,9 +57,12 @@ def streams_figure(comparison: Comparison, rows: Sequence[Row]) -> Any:
     for number, row in enumerate(rows):
         own = {entry.stream: entry for entry in comparison.entries if entry.row == row}
         found = [own[name] for name in names if name in own]
-        shares = [100 * entry.means["last"] for entry in found]
-        spreads = [100 * (entry.spreads["last"] or 0.0) for entry in found]
-        look = {"color": SERIES[number], "marker": STYLES[number][0], "markersize": 4, "linewidth": 1.5}
+        means = [entry.means["last"] for entry in found]
+        shares = [100 * mean for mean in means]
+        spreads = [
+            100 * (entry.intervals["last"].high - m) if entry.intervals else 0.0 for entry, m in zip(found, means)
+        ]
+        look: dict[str, Any] = {**line_style(number), "markersize": 4, "linewidth": 1.5}
         if counts:
             places: list[float] = [counts[entry.stream] for entry in found]
             handles.append(axes.errorbar(places, shares, yerr=spreads, elinewidth=0.8, capsize=2, **look))
@@ -74,12 +84,48 @@ def streams_figure(comparison: Comparison, rows: Sequence[Row]) -> Any:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(0, 100)
         axes.set_xlabel(share)
-    legend = figure.legend(
-        handles, ["row"] * len(rows), loc="outside lower center", frameon=False, labelcolor=INK, fontsize=8
-    )
-    for text, row in zip(legend.get_texts(), rows, strict=True):
-        text.set_text(_plain(row.title))  # the legend itself would leave out a name that begins with "_"
+    _legend(figure, handles, [row.title for row in rows])
     return figure
+
+
+def curves_figure(entries: Sequence[Entry], rows: Sequence[Row]) -> Any:
+    """matplotlib's figure of one stream: how many test images some rows name right after each task."""
+    own = [entry for row in rows for entry in entries if entry.row == row and entry.curve]
+    figure, axes = new_figure(2.8 + 0.2 * len(own))
+    handles = []
+    for entry in own:
+        look: dict[str, Any] = {**line_style(rows.index(entry.row)), "markersize": 4, "linewidth": 1.5}
+        handles += axes.plot(range(1, len(entry.curve) + 1), [100 * value for value in entry.curve], **look)
+    axes.set_ylim(0, 100)
+    axes.xaxis.set_major_locator(whole_numbers())
+    axes.set_xlabel("task")
+    axes.set_ylabel("right, of all seen classes (%)")
+    _legend(figure, handles, [entry.row.title for entry in own])
+    return figure
+
+
+def cost_figure(entries: Sequence[Entry]) -> Any:
+    """matplotlib's figure of one stream: A_last of every row against its seconds; a method has one colour and mark."""
+    methods = list(dict.fromkeys(entry.row.method for entry in entries))
+    figure, axes = new_figure(2.8 + 0.2 * len(methods))
+    handles = []
+    for number, method in enumerate(methods):
+        own = [entry for entry in entries if entry.row.method == method]
+        seconds = [max(entry.seconds if entry.cpu_seconds is None else entry.cpu_seconds, 0.1) for entry in own]
+        look: dict[str, Any] = {**line_style(number), "linestyle": "none", "markersize": 5}
+        handles += axes.plot(seconds, [100 * entry.means["last"] for entry in own], **look)
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds, of the CPU where they are known")
+    axes.set_ylabel("right after the last task (%)")
+    _legend(figure, handles, methods)
+    return figure
+
+
+def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
+    look: Any = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
+    legend = figure.legend(handles, ["row"] * len(names), **look)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_text(_plain(name))  # the legend itself would leave out a name that begins with "_"
 
 
 def with_difference(entries: Sequence[Entry]) -> list[Entry]:
@@ -101,8 +147,8 @@ def forest_figure(entries: Sequence[Entry]) -> Any:
         axes.plot([low, high], [place, place], color=colour, linewidth=1.5)
         axes.plot([mean], [place], "o", color=colour, markersize=5, **({} if found.clear else {"mfc": "none"}))
         # Above its interval: beside it, a long name would leave no room for the axis on a phone.
-        where = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5, "color": INK}
-        axes.text(0.0, place - 0.45, _plain(entry.row.title), in_layout=False, **where)
+        where = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 7.5, "color": INK}
+        axes.text(0.0, place - 0.25, _plain(entry.row.title, 90), in_layout=False, **where)
     axes.set_ylim(len(rows) - 0.5, -0.9)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -111,6 +157,5 @@ def forest_figure(entries: Sequence[Entry]) -> Any:
 
 
 def _plain(text: str, longest: int = _LONGEST) -> str:
-    """A name as matplotlib shows it as it is, and short enough."""
-    short = text if len(text) <= longest else f"{text[: longest - 1]}…"
-    return short.replace("$", r"\$")
+    """A name as matplotlib shows it as it is, in lines that are short enough."""
+    return textwrap.fill(text, longest).replace("$", r"\$")

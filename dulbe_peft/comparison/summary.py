@@ -10,12 +10,20 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import CellRecord, answers_path, has_settings_of, read_answers, read_cell
-from dulbe_peft.comparison.comparison_file import Entry, Measure, Retention
+from dulbe_peft.comparison.cells import (
+    AnswersFacts,
+    CellRecord,
+    answers_path,
+    has_settings_of,
+    read_answers,
+    read_cell,
+)
+from dulbe_peft.comparison.comparison_file import Entry, Retention
+from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
-from dulbe_peft.metrics.bootstrap import Difference, image_shares, mean_share, paired_difference
-from dulbe_peft.report.table import Column, format_markdown
+from dulbe_peft.report.table import Column, filled, format_markdown
+from dulbe_peft.utils.specs import closest
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
@@ -25,9 +33,9 @@ class _CellRow:
     """One row of one cell, as its files tell; `shares` is what every test image adds to the measures."""
 
     shares: dict[Measure, np.ndarray]
+    curve: list[float]
     calibration_error: float
-    seconds: float
-    kept_bytes: int
+    facts: AnswersFacts
     cell: CellRecord
 
 
@@ -54,20 +62,17 @@ def _read(folder: Path, row: Row, cell: Cell) -> _CellRow | None:
     if done is None or not has_settings_of(done, cell) or not answers_path(folder, row).is_file():
         return None
     answers, facts = read_answers(folder, row, done)
-    last, average = image_shares(answers, facts.class_names)
-    error = calibration_error(answers[-1].probability, answers[-1].right)
-    seconds, kept = done.cost.seconds + facts.seconds, done.cost.kept_bytes + facts.nbytes
-    return _CellRow({"last": last, "average": average}, error, seconds, kept, done)
+    shares = image_shares(answers, facts.class_names)
+    curve = [float(step.right.double().mean()) for step in answers]
+    return _CellRow(shares, curve, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
 
 
 def _difference(found: dict[int, _CellRow], other: dict[int, _CellRow], measure: Measure) -> Difference | None:
     """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
-    shared = [seed for seed in found if seed in other]
-    sizes = {len(side[seed].shares[measure]) for side in (found, other) for seed in shared}
-    if len(sizes) != 1:  # other images in each seed cannot be paired
+    pairs = [(found[seed].shares[measure], other[seed].shares[measure]) for seed in found if seed in other]
+    if len({len(side) for pair in pairs for side in pair}) != 1:  # other images in each seed cannot be paired
         return None
-    own, reference = (np.stack([side[seed].shares[measure] for seed in shared]) for side in (found, other))
-    return paired_difference(own, reference)
+    return mean_interval(np.stack([own - reference for own, reference in pairs]))
 
 
 def _entry(
@@ -78,19 +83,26 @@ def _entry(
     gain: Difference | None,
 ) -> Entry:
     found = list(seeds.values())
-    values = {name: [mean_share(one.shares[name]) for one in found] for name in MEASURES}
+    shares = {name: [one.shares[name] for one in found] for name in MEASURES}
+    values = {name: [mean_share(one) for one in own] for name, own in shares.items()}
+    same = len({len(one) for one in shares["last"]}) == 1
+    curves = [one.curve for one in found]
+    cpu = [one.cell.cost.cpu_seconds + one.facts.cpu_seconds for one in found if one.cell.cost.cpu_seconds is not None]
     return Entry(
         stream=stream,
         row=row,
         seeds=tuple(seeds),
         means={name: statistics.fmean(numbers) for name, numbers in values.items()},
         spreads={name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
+        intervals={name: mean_interval(np.stack(own)) for name, own in shares.items()} if same else {},
         differences=differences,
         gain=gain,
         calibration_error=statistics.fmean(one.calibration_error for one in found),
-        seconds=statistics.fmean(one.seconds for one in found),
+        seconds=statistics.fmean(one.cell.cost.seconds + one.facts.seconds for one in found),
+        cpu_seconds=statistics.fmean(cpu) if cpu else None,
+        curve=[statistics.fmean(step) for step in zip(*curves)] if len(set(map(len, curves))) == 1 else [],
         trainable_parameters=found[0].cell.cost.trainable_parameters,
-        kept_bytes=max(one.kept_bytes for one in found),
+        kept_bytes=max(one.cell.cost.kept_bytes + one.facts.nbytes for one in found),
         retention=_mean_retention([one.cell.retention for one in found if one.cell.retention]),
     )
 
@@ -116,33 +128,47 @@ def _value(path: str) -> Callable[[Entry], Any]:
     def value(entry: Entry) -> Any:
         found: Any = entry
         for name in path.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name, None)
+            found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
         return found
 
     return value
 
 
 def _share(name: Measure) -> Callable[[Entry], str]:
-    """How a measure is shown: its mean and spread over the seeds, in percent."""
+    """How a measure is shown: its mean and interval, in percent."""
 
     def show(entry: Entry) -> str:
-        spread = entry.spreads[name]
-        return percent(entry.means[name]) + ("" if spread is None else f" ± {percent(spread)}")
+        if name not in entry.means or (name == "forgetting" and len(entry.curve) < 2):
+            return ""
+        found = entry.intervals.get(name)
+        interval = "" if found is None else f" ({percent(max(found.low, 0))} to {percent(min(found.high, 1))})"
+        return percent(entry.means[name]) + (interval if name != "forgetting" or found is None else _ends(found))
 
     return show
 
 
+def _ends(found: Difference) -> str:
+    return f" ({signed(found.low)} to {signed(found.high)})"
+
+
 def _interval(found: Difference | None) -> str:
-    return "" if found is None else f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+    return "" if found is None else signed(found.mean) + _ends(found)
 
 
 def _known(known: Retention | None) -> str:
     return "" if known is None else f"{percent(known.before)} → {percent(known.after)}"
 
 
-def _column(title: str, show: Callable[[Entry], str] | None, meaning: str, **paths: str) -> Column[Entry]:
+def _column(
+    title: str,
+    show: Callable[[Entry], str] | None,
+    meaning: str,
+    goodness: Callable[[Entry], float | None] | None = None,
+    **paths: str,
+) -> Column[Entry]:
     """A column of figures; `paths` say where an entry has the values of the CSV file."""
-    return Column(title, show, meaning=meaning, values={name: _value(path) for name, path in paths.items()})
+    values = {name: _value(path) for name, path in paths.items()}
+    return Column(title, show, meaning=meaning, values=values, goodness=goodness)
 
 
 def _name_column(title: str, path: str, meaning: str) -> Column[Entry]:
@@ -155,6 +181,8 @@ _MEASURE_PATHS = {
     for end, path in {
         "": "means.{}",
         "_std": "spreads.{}",
+        "_from": "intervals.{}.low",
+        "_to": "intervals.{}.high",
         "_difference": "differences.{}.mean",
         "_low": "differences.{}.low",
         "_high": "differences.{}.high",
@@ -177,16 +205,25 @@ COLUMNS: list[Column[Entry]] = [
     ),
     Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds)}),
     _column(
+        "A_last",
+        _share("last"),
+        "The percent of all test images that are named right after the last task, with its 95 % interval. The best "
+        "figure of a column is bold.",
+        lambda entry: entry.means["last"],
+        **_MEASURE_PATHS,
+    ),
+    _column(
         "A_bar",
         _share("average"),
         "After each task, the percent of test images of all classes seen by then that are named right. This is the "
-        "mean over the tasks. ± is the standard deviation over the seeds.",
+        "mean over the tasks.",
+        lambda entry: entry.means["average"],
     ),
     _column(
-        "A_last",
-        _share("last"),
-        "The percent of all test images that are named right after the last task. ± as for A_bar.",
-        **_MEASURE_PATHS,
+        "forgetting",
+        _share("forgetting"),
+        "What the earlier tasks have lost since each was known best, in percentage points, as a mean. Zero is best.",
+        lambda entry: None if len(entry.curve) < 2 else -entry.means.get("forgetting", 0.0),
     ),
     _column(
         "to the reference (95 %)",
@@ -208,13 +245,20 @@ COLUMNS: list[Column[Entry]] = [
         lambda entry: percent(entry.calibration_error),
         "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
         "is best.",
+        lambda entry: -entry.calibration_error,
         calibration_error="calibration_error",
     ),
     _column(
         "seconds",
         lambda entry: f"{entry.seconds:.0f}",
-        "To train and test the stream and to teach the classifier, as a mean over the seeds.",
+        "To train and test the stream and to teach the classifier by the clock, as a mean over the seeds.",
         seconds="seconds",
+    ),
+    _column(
+        "CPU seconds",
+        lambda entry: "" if entry.cpu_seconds is None else f"{entry.cpu_seconds:.0f}",
+        "The same, but the seconds that the run's own process computed, which others on the machine do not change.",
+        cpu_seconds="cpu_seconds",
     ),
     _column(
         "trained",
@@ -239,17 +283,30 @@ COLUMNS: list[Column[Entry]] = [
 ]
 
 
-def columns_of(entries: Sequence[Entry]) -> list[Column[Entry]]:
-    """The columns of a table of these rows: the last one only where it was measured."""
-    return COLUMNS if any(entry.retention for entry in entries) else COLUMNS[:-1]
+def ordered(entries: Sequence[Entry]) -> list[Entry]:
+    """The rows, the best of each stream first; the streams as they are."""
+    place = {stream: number for number, stream in enumerate(dict.fromkeys(entry.stream for entry in entries))}
+    return sorted(entries, key=lambda entry: (place[entry.stream], -entry.means["last"]))
+
+
+def named_columns(names: str | None, entries: Sequence[Entry]) -> list[Column[Entry]]:
+    """The columns that a list of titles with commas names; without one, those that show something."""
+    if names is None:
+        return filled(COLUMNS, entries)
+    known = {column.title: column for column in COLUMNS if column.show}
+    titles = [name.strip() for name in names.split(",")]
+    for title in titles:
+        if title not in known:
+            raise ValueError(f"there is no column {title!r}{closest(title, known)}")
+    return [known[title] for title in titles]
 
 
 def format_summary(entries: Sequence[Entry]) -> str:
     """The table in Markdown, one for each stream; all shares in percent."""
     parts = []
     for stream in dict.fromkeys(entry.stream for entry in entries):
-        own = [entry for entry in entries if entry.stream == stream]
-        parts.append(f"{stream}, {count_seeds(own)}\n\n{format_markdown(columns_of(own)[1:], own)}")
+        own = ordered([entry for entry in entries if entry.stream == stream])
+        parts.append(f"{stream}, {count_seeds(own)}\n\n{format_markdown(filled(COLUMNS, own)[1:], own)}")
     return "\n\n".join(parts)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
-from dulbe_peft.report.table import filled, shown
+from dulbe_peft.report.table import best, filled, shown
 from dulbe_peft.utils.files import replacing
 
 
@@ -30,7 +30,7 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
-    environment.globals |= {"shown": shown, "filled": filled}
+    environment.globals |= {"shown": shown, "filled": filled, "best_cells": best}
     style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = environment.get_template(template).render(content, style=style, script=script)
     with replacing(path) as temporary:

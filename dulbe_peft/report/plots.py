@@ -50,7 +50,7 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
         values = [math.nan if value is None else 100 * value for value in block["overall"]]
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
-        look = {"linewidth": 1.5, "clip_on": False, **_line(places.index(name)), **marks}
+        look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
         axes.plot(classes[: len(values)], values, label=name, **look)
     axes.set_ylim(0, 100)
     axes.set_xlabel("classes seen")
@@ -62,7 +62,7 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _line(place: int) -> dict[str, str]:
+def line_style(place: int) -> dict[str, str]:
     """Colour, mark and dash of a line; no two of the first 32 places have the same colour and the same dash."""
     turn, series = divmod(place, len(SERIES))
     mark, own = STYLES[(series + turn) % len(STYLES)][0], STYLES[series][1:]
@@ -102,7 +102,7 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
         axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
         done += len(task)
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.xaxis.set_major_locator(whole_numbers())
     axes.set_xlabel("epoch, counted over all tasks")
     axes.set_ylabel("mean loss")
     return figure
@@ -131,7 +131,7 @@ def counts_figure(rows: Sequence[ClassRow]) -> Any:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:.0f}")
     else:
-        axes.xaxis.set_major_locator(_whole_numbers())
+        axes.xaxis.set_major_locator(whole_numbers())
     axes.set_ylim(0, 100)
     axes.set_xlabel("training images of the class")
     axes.set_ylabel("right (%)")
@@ -180,7 +180,8 @@ def _thinned(values: Sequence[int]) -> list[int]:
     return kept
 
 
-def _whole_numbers() -> Any:
+def whole_numbers() -> Any:
+    """matplotlib's places of at most eight marks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(nbins=8, integer=True)

@@ -34,11 +34,29 @@ class Column(Generic[Row]):
     meaning: str = ""
     short: str = ""  # the title in a terminal
     values: Mapping[str, Callable[[Row], Any]] = field(default_factory=dict)  # CSV column -> value; None: empty
+    goodness: Callable[[Row], float | None] | None = None  # the best rows of a table are bold in this column
 
 
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
     """The columns that show something in some row."""
     return [column for column in columns if column.show and any(map(column.show, rows))]
+
+
+def best(
+    columns: Sequence[Column[Row]], rows: Sequence[Row], group: Callable[[Row], Any] = lambda _: None
+) -> list[list[bool]]:
+    """Which cells that people read are the best of their column, among the rows of the same group."""
+    found = [[False] * sum(column.show is not None for column in columns) for _ in rows]
+    for place, column in enumerate(column for column in columns if column.show):
+        values: dict[Any, dict[int, float]] = {}
+        for number, row in enumerate(rows):
+            value = None if column.goodness is None else column.goodness(row)
+            if value is not None:
+                values.setdefault(group(row), {})[number] = value
+        for own in values.values():
+            for number, value in own.items():
+                found[number][place] = value == max(own.values()) > min(own.values())
+    return found
 
 
 def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]]:
@@ -64,7 +82,11 @@ def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """The table in Markdown."""
     titles = [column.title for column in columns if column.show]
     marks = ["---:" if column.number else "---" for column in columns if column.show]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, marks, *shown(columns, rows)))
+    lines = [
+        [f"**{cell}**" if bold else cell for cell, bold in zip(cells, marked, strict=True)]
+        for cells, marked in zip(shown(columns, rows), best(columns, rows), strict=True)
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, marks, *lines))
 
 
 def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
@@ -74,16 +96,19 @@ def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: P
     write_csv(path, list(values), [["" if cell is None else cell for cell in line] for line in cells])
 
 
-def write_table_latex(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
-    """Write a LaTeX `tabular` that needs no package."""
+def write_table_latex(
+    columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path, group: Callable[[Row], Any] = lambda _: None
+) -> None:
+    """Write a LaTeX `tabular` that needs no package; the best figures of each group are bold."""
     numbers = [column.number for column in columns if column.show]
     layout = "".join("r" if number else "l" for number in numbers)
     titles = " & ".join(latex_text(column.title) for column in columns if column.show)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", rf"{titles} \\", r"\hline"]
-    for cells in shown(columns, rows):
+    for cells, bold in zip(shown(columns, rows), best(columns, rows, group), strict=True):
         written = [
-            cell.translate(_LATEX_NUMBER) if number else latex_text(cell)
-            for cell, number in zip(cells, numbers, strict=True)
+            rf"\textbf{{{text}}}" if top else text
+            for cell, number, top in zip(cells, numbers, bold, strict=True)
+            for text in [cell.translate(_LATEX_NUMBER) if number else latex_text(cell)]
         ]
         lines.append(" & ".join(written) + r" \\")
     with replacing(path) as temporary:

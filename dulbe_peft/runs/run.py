@@ -166,7 +166,7 @@ class Run:
 
     def learn(self, index: int, zero_shot: float | None) -> None:
         """Learn, test and commit the task at a place among all."""
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         learner, task = self.learner, self.own[index - len(self.known_tests)]
         fingerprints = on_main_process(partial(resume.task_fingerprints, task, learner.args))
         forget_peak_memory(learner.device)
@@ -188,6 +188,7 @@ class Run:
         seconds = time.perf_counter() - started
         done.timing = {
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - cpu,
             "phases": dict(profile.seconds),
             "peak_memory": peak_memory(learner.device),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
