@@ -56,10 +56,7 @@ def report(
         raise ValueError(f"--figures is about one run, got {got}")
     if columns is not None and not (comparisons and latex):
         raise ValueError("--columns is about the --latex table of a comparison: name both, or leave --columns out")
-    if comparisons:
-        page = write_comparison_page(folders[0], *files, columns=columns)
-    else:
-        page = write_report(folders, *files)
+    page = write_comparison_page(folders[0], *files, columns=columns) if comparisons else write_report(folders, *files)
     pictures = [] if figures is None else write_figures(folders[0], figures)
     for path in (output or page, csv, latex, *pictures):
         if path is not None:
