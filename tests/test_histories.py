@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
+import lives
 import pytest
 import torch
 from adapted_clip import CONFIG, PIXELS, image_features, learned, randomise, text_features
@@ -20,8 +22,9 @@ from peft import (
 )
 from peft.utils.hotswap import hotswap_adapter
 
-from dulbe_peft import DualModeLoraConfig, allocate_modes, probe_gradients
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, allocate_modes, probe_gradients
 from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.strategies import make_strategy
 
 
 def nbytes(layer):
@@ -191,3 +194,21 @@ def test_a_stream_trained_in_the_same_bases_is_warned_of(tiny_clip):
     with pytest.warns(UserWarning, match="nothing protects what that one learned"):
         model.fold_task()
     learned(model, 2).fold_task()  # bases of its own for each task: no warning
+
+
+@pytest.mark.parametrize("name", ["bofa", "cl_lora", "dulbe", "inflora", "loda", "sd_lora"])
+def test_strategies_take_ranks_by_layer_and_histories_that_are_matrices(name, tmp_path):
+    """Learned, and saved and loaded in between, bit for bit; only SD-LoRA, which reads them, keeps all factors."""
+    kind, (clip, processor) = make_strategy(name), lives.tiny_base()
+    targets = list(kind.target_modules or ["k_proj", "v_proj"])
+    config = DualModeLoraConfig(residual_rank=9, text_rank=1, target_modules=targets, rank_pattern={"v_proj": 12})
+    model, args = get_peft_model(copy.deepcopy(clip), config), lives.tiny_learner().args
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=kind, classifiers="bridge")
+    lives.learned(learner, 2).save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base_model=copy.deepcopy(clip))
+    images = lives.images_of(0, 1, seed=9)
+    for one in (learner, loaded):
+        lives.learn(2)(one)
+        ranks = [layer.history_rank("default") for layer in one.state.layers.values()]
+        assert ranks == ([30, 39] * (len(ranks) // 2) if name == "sd_lora" else [-1] * len(ranks))
+    assert torch.equal(learner.image_embeds(images), loaded.image_embeds(images))

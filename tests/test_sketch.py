@@ -126,21 +126,6 @@ def test_merged_sketches_keep_the_bound():
         exact(first).merge(stats)
 
 
-def test_a_loaded_sketch_goes_on_bit_for_bit(tmp_path):
-    first, second = TASKS["around a mean"], TASKS["noise"]
-    whole, stats, path = sketched(first, second), sketched(first), tmp_path / "s.safetensors"
-    stats.save(path)
-    loaded = OccupationStatistics.load(path)
-    assert loaded.sketch_rows == ROWS and loaded.groups == stats.groups and loaded.errors == stats.errors
-    assert all(torch.equal(loaded[name], stats[name]) for name in stats) and loaded["k"] is loaded["v"]
-    loaded.merge(exact(second))
-    assert all(torch.equal(loaded[name], whole[name]) for name in whole) and loaded.errors == whole.errors
-    loaded.save(path)
-    content = path.read_bytes()
-    whole.save(path)
-    assert path.read_bytes() == content
-
-
 def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):
     whole, other = (lives.tiny_learner(statistics=kind) for kind in ("sketch", "exact"))
     for learner in (whole, other):

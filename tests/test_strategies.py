@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -229,25 +228,3 @@ def test_what_is_no_strategy_is_refused():
         register_strategy(dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"})))
     with pytest.raises(ValueError, match="get_peft_model"):
         ClassIncrementalLearner(*tiny_base(), strategy="dulbe")
-
-
-def test_a_thread_that_predicts_changes_nothing_of_what_is_learned():
-    """Predictions of another thread wait while a task is learned, and are not counted among its inputs."""
-    (busy, calm), stop, answers = [learn(make_learner("dulbe"), 0) for _ in range(2)], threading.Event(), []
-
-    def predict():
-        while not stop.is_set():
-            answers.append(busy.predict(IMAGES[0][0]))
-
-    thread = threading.Thread(target=predict)
-    thread.start()
-    try:
-        learn(busy, 1)
-    finally:
-        stop.set()
-        thread.join()
-    learn(calm, 1)
-    assert answers
-    for name, matrix in calm.statistics.items():
-        assert torch.equal(busy.statistics[name], matrix), name
-    assert torch.equal(busy.image_embeds(IMAGES), calm.image_embeds(IMAGES))
