@@ -415,10 +415,13 @@ class ClassIncrementalLearner:
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
     @in_turn
-    def evaluate_again(self, before: Evaluation) -> Evaluation:
+    def evaluate_again(self, before: Sequence[Evaluation]) -> list[Evaluation]:
         """The answers to the same images by the classifiers as they are now; the model must be as it was."""
-        features, truth = before.features.to(self.device), before.truth.to(self.device)
-        return evaluate_features(self.classifiers, features, truth, self.class_names, before.images)
+        features, truth = (torch.cat([getattr(e, name) for e in before]) for name in ("features", "truth"))
+        images = [image for evaluation in before for image in evaluation.images]
+        found = evaluate_features(self.classifiers, features.to(self.device), truth, self.class_names, images)
+        ends = np.cumsum([len(evaluation.truth) for evaluation in before]).tolist()
+        return [found.part(slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
     @contextmanager
     def scaled(self, scale: float) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifiers
 from dulbe_peft.metrics.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
+from dulbe_peft.runs.progress import measured_row
 from dulbe_peft.utils.files import read_csv, write_csv
 
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
@@ -64,11 +65,12 @@ def test_class_means_stand_beside_the_classifiers_only_where_none_of_these_is_on
 
 def test_counts_by_class_add_up():
     found = predicted("lda", rows=slice(3, 7))  # of classes 3, 4, 0, 1
-    right = found.right_by_class(found.classifiers["lda"])
-    assert found.images_by_class() == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1} and right.keys() == {*NAMES} - {
-        NAMES[2]
-    }
-    assert sum(right.values()) == int((found.classifiers["lda"] == found.truth).sum())
+    row = measured_row([None, found])
+    assert row.images_by_class == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1}
+    right = row.classifiers["lda"]
+    assert right.right_by_class.keys() == row.images_by_class.keys()
+    assert sum(right.right_by_class.values()) == int((found.classifiers["lda"] == found.truth).sum())
+    assert right.by_task == [None, found.accuracy(found.classifiers["lda"])] and right.accuracy == right.by_task[1]
 
 
 def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):

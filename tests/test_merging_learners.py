@@ -10,7 +10,7 @@ from small_runs import QUICK
 
 from dulbe_peft import STRATEGIES, ClassIncrementalLearner, ImageFolder, LearnerArguments
 
-CLASSIFIERS = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1")
+CLASSIFIERS = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1", "bayes:alpha=1")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_two_teams_are_one(base, images, tmp_path):
     [
         ({"prompt_template": "a drawing of {}."}, "merge where templates is equal"),
         ({"classifiers": ("lda",)}, "merge where strategy and classifiers are equal"),
-        ({"classifiers": ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1,seed=3")}, "seed"),
+        ({"classifiers": ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1,seed=3", "bayes:alpha=1")}, "seed"),
         ({"image_resize": "squash"}, "encode images with other models or in other ways: image_processor differ"),
     ],
 )

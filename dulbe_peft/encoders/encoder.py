@@ -23,7 +23,15 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.features import Features, ModelKey
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
-from dulbe_peft.encoders.loading import embed_dim, image_size, tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.encoders.loading import (
+    check_distinct,
+    embed_dim,
+    image_size,
+    prompt_tokens,
+    tokenize,
+    unit_image_embeds,
+    unit_text_embeds,
+)
 from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
 from dulbe_peft.utils.processes import (
     check_open_files,
@@ -70,6 +78,7 @@ class Encoder:
         self.args = args
         self.device = device
         self.profile = Profile()
+        self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
         self._trained_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
 
     @property
@@ -228,7 +237,9 @@ class Encoder:
                 if other != name:
                     raise ValueError(f"classes {other!r} and {name!r} give the same prompt {prompts[0]!r}: rename one")
                 distinct |= dict.fromkeys(prompts)
-        self._tokenized(list(distinct))
+        new = [prompt for prompt in distinct if prompt not in self._known]  # those of old classes are known
+        self._known |= zip(new, prompt_tokens(self.processor, new, self.clip), strict=True)
+        check_distinct(distinct, (self._known[prompt] for prompt in distinct))
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         """Unit text embeddings of tokenized prompts, (prompts, d); each process encodes its rows."""

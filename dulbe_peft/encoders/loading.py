@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import resources
@@ -234,32 +234,44 @@ def _unit(output: Any) -> torch.Tensor:
     return F.normalize(getattr(output, "pooler_output", output).float(), dim=-1)
 
 
-def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
-    """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
-
-    A prompt that the tower cannot take is a `ValueError`, and so are two prompts that give the same tokens.
-    """
+def prompt_tokens(processor: Any, prompts: Sequence[str], model: Any) -> list[tuple[int, ...]]:
+    """The token ids of each prompt; one that the text tower cannot take is a `ValueError`."""
     check_encoder(model, text=True)
-    record, longest = encoder_of(model), longest_text(model)
+    longest = longest_text(model)
     for prompt in prompts:  # what stands behind the end of a text would not be read
         for sign in processor.tokenizer.all_special_tokens:
             if sign in prompt:
                 raise ValueError(f"prompt {prompt!r} holds {sign!r}, a sign of the tokenizer's own: take it out")
     try:
-        rows = processor.tokenizer(list(prompts))["input_ids"]
+        rows = processor.tokenizer(list(prompts))["input_ids"] if prompts else []
     except Exception as error:  # tokenizers raise a bare Exception, such as over a sign that they do not know
         raise ValueError(f"the tokenizer cannot read one of the prompts {prompts!r:.200}: {error}") from error
-    seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, rows, strict=True):
         if len(ids) > longest:
             raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {longest}: shorten it")
-        if tuple(ids) in seen:
-            other = seen[tuple(ids)]
-            raise ValueError(f"prompts {other!r} and {prompt!r} are the same to the tokenizer: rename a class")
-        seen[tuple(ids)] = prompt
+    return [tuple(ids) for ids in rows]
+
+
+def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) -> None:
+    """Raise a `ValueError` where two prompts give the same tokens."""
+    seen: dict[tuple[int, ...], str] = {}
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if ids in seen:
+            raise ValueError(f"prompts {seen[ids]!r} and {prompt!r} are the same to the tokenizer: rename a class")
+        seen[ids] = prompt
+
+
+def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
+    """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
+
+    A prompt that the tower cannot take is a `ValueError`, and so are two prompts that give the same tokens.
+    """
+    rows = prompt_tokens(processor, prompts, model)
+    record, longest = encoder_of(model), longest_text(model)
+    check_distinct(prompts, rows)
     options: dict[str, Any] = {"max_length": longest} if record.padding == "max_length" else {}
     options |= {"padding": record.padding, "padding_side": record.padding_side, "return_tensors": "pt"}
-    batch = processor.tokenizer.pad({"input_ids": rows}, return_attention_mask=True, **options)
+    batch = processor.tokenizer.pad({"input_ids": [list(ids) for ids in rows]}, return_attention_mask=True, **options)
     # A causal tower never sees the padding behind its end token; one that was trained to read padding has no mask.
     names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
     return {name: batch[name] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,17 @@ class Evaluation:
         """The share of images whose prediction, (n,), is right."""
         return (predicted == self.truth).double().mean().item()
 
-    def images_by_class(self) -> dict[str, int]:
-        """Class -> how many of the images show it; classes without an image are left out."""
-        counts = torch.bincount(self.truth, minlength=len(self.class_names)).tolist()
-        return {name: count for name, count in zip(self.class_names, counts, strict=True) if count}
-
-    def right_by_class(self, predicted: torch.Tensor) -> dict[str, int]:
-        """Class -> how many of its images the prediction, (n,), names right; classes without an image are left out."""
-        right = torch.bincount(self.truth[predicted == self.truth], minlength=len(self.class_names)).tolist()
-        shown = self.images_by_class()
-        return {name: count for name, count in zip(self.class_names, right, strict=True) if name in shown}
+    def part(self, rows: slice) -> Evaluation:
+        """What was predicted for some of the images."""
+        return replace(
+            self,
+            images=self.images[rows],
+            truth=self.truth[rows],
+            classifiers={name: found[rows] for name, found in self.classifiers.items()},
+            baselines={name: found[rows] for name, found in self.baselines.items()},
+            probability=self.probability[rows],
+            features=self.features[rows],
+        )
 
 
 @torch.no_grad()
@@ -102,13 +103,15 @@ def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     first = next(iter(tasks.values()))
     main, *others = first.classifiers
     others += [name for name in first.baselines if name not in first.classifiers]
-    rows = []
+    rows: list[Any] = []
     for number, part in tasks.items():
-        names, columns = part.class_names, part.baselines | part.classifiers
-        for row, image in enumerate(part.images):
-            said = [names[int(columns[name][row])] for name in (main, *others)]
-            probability = f"{float(part.probability[row]):.6f}"
-            rows.append([image, names[int(part.truth[row])], said[0], probability, number, *said[1:]])
+        columns, names = part.baselines | part.classifiers, part.class_names
+        said = [
+            [names[label] for label in column.tolist()]
+            for column in (part.truth, *(columns[name] for name in (main, *others)))
+        ]
+        sure = [f"{value:.6f}" for value in part.probability.tolist()]
+        rows += zip(part.images, *said[:2], sure, [number] * len(sure), *said[2:], strict=True)
     write_csv(path, [*_COLUMNS, *(f"{_OTHER}{name}" for name in others)], rows)
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
@@ -128,25 +129,25 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
     found = [test for test in tests if test is not None]
     if not found:
         return Row()
-    total = sum(len(test.truth) for test in found)
+    sizes = np.array([len(test.truth) for test in found])
+    truth = np.concatenate([test.truth.numpy() for test in found])
+    labels, place, counts = np.unique(truth, return_inverse=True, return_counts=True)
+    names = [found[-1].class_names[label] for label in labels]
 
     def score(kind: str, name: str) -> Score:
-        by_task: list[float | None] = []
-        weighted, right = 0.0, dict[str, int]()
-        for test in tests:
-            if test is None:
-                by_task.append(None)
-                continue
-            predicted = getattr(test, kind)[name]
-            by_task.append(test.accuracy(predicted))
-            weighted += test.accuracy(predicted) * len(test.truth)
-            right |= test.right_by_class(predicted)
-        return Score(accuracy=weighted / total, by_task=by_task, right_by_class=right)
+        right = np.concatenate([getattr(test, kind)[name].numpy() for test in found]) == truth
+        shares = iter((np.add.reduceat(right, np.cumsum(sizes) - sizes, dtype=np.int64) / sizes).tolist())
+        by_class = np.bincount(place[right], minlength=len(names)).tolist()
+        return Score(
+            accuracy=float(right.mean()),
+            by_task=[None if test is None else next(shares) for test in tests],
+            right_by_class=dict(zip(names, by_class, strict=True)),
+        )
 
     return Row(
         classifiers={name: score("classifiers", name) for name in found[0].classifiers},
         baselines={name: score("baselines", name) for name in found[0].baselines},
-        images_by_class={name: count for test in found for name, count in test.images_by_class().items()},
+        images_by_class=dict(zip(names, counts.tolist(), strict=True)),
     )
 
 

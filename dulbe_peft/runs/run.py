@@ -203,19 +203,18 @@ class Run:
         """What is measured after the first `count` tasks, on those of them that have test data."""
         tests, to_come = self.tests()[:count], self.tests()[count:]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        self.evaluations = {index + 1: self.evaluated(index + 1, *tests[index]) for index in tested}
+        # A model that is not trained encodes an image once.
+        kept = {} if self.learner.strategy.adapts else self.evaluations
+        old = [index + 1 for index in tested if index + 1 in kept]
+        again = self.learner.evaluate_again([kept[number] for number in old]) if old else []
+        self.evaluations = dict(zip(old, again, strict=True)) | {
+            index + 1: self.learner.evaluate_images(*tests[index]) for index in tested if index + 1 not in kept
+        }
         row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
         if self.options.test_ahead:
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
             row.ahead = progress.Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
         return row
-
-    def evaluated(self, number: int, test: Any, names: Sequence[str]) -> Evaluation:
-        """Predictions for the test images of a task; a model that is not trained encodes them once."""
-        before = self.evaluations.get(number)
-        if before is None or self.learner.strategy.adapts:
-            return self.learner.evaluate_images(test, names)
-        return self.learner.evaluate_again(before)
 
     # ------------------------------------------------------------------ files
 
