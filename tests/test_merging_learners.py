@@ -10,7 +10,7 @@ from small_runs import QUICK
 
 from dulbe_peft import STRATEGIES, ClassIncrementalLearner, ImageFolder, LearnerArguments
 
-CLASSIFIERS = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1", "bayes:alpha=1")
+CLASSIFIERS = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1", "bayes")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,12 @@ def test_two_teams_are_one(base, images, tmp_path):
     assert all((before[key] == value).all() for key, value in paris.classifier.state_dict().items())
     expected = scores(whole, test)
     for name, given in scores(found, test).items():
+        same = (given.argmax(1) == expected[name].argmax(1)).double().mean()
+        if name == "bayes":  # its prior's weight is chosen on images that each task held back
+            assert same >= 0.9
+            continue
         np.testing.assert_allclose(given, expected[name], atol=2e-3 * float(expected[name].abs().max()), err_msg=name)
-        assert (given.argmax(1) == expected[name].argmax(1)).all()
+        assert same == 1
     found.save_pretrained(tmp_path / "both")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "both", machine={"device": "cpu", "progress": False})
     assert loaded.predict(test) == found.predict(test)
@@ -63,7 +67,18 @@ def test_two_teams_are_one(base, images, tmp_path):
     [
         ({"prompt_template": "a drawing of {}."}, "merge where templates is equal"),
         ({"classifiers": ("lda",)}, "merge where strategy and classifiers are equal"),
-        ({"classifiers": ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1,seed=3", "bayes:alpha=1")}, "seed"),
+        (
+            {
+                "classifiers": (
+                    "lda",
+                    "prototype",
+                    "ridge:ridge=1",
+                    "ranpac:features=40,ridge=1,seed=3",
+                    "bayes",
+                )
+            },
+            "seed",
+        ),
         ({"image_resize": "squash"}, "encode images with other models or in other ways: image_processor differ"),
     ],
 )
