@@ -54,13 +54,14 @@ def advise(
     from dulbe_peft.classifiers import CLASSIFIERS as EVERY_CLASSIFIER
     from dulbe_peft.comparison.advice import CLASSIFIERS, TRIALS, Advice, advice_plans, advise, format_advice
     from dulbe_peft.comparison.cells import is_done
-    from dulbe_peft.runs.sources import open_source, source_of
+    from dulbe_peft.runs.sources import DATA_FIELDS, open_source, source_of
     from dulbe_peft.strategies import STRATEGIES
     from dulbe_peft.utils.folders import check_replaceable
     from dulbe_peft.utils.records import write_record
     from dulbe_peft.utils.specs import parse_spec, split_specs
 
-    open_source(source_of(validated(settings)[0]))  # says what there is
+    source = source_of(validated(settings)[0])
+    open_source({name: source[name] for name in DATA_FIELDS})  # says what there is
     trials = {} if no_training else TRIALS
     specs = CLASSIFIERS if classifiers is None else split_specs(classifiers)
     path = folder / "advice.json"
