@@ -88,7 +88,7 @@ class Entries(Record):
 def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
     names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
-    if learner.folder is not None:
+    if learner.folder is not None and learner.folder.is_dir():  # it may be gone by now
         saved = parse_manifest(learner.folder).notes.get("tasks", [])
         if saved == names[: len(saved)]:
             found = read_finished(learner.folder, learner.folder.parent, saved)
