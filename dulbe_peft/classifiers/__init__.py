@@ -64,14 +64,11 @@ def make_classifier(
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, metric=cosine, classes=0)
     """
     if isinstance(spec, Classifier):
+        who = f"the {spec.name!r} classifier"
         if spec.class_names:
-            raise ValueError(
-                f"the {spec.name!r} classifier already has {len(spec.class_names)} classes: give an empty one"
-            )
+            raise ValueError(f"{who} already has {len(spec.class_names)} classes: give an empty one")
         if spec.embed_dim != embed_dim:
-            raise ValueError(
-                f"the {spec.name!r} classifier takes {spec.embed_dim} dimensions, the model gives {embed_dim}"
-            )
+            raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
         return spec
     cls, settings = parse_classifier(spec, defaults)
     return cls(embed_dim=embed_dim, logit_scale=logit_scale, **settings)
@@ -111,8 +108,7 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-_OF_ONE_METHOD = (VisualAgentClassifier, RapfClassifier, BofaClassifier)
-METHOD_CLASSIFIERS = tuple(_cls.name for _cls in _OF_ONE_METHOD)
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa")  # of one strategy each
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -122,6 +118,8 @@ for _cls in (
     RidgeClassifier,
     RanpacClassifier,
     BayesClassifier,
-    *_OF_ONE_METHOD,
+    VisualAgentClassifier,
+    RapfClassifier,
+    BofaClassifier,
 ):
     register_classifier(_cls)

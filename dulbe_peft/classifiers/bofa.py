@@ -17,13 +17,12 @@ class BofaClassifier(PrototypeClassifier):
     """logits = tau z . p_c, with p_c = (1 - lambda) e_c + lambda v_c, not normalised again.
 
     v_c is the direction of the class's mean unit feature. lambda is the one of `grid` values from 0 to 1 with the best
-    accuracy on the first task's own images, and never changes afterwards. Where several are best, the middle one is
-    taken: two classes are often told apart by any lambda, and then an end of the grid would be no choice.
+    accuracy on the first task's own images, and the middle one of these where several are best. It never changes.
 
     The paper makes v_c of old classes anew with each task's projection, from unprojected class means. A classifier
-    sees projected features alone, so here v_c stays; the learner's setting drift="linear" moves it along. The Gaussian
-    discriminant that the published code adds at the test is left out for the same reason. In that code lambda weighs
-    the text when it is searched and the image when it is used; here it weighs the image both times, as in the paper.
+    sees projected features alone, so here v_c stays, unless drift="linear" moves it along. The published code's
+    Gaussian discriminant is left out for the same reason. In that code lambda weighs the text when it is searched and
+    the image when it is used; here it weighs the image both times, as in the paper.
 
     Reference:
         "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.

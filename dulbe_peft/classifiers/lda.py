@@ -73,19 +73,15 @@ class LdaClassifier(Classifier):
 
     def _added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """The scatter grows by that around the new mean, and by what old images lose as their mean moves."""
-        images, labels = images.to(self.means.device).double(), labels.to(self.means.device)
+        images, labels = images.to(self.means), labels.to(self.means.device)
         kept = self.with_new_rows(len(new))
         old, old_means = kept["counts"].to(labels.device), kept["means"]
         counts = old + torch.bincount(labels, minlength=len(old))
         sums = (old_means * old[:, None]).index_add(0, labels, images)
         check_directions(sums[len(sums) - len(new) :], new)
         means = sums / counts[:, None]
-        return {
-            "means": means,
-            "counts": counts,
-            "scatter": self.scatter + added_scatter(images, labels, old_means, means, old),
-            "freedom": self.freedom + len(images) - len(new),
-        }
+        scatter = self.scatter + added_scatter(images, labels, old_means, means, old)
+        return {"means": means, "counts": counts, "scatter": scatter, "freedom": self.freedom + len(images) - len(new)}
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """Beside the sum, the scatter takes in how far apart the two means of a shared class are."""

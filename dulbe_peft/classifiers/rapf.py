@@ -33,14 +33,12 @@ def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> 
 class RapfClassifier(Classifier):
     """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
 
-    A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512. What it learns depends on `seed`,
-    the number of classes and the features alone. Learning runs twice for each task, because the temperature of the
-    probabilities needs a classifier that has not seen the held-back images.
+    A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512. Learning runs twice for each task,
+    because the temperature of the probabilities needs a classifier that has not seen the held-back images.
 
-    The authors' features are not normalised, the ones here have norm 1. The authors add
-    1e-4 I to a covariance of features whose norm is about 10; the same part of features of norm 1 is 1e-6 I.
-
+    The authors add 1e-4 I to a covariance of features whose norm is about 10; here their norm is 1, so it is 1e-6 I.
     A starts as the authors' does, as a random matrix without the identity, so task 1 gives the zero-shot scores up.
+    Where a task's counts differ, its images are weighed as in `ridge`; the authors' are not.
 
     Args:
         epochs: passes over a task's features.
@@ -111,12 +109,7 @@ class RapfClassifier(Classifier):
         }
 
     def _trained(
-        self,
-        start: Tensor,
-        images: Tensor,
-        labels: Tensor,
-        texts: Tensor,
-        generator: torch.Generator,
+        self, start: Tensor, images: Tensor, labels: Tensor, texts: Tensor, generator: torch.Generator
     ) -> Tensor:
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
         old = len(self._class_names)
@@ -155,7 +148,7 @@ class RapfClassifier(Classifier):
         return drawn
 
     def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * _mapped(images, self.map.float()) @ self.text_embeds.float().T
+        return mapped_cosine(images, **self.formula()[1])
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}

@@ -69,9 +69,8 @@ class VisualAgentClassifier(Classifier):
             agents, images, labels = agents.clone().requires_grad_(), images.clone(), labels.clone()
             optimizer = torch.optim.Adam([agents], lr=self.learning_rate)
             steps = self.epochs * -(-len(images) // self.batch_size)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-                optimizer, T_max=max(1, steps), eta_min=0.01 * self.learning_rate
-            )
+            least = 0.01 * self.learning_rate
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
             for _ in range(self.epochs):
                 for rows in minibatches(images, self.batch_size, generator):
                     loss = F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
@@ -82,15 +81,13 @@ class VisualAgentClassifier(Classifier):
         return agents.detach()
 
     def logits(self, images: Tensor) -> Tensor:
-        by_text = (self.logit_scale * images @ self.text_embeds.float().T).softmax(dim=1)
-        by_agent = (images @ F.normalize(self.agents.float(), dim=1).T).softmax(dim=1)
-        return ((by_text + self.weight * by_agent) / (1 + self.weight)).log()
+        return mix(images, **self.formula()[1])
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mix, {
             "texts": self.logit_scale * self.text_embeds.float(),
             "agents": F.normalize(self.agents.float(), dim=1),
-            "share": torch.tensor(self.weight),
+            "share": torch.tensor(self.weight, device=self.device),
         }
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
