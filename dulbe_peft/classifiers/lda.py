@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.covariance import added_scatter, oas_shrinkage, shrunk_covariance
 from dulbe_peft.classifiers.sums import merged_rows
 from dulbe_peft.utils.checks import check_number, is_number
+
+MOST_JUDGED = 1000  # images of a task that are left out
 
 
 class LdaClassifier(Classifier):
@@ -103,10 +106,11 @@ class LdaClassifier(Classifier):
         return (self.left_out(images, labels), labels) if len(images) and len(self.means) > 1 else None
 
     def repeated(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the images, (n, d), whose class has others, in float64, and their labels."""
+        """At most 1000 of the images, (n, d), whose class has others, in float64, and their labels."""
         images, labels = images.to(self.means), labels.to(self.means.device)
-        several = self.counts.to(labels.device)[labels] > 1
-        return images[several], labels[several]
+        several = (self.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
+        rows = several[ranking(images[several]).argsort()][:: max(1, -(-len(several) // MOST_JUDGED))]
+        return images[rows], labels[rows]
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """The scores of (n, d) images, each as if it had not been learned, (n, C), float64.

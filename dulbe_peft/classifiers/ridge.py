@@ -58,7 +58,10 @@ class RidgeRegression(Classifier):
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """Sums are added, and held-back errors: each task's are of the classes that its own side knew."""
-        shared = {"gram": self._gram() + other._gram().to(self.sums), "errors": self.errors + other.errors}
+        shared = {
+            "gram": self._gram() + other._gram().to(self.sums),
+            "errors": self.errors + other.errors.to(self.errors),
+        }
         return merged_rows(self, other, places, "sums", "counts") | shared
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
