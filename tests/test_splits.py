@@ -227,6 +227,17 @@ def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
         draw_per_class(photos_by_class, 0)
 
 
+def test_classes_of_unequal_numbers_are_drawn_by_the_seed(tmp_path):
+    data = ImageFolder(photos(tmp_path, dict.fromkeys("abcdef", 13)), None)
+
+    def counts(wanted, seed=0):
+        return np.bincount(draw_per_class(data, wanted, seed).labels).tolist()
+
+    assert sorted(counts([2, 9])) == [2, 2, 2, 9, 9, 9] and sorted(counts("longtail:12")) == [2, 2, 3, 4, 6, 12]
+    assert len({tuple(counts([2, 9], seed)) for seed in range(5)}) > 1, "a seed says which classes have few images"
+    assert set(draw_per_class(data, [2, 9]).indices) <= set(draw_per_class(data, 9).indices)
+
+
 def test_images_are_held_back_twice_independently(tmp_path):
     """Half of them for tests, then half of the others to choose settings: the second half is no leftover."""
     data = ImageFolder(photos(tmp_path, {"a": 200, "b": 200}), None)

@@ -109,7 +109,9 @@ def advice_plans(
     """The two comparisons that an advice is made of: the whole stream without training, and the probe."""
     whole = dict(settings) | {"validation_fraction": CHOICE_FRACTION}
     few = whole.get("images_per_class") or PROBE_IMAGES
-    probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": min(few, PROBE_IMAGES)}
+    if not isinstance(few, str):
+        few = [min(count, PROBE_IMAGES) for count in few] if isinstance(few, list) else min(few, PROBE_IMAGES)
+    probe = whole | {"max_tasks": PROBE_TASKS, "images_per_class": few}
     frozen = {FROZEN: {"strategy": "frozen"}}
     views = AUGMENTED if trials and not settings.get("augment") else {}
     return (

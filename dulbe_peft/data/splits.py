@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,24 @@ def hold_out(
     return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
 
 
-def draw_per_class(images: LabelledImages, count: int, seed: int = 0) -> LabelledImages:
-    """At most `count` images of each class, drawn as in `hold_out`; with a smaller count some of the same ones."""
-    count, seed = check_int("count", count, 1), check_int("seed", seed, 0)
+def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, seed: int = 0) -> LabelledImages:
+    """At most `count` images of each class, drawn as in `hold_out`; with a smaller count some of the same ones.
+
+    Several counts go round among the classes, in an order that the seed draws. `longtail:32` gives 32 images to the
+    first class of this order, 16 to the second, 32 / 3 to the third, and so on, at least one.
+    """
+    seed = check_int("seed", seed, 0)
     drawn, labels = _draws(images, seed, "draw"), images.labels
-    kept = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    kept = [members[np.argsort(drawn[members], kind="stable")[:count]] for members in kept]
+    keys = [hashlib.sha256(f"{seed} classes\0{name}".encode()).digest() for name in images.class_names]
+    kept = []
+    for rank, label in enumerate(sorted(np.unique(labels).tolist(), key=keys.__getitem__)):
+        if isinstance(count, str):
+            number = max(1, int(count.removeprefix("longtail:")) // (rank + 1))
+        else:
+            counts = [count] if isinstance(count, int) else list(count)
+            number = check_int("count", counts[rank % len(counts)], 1)
+        members = np.flatnonzero(labels == label)
+        kept.append(members[np.argsort(drawn[members], kind="stable")[:number]])
     return images.at(np.sort(np.concatenate(kept)))
 
 

@@ -43,8 +43,10 @@ class StreamArguments:
         "Test on this share of each class's training images, which are then not learned, and leave the test images "
         "alone: for choosing settings.",
     )
-    images_per_class: Annotated[int, Ge(1)] | None = setting(
-        None, "Learn from at most so many images of each class, drawn at random."
+    images_per_class: Annotated[int, Ge(1)] | list[Annotated[int, Ge(1)]] | str | None = setting(
+        None,
+        "Learn from at most so many images of each class, drawn at random. Several counts, such as 2,32, go round "
+        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
     skip_unreadable: bool = setting(
@@ -99,6 +101,11 @@ class StreamArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        count = self.images_per_class
+        if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
+            raise ValueError(
+                f"images_per_class must be a number, several with commas, or longtail:32, got {count!r:.100}"
+            )
 
 
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
