@@ -26,7 +26,7 @@ def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], outp
     loaded = load()
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    loaded.save_pretrained(output)
+    loaded.run([], output)  # which keeps where the images came from, so that none counts twice
     print(f"{len(loaded.class_names)} classes are left")
     print(f"written: {output}")
     say_next("export", output, f"{output}-export", "--format", "transformers")

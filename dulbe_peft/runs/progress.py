@@ -90,8 +90,12 @@ def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
     if learner.folder is not None and learner.folder.is_dir():  # it may be gone by now
         saved = parse_manifest(learner.folder).notes.get("tasks", [])
-        if saved == names[: len(saved)]:
+        if len(saved) <= len(names) and all(set(now) <= set(task) for now, task in zip(names, saved, strict=False)):
             found = read_finished(learner.folder, learner.folder.parent, saved)
+            if (
+                saved != names[: len(saved)]
+            ):  # of a task that lost a class, only where its images came from still holds
+                found = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, found)]
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
 
 
