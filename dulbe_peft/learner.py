@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
@@ -19,11 +18,11 @@ from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving
-from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
+from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.images import named_images
-from dulbe_peft.data.names import check_class_names, check_class_texts
+from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import check_processor, check_statistics_tokens, has_text, logit_scale
@@ -35,7 +34,13 @@ from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.locking import in_turn, scaling
-from dulbe_peft.training.model_checks import check_adapter_name, check_model, check_trainable
+from dulbe_peft.training.model_checks import (
+    check_adapter_name,
+    check_model,
+    check_trainable,
+    checked_texts,
+    learner_classifiers,
+)
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord, learned
 from dulbe_peft.training.updating import check_update, merged_states, with_more_images, without_class
@@ -125,21 +130,8 @@ class ClassIncrementalLearner:
             processor = with_image_resize(processor, clip, args.image_resize)
         self.encoder = Encoder(clip, processor, args, self.device)
         self.logit_scale = logit_scale(clip)
-        if classifiers is None:
-            classifiers = method.classifiers if has_text(clip) else without_text(method.classifiers)
-        rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else list(classifiers)
-        if head is not None and "bridge" not in rows:
-            raise ValueError(f"head is given, but 'bridge' is not among the classifiers {rows}")
-        made = make_classifiers(
-            [head if head is not None and row == "bridge" else row for row in rows],
-            self.encoder.embed_dim,
-            self.logit_scale,
-            {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
-        )
-        reads_text = [name for name, classifier in made.items() if classifier.needs_text]
-        if reads_text and not has_text(clip):
-            raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
-        self.state = LearnerState(model, processor, args, method, {n: c.to(self.device) for n, c in made.items()})
+        made = learner_classifiers(clip, method, args, classifiers, head, self.device)
+        self.state = LearnerState(model, processor, args, method, made)
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
@@ -217,28 +209,17 @@ class ClassIncrementalLearner:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
         state = self.state
-        if state.incomplete:
-            raise ValueError(
-                f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
-                "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
-            )
         with raise_in_all():
             self._check_adapter()
             check_trainable(state)
             images = named_images(dataset, class_names)
-            names = check_class_names(images.class_names, seen=self.class_names)
-            absent = np.setdiff1d(np.arange(len(names)), images.labels)
-            if len(absent):
-                raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
-            texts = state.class_texts | check_class_texts(class_texts or {}, names)
-            if has_text(self.clip):
-                self.encoder.check_prompts((*self.class_names, *names), texts)
-        check_same_in_all((names, images.labels.tolist(), texts), "class names, texts or labels")
+            texts = checked_texts(state, self.encoder, images, class_texts or {})
+        check_same_in_all((images.class_names, images.labels.tolist(), texts), "class names, texts or labels")
         self.profile.clear()
         pixels = self.encoder.images(images, keep=state.strategy.adapts)
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state, self.record, self.closing = learned(
-                replace(state, class_texts=texts), self.encoder, self.logit_scale, pixels, names, self.log
+                replace(state, class_texts=texts), self.encoder, self.logit_scale, pixels, images.class_names, self.log
             )
 
     @contextmanager
@@ -309,12 +290,7 @@ class ClassIncrementalLearner:
         """
         self._check_learned()
         other._check_learned()
-        merged = merged_states(self.state, other.state)
-        mine, theirs = self.encoder.key.model_dump(), other.encoder.key.model_dump()
-        wrong = ", ".join(name for name in mine if mine[name] != theirs[name])
-        if wrong:
-            raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
-        self.state = merged
+        self.state = merged_states(self.state, other.state, self.encoder.key, other.encoder.key)
         return self
 
     # ------------------------------------------------------------------ using
@@ -367,19 +343,10 @@ class ClassIncrementalLearner:
             >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
             [[('dog', 0.93), ('cat', 0.05)]]
         """
-        answers: list[Any] = []
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
-        several = top_k is not None or coverage is not None
-        for row in self.predictions(images, 1 if top_k is None else top_k, reject, coverage):
-            if row.error is not None:
-                raise ValueError(f"image {len(answers)} ({row.image}) cannot be read: {row.error}")
-            names: list[Any] = list(row.classes)
-            if return_scores:
-                names = list(zip(row.classes, row.probabilities, strict=True))
-            names = names if row.known else []
-            answers.append(names if several else next(iter(names), None))
-        return answers
+        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage)
+        return [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
 
     @in_turn
     def predictions(

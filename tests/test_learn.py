@@ -90,7 +90,8 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert main(["forget", str(tmp_path / "august-run"), "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
     assert learn(tmp_path / "less", some(photos, tmp_path / "more", ["one"], 3), tmp_path / "last") == 0
     capsys.readouterr()
-    assert learn(tmp_path / "less", june / "photos", tmp_path / "again") == 2 and "count twice" in capsys.readouterr().err
+    assert learn(tmp_path / "less", june / "photos", tmp_path / "again") == 2
+    assert "count twice" in capsys.readouterr().err
     page = write_report(tmp_path / "last").read_text(encoding="utf-8")
     assert "after task 3, a class of task 2 was forgotten" in page and "two" not in page
 

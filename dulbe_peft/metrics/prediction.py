@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,14 @@ class Prediction:
     probabilities: tuple[float, ...] = ()
     known: bool = True
     error: str | None = None
+
+    def answer(self, number: int, scores: bool, several: Any) -> Any:
+        """The best class, or all of them where `several` is true, as (name, probability) where `scores` are asked."""
+        if self.error is not None:
+            raise ValueError(f"image {number} ({self.image}) cannot be read: {self.error}")
+        found = list(zip(self.classes, self.probabilities, strict=True)) if scores else list(self.classes)
+        found = found if self.known else []
+        return found if several else next(iter(found), None)
 
 
 @torch.no_grad()

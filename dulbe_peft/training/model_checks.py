@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from peft import PeftModel
 from torch import nn
 
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.encoders.loading import check_encoder
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.names import check_class_names, check_class_texts
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import check_encoder, embed_dim, has_text, logit_scale
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.training.state import LearnerState
 
@@ -30,7 +39,12 @@ def check_adapter_name(model: Any) -> None:
 
 
 def check_trainable(state: LearnerState) -> None:
-    """Raise where an adapter is merged or scaled, or where a strategy would train another part of the model."""
+    """Raise where an adapter is merged or scaled, or a strategy lacks its memory or would train another part."""
+    if state.incomplete:
+        raise ValueError(
+            f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
+            "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
+        )
     if state.adapter is not None:
         state.adapter.check_unmerged()
         state.adapter.check_unscaled()
@@ -79,3 +93,43 @@ def check_model(model: Any, strategy: Strategy) -> Any:
         )
     check_encoder(model, text=strategy.adapts)
     return model
+
+
+def learner_classifiers(
+    clip: Any,
+    strategy: Strategy,
+    args: LearnerArguments,
+    classifiers: str | Classifier | Sequence[str | Classifier] | None,
+    head: BridgeEnsembleHead | None,
+    device: torch.device,
+) -> dict[str, Classifier]:
+    """A learner's classifiers by name, the strategy's own where None are given; `head` is the one called "bridge"."""
+    if classifiers is None:
+        classifiers = strategy.classifiers if has_text(clip) else without_text(strategy.classifiers)
+    rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else list(classifiers)
+    if head is not None and "bridge" not in rows:
+        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {rows}")
+    made = make_classifiers(
+        [head if head is not None and row == "bridge" else row for row in rows],
+        embed_dim(clip),
+        logit_scale(clip),
+        {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
+    )
+    reads_text = [name for name, classifier in made.items() if classifier.needs_text]
+    if reads_text and not has_text(clip):
+        raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
+    return {name: classifier.to(device) for name, classifier in made.items()}
+
+
+def checked_texts(
+    state: LearnerState, encoder: Encoder, images: LabelledImages, class_texts: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, ...]]:
+    """All classes' own texts with those of a new task, after a check that its classes can be learned."""
+    names = check_class_names(images.class_names, seen=state.class_names)
+    absent = np.setdiff1d(np.arange(len(names)), images.labels)
+    if len(absent):
+        raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
+    texts = state.class_texts | check_class_texts(class_texts, names)
+    if has_text(state.base):
+        encoder.check_prompts((*state.class_names, *names), texts)
+    return texts

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from dulbe_peft.data.features import ModelKey
 from dulbe_peft.data.names import normalized
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -51,7 +52,7 @@ def with_more_images(
     return replace(state, classifiers=classifiers, memory=memory, updates=updates)
 
 
-def merged_states(state: LearnerState, other: LearnerState) -> LearnerState:
+def merged_states(state: LearnerState, other: LearnerState, key: ModelKey, others_key: ModelKey) -> LearnerState:
     """The state of a learner that trains nothing, with what another one of the same model has learned."""
     for one in (state, other):
         if one.strategy.adapts or one.adapter is not None:
@@ -70,6 +71,10 @@ def merged_states(state: LearnerState, other: LearnerState) -> LearnerState:
         mine, theirs = texts.get(name), other.class_texts.get(name)
         if mine != theirs:
             raise ValueError(f"the texts of class {name!r} differ: {mine} and {theirs}")
+    own, theirs = key.model_dump(), others_key.model_dump()
+    wrong = ", ".join(name for name in own if own[name] != theirs[name])
+    if wrong:
+        raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for name, classifier in classifiers.items():
         classifier.merge(other.classifiers[name])
