@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,3 +133,19 @@ def test_what_cannot_be_augmented_is_refused(base):
     with pytest.raises(ValueError, match="augment='crop' needs images that are not preprocessed"):
         learner.learn_task(tensors)
     assert not learner.tasks
+
+
+def test_the_page_shows_the_measured_figures():
+    root = Path(__file__).parents[1]
+    page = (root / "docs/results.md").read_text(encoding="utf-8").partition("## Augmented views")[2]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    shown, measured = {}, {}
+    for data, images, spec, *figures in rows[2:]:
+        shown |= {
+            f"{spec}, {images} images a class, {data}, augment {kind}": f for kind, f in zip(rows[0][3:], figures)
+        }
+    for file in (root / "benchmarks/results/augmentation").glob("*.json"):
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            name = row["what"].removesuffix(": A_last").replace("miniimagenet75", "photographs")
+            measured[name] = f"{row['value']:.1f}"
+    assert shown == measured

@@ -22,6 +22,7 @@ from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -330,6 +331,9 @@ def test_unlabelled_images_of_every_kind(folder):
     assert len(unlabelled_images([Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8, 8)])) == 3
     assert unlabelled_images((Image.new("RGB", (2, 2)), 7))[0]["label"] == -1
     assert red(unlabelled_images(io.BytesIO(encoded(90)))[0]) == 90
+    assert len(unlabelled_images([np.zeros((8, 8, 3), np.uint8)])) == 1
+    with pytest.raises(TypeError, match=r"a NumPy array of shape \(8, 8, 3\): PIL's Image.fromarray makes an image"):
+        pixel_values(None, np.zeros((8, 8, 3), np.uint8))
 
 
 # ---------------------------------------------------------------------- fingerprints

@@ -19,7 +19,6 @@ class DigitImages(LabelledImages):
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         super().__init__(pixels, labels.astype(np.int64), DIGITS)
-        self.pixels = pixels
 
     def _item(self, position: int) -> tuple[Any, int]:
         grey = (self.source[position] * (255 / 16)).round().astype(np.uint8)

@@ -78,7 +78,7 @@ def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
         return [(path / name, None) for name in names] or [(path, None)]
     if isinstance(entry, torch.Tensor):
         return [(image, None) for image in entry] if entry.ndim == 4 else [(entry, None)]
-    if isinstance(entry, (Image.Image, Mapping)) or _is_pair(entry) or not hasattr(entry, "__len__"):
+    if isinstance(entry, (Image.Image, Mapping, np.ndarray)) or _is_pair(entry) or not hasattr(entry, "__len__"):
         return [(entry, None)]
     rows = undecoded(entry)
     return [(entry if rows is None else rows, position) for position in range(len(entry))]

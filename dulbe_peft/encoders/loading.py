@@ -288,5 +288,7 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
         return image.float()
     if not isinstance(image, Image.Image):  # a path or an address is never opened
         found = f"{image!r:.100}, a {type(image).__name__}"
+        if hasattr(image, "__array_interface__"):
+            found = f"a NumPy array of shape {image.shape}: PIL's Image.fromarray makes an image of it"
         raise TypeError(f"it is {found}; a PIL image or a preprocessed tensor is needed")
     return processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]
