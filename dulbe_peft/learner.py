@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
