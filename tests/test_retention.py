@@ -136,20 +136,15 @@ def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
 
 def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
     learner, _, images, output, _ = ran
-    command = ["features", "--data", str(images), "--device", "cpu", "--no-progress", "--output"]
-    file, pristine = tmp_path / "learner.npz", tmp_path / "pristine.npz"
-    assert main([*command, str(file), str(output / "task-001")]) == 0
-    data = load_data(str(images), split="test")
-    with np.load(file) as found:
-        assert set(found) == {"features", "labels", "class_names", "image_names", "text_embeds"}
-        assert np.array_equal(found["features"], learner.image_embeds(data).numpy())
-        assert np.array_equal(found["text_embeds"], learner.text_embeds(data.class_names).detach().numpy())
-        assert found["labels"].tolist() == list(data.labels) and tuple(found["class_names"]) == data.class_names
-        whole = found["features"]
-    assert main([*command, str(pristine), "--model", str(demo_model_folder())]) == 0
-    assert main([*command, str(file), str(output / "task-001"), "--scale", "0"]) == 0
-    with np.load(pristine) as base, np.load(file) as zero:
-        assert all(np.array_equal(base[name], zero[name]) for name in base)
-        assert not np.array_equal(base["features"], whole)
+    command = ["features", "--data", str(images), "--split", "test", "--device", "cpu", "--no-progress", "--output"]
+    saved = str(output / "task-001")
+    ways = {"whole": [saved], "zero": [saved, "--scale", "0"], "pristine": ["--model", str(demo_model_folder())]}
+    for name, more in ways.items():
+        assert main([*command, str(tmp_path / name), *more]) == 0
+    whole, zero, pristine = (load_data(tmp_path / name, "test").features.rows for name in ways)
+    assert np.array_equal(whole, learner.image_embeds(load_data(images, "test")).numpy())
+    assert np.array_equal(zero, pristine) and not np.array_equal(zero, whole)
     capsys.readouterr()
-    assert main([*command, str(file)]) == 2 and "name a saved learner" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "zero"), saved]) == 2
+    assert "has features of another model" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "none")]) == 2 and "name a saved learner" in capsys.readouterr().err
