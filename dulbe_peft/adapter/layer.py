@@ -40,6 +40,7 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
+from dulbe_peft.utils.precision import without_autocast
 
 
 class _Held(NamedTuple):
@@ -119,18 +120,18 @@ class DualModeLinear(DualModeLayer):
         if history[0].shape[1] == 0:
             return base
         if base.requires_grad or torch.compiler.is_compiling():
-            return _sum(base, dense(self.history(adapter)))
+            return _fold(base, self.history(adapter))
         key = tuple(_identity(tensor) for tensor in (base, *history))
         if self._folded is None or self._folded[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._folded = key, (base, *history), _sum(base, dense(self.history(adapter)))
+                self._folded = key, (base, *history), _fold(base, self.history(adapter))
         return self._folded[2]
 
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
         """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
         delta = scale * (self.get_delta_weight(adapter) if modes else dense(self.history(adapter)))
-        return delta if self.packed else _sum(self._linear.weight, delta)
+        return delta if self.packed else _fold(self._linear.weight, (None, delta))
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """History and current modes together, (d_out, d_in) in at least float32."""
@@ -275,5 +276,10 @@ def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
     return id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
-def _sum(base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    return (base.to(torch.promote_types(base.dtype, delta.dtype)) + delta).to(base.dtype)
+def _fold(base: torch.Tensor, update: Update) -> torch.Tensor:
+    down, up = update
+    dtype = torch.promote_types(base.dtype, up.dtype)
+    with without_autocast(base):
+        if down is None:
+            return (base.to(dtype) + up.to(dtype)).to(base.dtype)
+        return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype).T).to(base.dtype)
