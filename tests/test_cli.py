@@ -192,7 +192,7 @@ def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, mon
 @pytest.mark.parametrize(
     ("argv", "added", "number", "status"),
     [
-        (["--data", "my photos", "--prompt-template", "it's a {}."], [], signal.SIGINT, 130),
+        (["--data", "my photos", "--prompt-template", "it's a {}.", "--overwrite"], [], signal.SIGINT, 130),
         (["--data", "d", "--config", "off.yaml"], ["--resume"], signal.SIGTERM, 143),
     ],
 )
@@ -206,7 +206,8 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     assert main(argv) == status and signal.getsignal(signal.SIGTERM) is before
     first, second, command = capsys.readouterr().err.splitlines()
     assert first == f"dulbe-peft: stopped by {number.name}" and "finished tasks are kept" in second
-    assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *argv, *added]
+    again = [word for word in argv if word != "--overwrite"]  # which would put aside what is kept
+    assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *again, *added]
 
 
 def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
