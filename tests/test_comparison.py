@@ -326,7 +326,10 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
         ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
-        ({"streams": {"a": {"model": "m", "data": "x", "images_per_class": "long:3"}}}, "or longtail:NUMBER, got"),
+        (
+            {"streams": {"a": {"model": "m", "data": "x", "images_per_class": "long:3"}}},
+            "or longtail:32, got 'long:3'",
+        ),
         ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
         ({"methods": {"a": {"increment": 2}}}, "method 'a' sets 'increment', which it cannot: it belongs to a stream"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
