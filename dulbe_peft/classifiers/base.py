@@ -12,7 +12,6 @@ Works on any model's image and text features, and needs neither peft nor transfo
 from __future__ import annotations
 
 import inspect
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, temperature, threshold
-from dulbe_peft.classifiers.checks import check_labels, unit_features
+from dulbe_peft.classifiers.checks import check_alike, check_labels, unit_features, who_needs_no_text
 from dulbe_peft.classifiers.files import load_classifier, save_classifier
 from dulbe_peft.classifiers.formula import affine, linear
 from dulbe_peft.classifiers.state import GrowingState
@@ -33,7 +32,6 @@ from dulbe_peft.utils.checks import check_int, check_number
 from dulbe_peft.utils.precision import without_autocast
 
 MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
-SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
 
 
 class Classifier(GrowingState):
@@ -187,7 +185,7 @@ class Classifier(GrowingState):
         images = self._unit(image_embeds, "image_embeds")
         texts = None
         if text_embeds is None and self.needs_text:
-            raise TypeError(f"the {self.name!r} classifier needs text_embeds, of all seen classes; {self._textless()}")
+            raise TypeError(f"the {self.name!r} classifier needs text_embeds, of all seen classes; {who_needs_no_text()}")
         if text_embeds is not None:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         indices = check_labels(labels, len(images), len(names)).to(images.device)
@@ -239,37 +237,20 @@ class Classifier(GrowingState):
             ValueError: this classifier does not keep what is needed, or the settings or the texts of a class differ.
             TypeError: `other` is no classifier of the same kind.
         """
-        self.check_merge(other)
+        if type(self).merged is Classifier.merged:
+            raise ValueError(f"the {self.name!r} classifier cannot be merged: what it keeps does not add up")
+        check_alike(self, other)
         names = self._class_names + [name for name in other._class_names if name not in set(self._class_names)]
         place = {name: index for index, name in enumerate(names)}
         places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
         changes = self.merged(cast(Self, other), places)
         if "text_embeds" in self._rows:
-            texts = self.with_new_rows(len(names) - len(self._class_names))["text_embeds"]
-            new = places >= len(self._class_names)
-            texts[places[new]] = other.text_embeds[new].to(texts)
-            changes["text_embeds"] = texts
+            new = [name not in self._class_names for name in other._class_names]
+            changes["text_embeds"] = torch.cat([self.text_embeds, other.text_embeds[new].to(self.text_embeds)])
         self.install(changes)
         self._class_names = names
         self.calibration += other.calibration
         return self
-
-    def check_merge(self, other: Classifier) -> None:
-        """Raise where `merge` cannot take in another classifier; changes nothing."""
-        if type(self).merged is Classifier.merged:
-            raise ValueError(f"the {self.name!r} classifier cannot be merged: what it keeps does not add up")
-        if type(other) is not type(self):
-            raise TypeError(f"a {self.name!r} classifier merges with one of its kind, got {type(other).__name__}")
-        for name in ("embed_dim", "logit_scale", *self.setting_defaults()):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"two {self.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
-        if "text_embeds" in self._rows:
-            for row, name in enumerate(other._class_names):
-                if name in self._class_names:
-                    mine = self.text_embeds[self._class_names.index(name)]
-                    if not torch.allclose(mine, other.text_embeds[row].to(mine), atol=SAME_TEXT):
-                        raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
 
     @torch.no_grad()
     def forget_class(self, name: str) -> None:
@@ -282,8 +263,7 @@ class Classifier(GrowingState):
         """
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
-        kept = torch.tensor([known != name for known in self._class_names])
-        self.install(self.forgotten(kept))
+        self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
         self._class_names = [known for known in self._class_names if known != name]
 
     @torch.no_grad()
@@ -368,11 +348,10 @@ class Classifier(GrowingState):
         return threshold(self.calibration, "largest", check_share("reject", share, 0.05))
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
-        """The classes that each image may be of, (n, C) booleans: with a chance of `coverage`, the right one is among
-        them.
+        """The classes that each image may be of, (n, C) booleans, by split-conformal prediction.
 
-        The promise is for images of known classes, like those of the newest tasks (split-conformal prediction). The
-        most likely class is always in.
+        With a chance of `coverage`, the right one is among them, for images of known classes like those of the newest
+        tasks. The most likely one always is.
 
         Raises:
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
@@ -386,36 +365,9 @@ class Classifier(GrowingState):
         """All seen classes, in the order they came."""
         return list(self._class_names)
 
-    @property
-    def state_size(self) -> int:
-        """Numbers kept."""
-        return sum(tensor.numel() for tensor in self.tensors().values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the kept numbers take."""
-        return self.nbytes_with(len(self._class_names))
-
-    def nbytes_with(self, classes: int) -> int:
-        """Bytes that the kept numbers take with so many classes."""
-        shapes = {name: self.shape_with(name, classes) for name in self.tensors()}
-        return sum(math.prod(shapes[name]) * tensor.element_size() for name, tensor in self.tensors().items())
-
-    @property
-    def device(self) -> torch.device:
-        """Where features are taken to; float64 buffers may have to stay on the CPU."""
-        tensors = list(self.tensors().values())
-        return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
-
     def extra_repr(self) -> str:
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
-
-    @staticmethod
-    def _textless() -> str:
-        from dulbe_peft.classifiers import CLASSIFIERS
-
-        return f"{', '.join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)} need none"
 
     def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)

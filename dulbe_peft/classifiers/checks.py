@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.utils.checks import check_number
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.base import Classifier
+
+SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
 
 
 def positive(name: str, value: Any, tiny: bool = False) -> float:
@@ -62,3 +67,24 @@ def check_directions(sums: Tensor, names: Sequence[str]) -> None:
     if cancelled.any():
         name = names[int(cancelled.nonzero()[0])]
         raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
+
+
+def check_alike(one: Classifier, other: Classifier) -> None:
+    """Raise an error unless two classifiers are of one kind, with equal settings and texts, so that they can merge."""
+    if type(other) is not type(one):
+        raise TypeError(f"a {one.name!r} classifier merges with one of its kind, got {type(other).__name__}")
+    for name in ("embed_dim", "logit_scale", *one.setting_defaults()):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if mine != theirs:
+            raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
+    for name in set(one.class_names) & set(other.class_names) if "text_embeds" in one.tensors() else ():
+        mine, theirs = (each.text_embeds[each.class_names.index(name)] for each in (one, other))
+        if not torch.allclose(mine, theirs.to(mine), atol=SAME_TEXT):
+            raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
+
+
+def who_needs_no_text() -> str:
+    """Which classifiers need no texts, in words."""
+    from dulbe_peft.classifiers import CLASSIFIERS
+
+    return f"{', '.join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)} need none"

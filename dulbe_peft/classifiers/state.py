@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -101,6 +102,27 @@ class GrowingState(nn.Module):
         if name in self._ragged:
             return (-(-shape[0] * classes // max(1, len(self._class_names))), *shape[1:])
         return (classes, *shape[1:]) if name in self._rows else shape
+
+    @property
+    def state_size(self) -> int:
+        """Numbers kept."""
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kept numbers take."""
+        return self.nbytes_with(len(self._class_names))
+
+    def nbytes_with(self, classes: int) -> int:
+        """Bytes that the kept numbers take with so many classes."""
+        shapes = {name: self.shape_with(name, classes) for name in self.tensors()}
+        return sum(math.prod(shapes[name]) * tensor.element_size() for name, tensor in self.tensors().items())
+
+    @property
+    def device(self) -> torch.device:
+        """Where features are taken to; float64 buffers may have to stay on the CPU."""
+        tensors = list(self.tensors().values())
+        return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
         """Raise a `ValueError` unless these are the shapes of all tensors with this number of classes."""
