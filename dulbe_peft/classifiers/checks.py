@@ -77,13 +77,14 @@ def check_alike(one: Classifier, other: Classifier) -> None:
         mine, theirs = getattr(one, name), getattr(other, name)
         if mine != theirs:
             raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
-    for name in set(one.class_names) & set(other.class_names) if "text_embeds" in one.tensors() else ():
+    shared = [name for name in one.class_names if name in other.class_names and "text_embeds" in one.tensors()]
+    for name in shared:
         mine, theirs = (each.text_embeds[each.class_names.index(name)] for each in (one, other))
         if not torch.allclose(mine, theirs.to(mine), atol=SAME_TEXT):
             raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
 
 
-def who_needs_no_text() -> str:
+def needing_no_text() -> str:
     """Which classifiers need no texts, in words."""
     from dulbe_peft.classifiers import CLASSIFIERS
 
