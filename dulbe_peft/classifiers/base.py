@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, temperature, threshold
-from dulbe_peft.classifiers.checks import check_alike, check_labels, unit_features, needing_no_text
+from dulbe_peft.classifiers.checks import check_alike, check_labels, needing_no_text, unit_features
 from dulbe_peft.classifiers.files import load_classifier, save_classifier
 from dulbe_peft.classifiers.formula import affine, linear
 from dulbe_peft.classifiers.state import GrowingState
@@ -185,9 +185,7 @@ class Classifier(GrowingState):
         images = self._unit(image_embeds, "image_embeds")
         texts = None
         if text_embeds is None and self.needs_text:
-            raise TypeError(
-                f"the {self.name!r} classifier needs text_embeds, of all seen classes; {needing_no_text()}"
-            )
+            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {needing_no_text()}")
         if text_embeds is not None:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         indices = check_labels(labels, len(images), len(names)).to(images.device)
