@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dulbe_peft
 
@@ -62,12 +63,20 @@ def test_imports_go_up_this_list(file):
             assert RANK[wing] < RANK[own], f"{file} imports {wing}, which stands beside or below {own}"
 
 
-def test_one_version():
+def test_one_version_and_what_to_cite():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    version = setup["metadata"]["version"]
-    assert dulbe_peft.__version__ == version
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    metadata = setup["metadata"]
+    assert dulbe_peft.__version__ == metadata["version"]
+    assert f"## {metadata['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [cited[key] for key in ("title", "version", "license", "abstract")] == [
+        metadata[key] for key in ("name", "version", "license", "description")
+    ]
+    assert cited["authors"] == [{"name": metadata["author"]}]
+    (paper,) = cited["references"]
+    authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+    assert f"{authors},\n*{paper['title']}*" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_everything_public_is_documented():
