@@ -518,6 +518,15 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
     assert "gone is no folder" in capsys.readouterr().err
 
 
+def test_the_page_says_what_a_run_left_out(digit_folders, tmp_path):
+    photos = shutil.copytree(digit_folders(4, 4, 2), tmp_path / "photos")
+    (photos / "train" / "zero" / "notes.txt").write_text("mine")
+    flags = ["--model", "demo", "--data", str(photos), "--classifiers", "lda", "--device", "cpu"]
+    assert main(["run", *flags, "--output", str(tmp_path / "out")]) == 0
+    page = Page(write_report(tmp_path / "out"))
+    assert "What was left out" in page.words and "notes.txt" in page.words
+
+
 # ---------------------------------------------------------------------- parts
 
 

@@ -73,7 +73,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         class_texts=setup.class_texts(),
     )
     if world()[0] == 0:
-        write_pictures(stream.output, [task.test for task in setup.tasks], results)
+        write_pictures(stream.output, [task.test for task in setup.tasks], results, setup.left_out)
         say_results(results, stream.output, next(iter(learner.classifiers)))
     leave()
     return 0

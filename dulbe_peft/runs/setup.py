@@ -52,6 +52,7 @@ class Setup:
     model: PreTrainedModel | PeftModel
     tasks: list[Task]  # none where no data is named
     make_learner: Callable[[LearnerArguments], ClassIncrementalLearner]
+    left_out: list[str]  # what the data holds beside its images, line by line
 
     def class_texts(self) -> dict[str, Any]:
         """The texts of the stream's classes; those of other classes in the file are left out."""
@@ -96,7 +97,8 @@ def set_up(settings: dict[str, Any]) -> Setup:
 
     strategy = make_strategy(stream.strategy)
     classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
-    tasks = stream_tasks(stream) if stream.data else []
+    left_out: list[str] = []
+    tasks = stream_tasks(stream, left_out) if stream.data else []
     base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
     model = adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision)
@@ -104,17 +106,17 @@ def set_up(settings: dict[str, Any]) -> Setup:
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
-    return Setup(stream, args, strategy, model, tasks, make_learner)
+    return Setup(stream, args, strategy, model, tasks, make_learner, left_out)
 
 
-def stream_tasks(stream: StreamArguments) -> list[Task]:
-    """The tasks of the stream that the settings describe."""
+def stream_tasks(stream: StreamArguments, notes: list[str] | None = None) -> list[Task]:
+    """The tasks of the stream that the settings describe; `notes` as in `open_source`."""
     from dulbe_peft.runs.resume import finished_tasks
     from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
-    train, test = open_source(source_of(stream))
+    train, test = open_source(source_of(stream), notes=notes)
     check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
     names = train.class_names
     order: Any = stream.class_order

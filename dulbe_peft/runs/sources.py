@@ -29,13 +29,20 @@ def source_of(settings: Any) -> dict[str, Any]:
     return source
 
 
-def open_source(source: dict[str, Any], report: bool = True) -> tuple[LabelledImages, LabelledImages | None]:
-    """Images to learn from, and images to test on or None; all commands that learn open their data here."""
+def open_source(
+    source: dict[str, Any], report: bool = True, notes: list[str] | None = None
+) -> tuple[LabelledImages, LabelledImages | None]:
+    """Images to learn from, and images to test on or None; all commands that learn open their data here.
+
+    `notes` takes what is left out, or not as it should be, line by line.
+    """
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
     fraction, skip = source.get("test_fraction"), bool(source.get("skip_unreadable"))
     train, test, found = open_stream_data(source["data"], source["train_split"], source["test_split"], fraction, skip)
+    if notes is not None:
+        notes += [line.strip() for line in found.problems() if line]
     if report:
         print_once("\n".join([found.summary(), *found.problems()]))
         if found.unreadable:
