@@ -83,7 +83,7 @@ def test_the_command_reads_them_from_a_file(tmp_path, capsys):
     command = ["run", "--model", "demo", "--data", "demo-digits", "--strategy", "frozen", "--classifiers", "text"]
     command += ["--output", str(tmp_path / "run"), "--device", "cpu", "--no-progress", "--max-tasks", "1"]
     assert main([*command, "--class-texts", str(file)]) == 0
-    assert "1 of 5 classes have texts of their own" in capsys.readouterr().out
+    assert "1 of 10 classes have texts of their own" in capsys.readouterr().out
     texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 
