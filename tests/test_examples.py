@@ -78,4 +78,4 @@ def test_every_example_is_run_by_a_test():
     missing = [name for name in scripts - HELPERS - ELSEWHERE if f'run("{name}"' not in here]
     assert not missing
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert all(name in listed for name in scripts - HELPERS)
+    assert all(name in listed for name in (scripts - HELPERS) | {path.name for path in EXAMPLES.glob("*.ipynb")})

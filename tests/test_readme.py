@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -70,6 +72,21 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
     if page == "README.md":
         assert "trainable params" in capsys.readouterr().out
         assert (elsewhere / "my-learner" / "manifest.json").is_file()
+
+
+def test_the_notebook_runs(elsewhere, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)  # as nobody has run it
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(code, 1):
+        exec(compile("".join(cell["source"]), f"own_folder.ipynb cell {number}", "exec"), namespace)
+    learner, folder = namespace["again"], namespace["work"]
+    assert learner.tasks == [("one", "two", "zero"), ("three",)] and folder.is_relative_to(elsewhere)
+    best = [row[0][0] for row in namespace["answers"]]
+    assert len(best) >= 5 and best.count("three") / len(best) > 0.8  # of images that all show the class learned later
+    assert (folder / "exported" / "model.safetensors").is_file()
 
 
 def test_few_blocks_are_not_run_and_others_elsewhere():
