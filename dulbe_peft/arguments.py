@@ -186,7 +186,7 @@ class LearnerArguments:
     mixed_precision: Literal["no", "bf16"] = setting("no", "Autocast in training and inference.")
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
     profile: bool = setting(False, "Print where the time of each task went.")
-    log_with: str | None = setting(None, "Tracker known to accelerate, such as tensorboard; needs its package.")
+    log_with: str | None = setting(None, "Tracker of accelerate: tensorboard, wandb, trackio, ...; needs its package.")
     progress: bool = setting(True, "Show progress bars.")
 
     def portable(self) -> dict[str, Any]:

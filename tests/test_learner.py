@@ -7,10 +7,12 @@ import subprocess
 import sys
 import textwrap
 from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from peft import get_peft_model
 from PIL import Image
 from torch.nn import functional as F
@@ -293,6 +295,18 @@ def test_saved_after_three_tasks_and_loaded_in_a_fresh_process(base, digits, tmp
 def test_trackers_of_accelerate(base, digits, tmp_path):
     make_learner(base, log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_with_a_client(name, base, digits, tmp_path, monkeypatch):
+    client = MagicMock()  # in place of the package, which sends what it gets to a server
+    monkeypatch.setitem(sys.modules, name, client)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
+    make_learner(base, log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
+    client.init.assert_called_once_with(project="dulbe_peft")
+    run = client.init.return_value
+    assert run.log.call_count == 2 and all("loss" in str(call.args[0]) for call in run.log.call_args_list)
+    run.finish.assert_called_once_with()
 
 
 @pytest.fixture(scope="module")
