@@ -1,33 +1,45 @@
-"""Write the tables of `docs/performance.md` from the JSON files of the benchmarks, between its two markers."""
+"""Write the tables of the docs from the files of `benchmarks/results`, between their markers.
+
+<!-- table: NAME key=value ... -->      a function of `benchmarks.evidence`, or `figures`, with its arguments
+<!-- end of table -->
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import evidence
 from benchmarks.common import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-BEGIN, END = "<!-- figures: python -m benchmarks.table -->", "<!-- end of figures -->"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--results", type=Path, default=RESULTS)
-    options.add_argument("--page", type=Path, default=PAGE)
-    values = options.parse_args(argv)
-    values.page.write_text(page(values.page.read_text(encoding="utf-8"), values.results), encoding="utf-8")
+def main() -> None:
+    for path in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 
 def page(text: str, results: Path) -> str:
-    """The page with the tables of a folder's JSON files between its markers."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-    return f"{before}{BEGIN}\n\n{tables(reports)}\n\n{END}{after}"
+    """The page with the tables of a folder's files between its markers."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{made(found[2], results)}\n\n{found[3]}", text)
+
+
+def made(marker: str, results: Path) -> str:
+    """The table that a marker asks for."""
+    name, *arguments = shlex.split(marker)
+    settings = dict(argument.split("=", 1) for argument in arguments)
+    if name == "figures":
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+        return tables(reports)
+    head, *lines = evidence.TABLES[name](results, **settings)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
 def tables(reports: Sequence[dict[str, Any]]) -> str:
