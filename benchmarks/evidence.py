@@ -29,12 +29,14 @@ def frozen(results: Path, classifiers: str, figure: str = "A_last", streams: str
     return [["images a class", *map(short, columns)], *lines, ["mean of the lines", *best_bold(means)]]
 
 
-def trained(results: Path, file: str, stream: str, classifiers: str, methods: str = "") -> list[list[str]]:
-    """One line a method of a comparison: A_last, and the interval of what training adds; bold where that is clear."""
-    rows = compared(results, file)
-    columns, names = classifiers.split(","), methods.split(",") if methods else methods_of(rows, stream)
-    lines = [[named(method), *(gained(rows[stream, method, name]) for name in columns)] for method in names]
-    return [[stream, *map(short, columns)], *lines]
+def trained(results: Path, file: str, classifiers: str) -> list[list[str]]:
+    """One line a stream and method: A_last, and the interval of what training adds; bold where that is clear."""
+    rows, columns = compared(results, file), classifiers.split(",")
+    lines = [
+        [f"{stream}: {named(method)}", *(gained(rows[stream, method, name]) for name in columns)]
+        for stream, method in dict.fromkeys(key[:2] for key in rows)
+    ]
+    return [["", *map(short, columns)], *lines]
 
 
 def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
@@ -48,27 +50,28 @@ def family(results: Path, file: str, stream: str, classifiers: str) -> list[list
     return [["method", *map(short, columns), "still known", "trained"], *lines]
 
 
-def ablation(results: Path, file: str, classifiers: str) -> list[list[str]]:
-    """One line a row of an ablation: A_last and the interval of its difference to the reference."""
-    rows = compared(results, f"ablations/{file}", drift="none")
-    columns = classifiers.split(",")
-    (stream,) = {key[0] for key in rows}
-    lines = []
-    for method in methods_of(rows, stream):
-        cells = [rows[key] for name in columns if (key := (stream, method, name)) in rows]
-        lines.append([method, *(written(row, "last_low", "last_high", percent(row["last"])) for row in cells)])
-    return [["setting", *map(short, columns)], *lines]
-
-
-def advice(results: Path, files: str) -> list[list[str]]:
-    """One line a comparison: the regret of the advised row, and of the row that is best on average."""
+def ablation(results: Path, files: str) -> list[list[str]]:
+    """One line a row of the ablations with `bridge`: A_last and the interval of its difference to the reference."""
     lines = []
     for file in files.split(","):
-        scored = json.loads((results / "comparisons" / f"{file}.json").read_text(encoding="utf-8"))
-        lines.append(
-            [file, *(f"{100 * scored[key]:.1f}" for key in ("mean_regret", "largest_regret", "fixed_regret"))]
-        )
-    return [["comparison", "mean regret", "largest", "best on average"], *lines]
+        rows = compared(results, f"ablations/{file}", drift="none")
+        for (_, method, classifier), row in rows.items():
+            if classifier.startswith("bridge"):
+                name = classifier.replace("bridge:", "") if method == "dulbe" else method
+                lines.append([name, written(row, "last_low", "last_high", percent(row["last"]))])
+    return [["setting", "bridge"], *lines]
+
+
+def scales(results: Path) -> list[list[str]]:
+    """One line a model and set of classes: accuracy of `text` by the share of what was learned that is used."""
+    entries = json.loads((results / "comparisons/scales.json").read_text(encoding="utf-8"))["entries"]
+    shares = [f"{row['scale']:g}" for row in entries[0]["retention"]["scales"]]
+    lines = []
+    for entry in entries:
+        name = f"{entry['row']['method']}, {entry['stream']}"
+        for kind, what in (("learned", "learned classes"), ("unlearned", "other characters")):
+            lines.append([f"{name}: {what}", *(percent(row[kind]) for row in entry["retention"]["scales"])])
+    return [["share of what was learned", *shares], *lines]
 
 
 def compared(results: Path, file: str, drift: str = "linear") -> dict[tuple[str, str, str], Row]:
@@ -128,4 +131,4 @@ def best_bold(figures: list[float]) -> list[str]:
     return [f"**{text}**" if float(text) == best else text for text in texts]
 
 
-TABLES: dict[str, Any] = {table.__name__: table for table in (frozen, trained, family, ablation, advice)}
+TABLES: dict[str, Any] = {table.__name__: table for table in (frozen, trained, family, ablation, scales)}
