@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks import common
-from benchmarks.few_images import draw, figures
+from benchmarks.frozen import draw, figures
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
 from dulbe_peft.data.splits import draw_per_class
 
@@ -50,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for count in values.images:
             draws = []
             for seed in range(values.repeats):
-                parts = [draw(each, count, values.increment, seed, values.held_back) for each in (learned, features)]
-                draws.append([task | {"test": plain["test"]} for task, plain in zip(*parts, strict=True)])
+                parts = [
+                    draw(each, str(count), values.increment, seed, values.held_back) for each in (learned, features)
+                ]
+                draws.append([replace(task, test=plain.test) for task, plain in zip(*parts, strict=True)])
             for spec in values.classifiers:
                 each = [common.rounded(100 * figures(spec, features, tasks)["A_last"]) for tasks in draws]
                 what = f"{spec}, {count} images a class, {common.model_name(values.data)}, augment {augment}: A_last"

@@ -4,13 +4,13 @@ Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d)
 judge, (m, d), and gives scores, (m, C). It sees all classes at once. The first setting of its grid is for one image a
 class; else the one is taken that is right most often on a fifth of each class's images, which the rule has not seen.
 
-    python -m benchmarks.few_images --classifiers tip_adapter proker ranpac_and_text nearest_images linear_probe
+    python -m benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text nearest_images linear_probe
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -84,12 +84,13 @@ def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor
         return rule(z, y, e, tau, tests, **setting)
 
 
-def figures(name: str, features: dict[str, Any], tasks: list[dict[str, Any]]) -> dict[str, float]:
-    """A_last, as a fraction, on a stream of `benchmarks.few_images.draw`, all of its tasks at once."""
-    classes = [label for task in tasks for label in task["classes"]]
-    starts = [sum(len(task["classes"]) for task in tasks[:place]) for place in range(len(tasks))]
-    labels = torch.tensor([start + label for start, task in zip(starts, tasks, strict=True) for label in task["y"]])
-    images, tests = (torch.cat([task[key] for task in tasks]) for key in ("train", "test"))
-    truth = torch.tensor([label for task in tasks for label in task["truth"]])
-    found = scores(name, images, labels, features["text"][classes], features["scale"], tests)
-    return {"A_last": (found.argmax(dim=1) == truth).double().mean().item()}
+def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[str, float]:
+    """A_last, as a fraction, on a stream of `benchmarks.frozen.draw`, all of its tasks at once."""
+    classes = [label for task in tasks for label in task.classes]
+    starts = [sum(len(task.classes) for task in tasks[:place]) for place in range(len(tasks))]
+    labels = [start + label for start, task in zip(starts, tasks, strict=True) for label in task.y]
+    labels += [label for task in tasks for label in task.further_y]
+    images = torch.cat([*(task.train for task in tasks), *(task.further for task in tasks)])
+    tests, truth = torch.cat([task.test for task in tasks]), [label for task in tasks for label in task.truth]
+    found = scores(name, images, torch.tensor(labels), features["text"][classes], features["scale"], tests)
+    return {"A_last": (found.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}

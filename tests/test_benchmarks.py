@@ -5,20 +5,33 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import common, literal, models, ours, stock, table
+from benchmarks import common, evidence, literal, models, ours, stock, table
 from dulbe_peft import BridgeEnsembleHead, allocate_modes, bidirectional_kl, cross_modal_loss, route_gradients
 
 ROOT = Path(__file__).parents[1]
-TOOLS = {"startup", "__init__", "advising", "common", "literal", "models", "ours", "rivals", "stock", "table"}
+TOOLS = {
+    "startup",
+    "__init__",
+    "advising",
+    "common",
+    "evidence",
+    "literal",
+    "models",
+    "ours",
+    "rivals",
+    "stock",
+    "table",
+}
 # `advising` needs a finished comparison, and is tested with the advice.
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-SLOW = {"accuracy", "augmentation", "deployment", "family", "few_images", "memory", "rejection", "stream"}
+SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
@@ -149,8 +162,45 @@ def test_sides_take_turns_and_ratios_are_taken_pair_by_pair():
     assert found["cpu"]["median"] == 0.5 and found["seconds"] == {"a": 3.0, "b": 3.0}
 
 
-def test_the_page_shows_what_was_measured():
-    text = table.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", table.PAGES, ids=lambda path: path.name)
+def test_tables_of_pages_are_those_of_the_files(path):
+    text = path.read_text(encoding="utf-8")
     assert table.page(text, common.RESULTS) == text, "run python -m benchmarks.table"
+
+
+def test_every_benchmark_has_its_command_on_the_page():
+    text = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
     for name in BENCHMARKS:
         assert f"benchmarks.{name}" in text, name
+
+
+def test_tables_of_accuracies_are_as_literal_ones(tmp_path):
+    rows = [
+        {"stream": "s", "counts": counts, "classifier": name, "figure": "A_last", "value": value}
+        for counts, values in (("1", (50.0, 60.04)), ("2", (70.0, 60.0)))
+        for name, value in zip(("text", "ranpac:features=1000"), values, strict=True)
+    ]
+    (tmp_path / "frozen").mkdir()
+    (tmp_path / "frozen/s.json").write_text(json.dumps({"rows": rows}))
+    text = table.page(
+        "<!-- table: frozen classifiers=text,ranpac:features=1000 -->\nold\n<!-- end of table -->", tmp_path
+    )
+    assert text.splitlines()[1:-2] == [
+        "| images a class | text | ranpac |",
+        "| --- | --- | --- |",
+        "| s, 1 | 50.0 | **60.0** |",
+        "| s, 2 | **70.0** | 60.0 |",
+        "| mean of the lines | **60.0** | **60.0** |",
+    ]
+    row = {"last": "0.5", "method": "x", "gain": "0.01", "gain_low": "-0.0001", "gain_high": "0.02"}
+    assert evidence.gained(row) == "50.0 (0.0 to +2.0)"
+    assert evidence.gained(row | {"gain_low": "0.001"}) == "**50.0 (+0.1 to +2.0)**"
+    assert evidence.gained(row | {"gain_high": "-0.00009"}, interval=False) == "**50.0 (+1.0)**"
+    assert evidence.gained(row | {"method": "frozen"}) == "50.0"
+
+
+def test_no_result_names_a_path_of_the_machine_that_measured_it():
+    files = [path for path in common.RESULTS.rglob("*") if path.suffix in (".json", ".csv", ".txt")]
+    assert len(files) > 30
+    named = {path.name: found for path in files if (found := re.findall(r'["\s,](/\w+/\S+)', path.read_text()))}
+    assert not named

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import few_images, rivals
+from benchmarks import frozen, rivals
 from dulbe_peft.classifiers.calibration import hold_back
 
 
@@ -51,7 +51,7 @@ def test_held_back_images_choose_the_setting(monkeypatch):
     assert seen == [(3, 5, False)]
 
 
-def test_they_stand_in_the_table_of_few_images(monkeypatch, tmp_path):
+def test_they_stand_in_the_table_of_frozen(monkeypatch, tmp_path):
     centres = F.normalize(normal(4, 8, seed=5), dim=1)
     y = torch.arange(80) % 4
     images = F.normalize(centres[y] + 0.1 * normal(80, 8, seed=6), dim=1)
@@ -63,8 +63,8 @@ def test_they_stand_in_the_table_of_few_images(monkeypatch, tmp_path):
         "text": centres,
         "scale": 20.0,
     }
-    monkeypatch.setattr(few_images, "encoded", lambda _: features | {"names": list("abcd")})
+    monkeypatch.setattr(frozen, "encoded", lambda _: features | {"names": list("abcd")})
     out = tmp_path / "few.json"
-    few_images.main(["--images", "1", "5", "--repeats", "1", "--classifiers", *rivals.RIVALS, "--out", str(out)])
+    frozen.main(["--counts", "1", "5", "--repeats", "1", "--classifiers", *rivals.RIVALS, "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 2 * len(rivals.RIVALS) and all(row["value"] > 90 for row in rows)
