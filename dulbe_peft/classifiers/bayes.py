@@ -44,6 +44,8 @@ MOST_JUDGED = 256  # images of a task that are left out; of more, each class giv
 # Chosen on held-back training images of handwriting, printed characters and photographs, with 1 to 80 images a class.
 USUAL_KAPPA, USUAL_IMAGES, ROUNDS = 4.0, 10, 3  # the kappa of w_c, what R counts for in S, rounds of a, R and S
 MIDDLE = 10.0  # the rho that counts as the usual one
+# Of so many classes the usual kappa counts half. Names that explain less of the means are taken to say nothing.
+USUAL_CLASSES, LEAST_EXPLAINED = 10, 0.02
 NEAR = 0.5  # standard errors: what is no further behind the best is as good
 # With one image a class nothing can be left out: rho, and kappa = 0.2 / the share of the means that texts explain.
 LONE_RHO, LONE_SHARE, LONE_KAPPAS = 100.0, 0.2, (4.0, 64.0)
@@ -113,15 +115,24 @@ class Fit:
         return weights, offsets + weights @ self.centre
 
     def usual_kappa(self) -> float:
-        """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average."""
-        noise, left = self.noise(MIDDLE), self.means - self.prior(MIDDLE)
+        """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average.
+
+        Few classes leave little of r_c that S has not taken in, so theirs is drawn to 4. Names that say nothing pull
+        all means to the same place, which costs classes with few images most: there it is the least of the grid.
+        """
+        noise, prior = self.noise(MIDDLE), self.prior(MIDDLE)
+        left = self.means - prior
         excess = (left.square() / noise).sum(dim=1, keepdim=True) - (self.values / noise).sum() / self.counts
         inverse = 1 / USUAL_KAPPA
         for _ in range(4):
             weights = (inverse + 1 / self.counts) ** -2
             inverse = float((weights * excess).sum() / weights.sum()) / len(noise)
             inverse = min(1 / KAPPAS[0], max(1 / KAPPAS[-1], inverse))
-        return 1 / inverse
+        explained = float((prior.square() / noise).sum()) / prior.numel()
+        if explained < LEAST_EXPLAINED * (explained + inverse):
+            return KAPPAS[0]
+        share = USUAL_CLASSES / (USUAL_CLASSES + len(self.counts))
+        return USUAL_KAPPA**share / inverse ** (1 - share)
 
     def lone_kappa(self) -> float:
         """kappa where every class has one image."""
@@ -310,7 +321,13 @@ class BayesClassifier(Classifier):
         fit, losses = self.derived("fit", self._fit), self.losses.clone()
         every = labels.bincount(minlength=len(self.counts))
         images, labels = images[chosen], labels[chosen]
-        weights = (every / fit.counts[:, 0] / labels.bincount(minlength=len(every)))[labels]
+        judged = labels.bincount(minlength=len(every))
+        weights = every / fit.counts[:, 0] / judged.clamp_min(1)
+        # Those of fewest images stand for the classes with one, which nobody can leave out.
+        fewest = (judged > 0) & (fit.counts[:, 0] == fit.counts[labels].min())
+        weights = torch.where(
+            fewest, weights * (1 + (every[fit.counts[:, 0] == 1] > 0).sum() / fewest.sum()), weights
+        )[labels]
         rows = max(1, CHUNK // len(self._class_names))
         for part, own, weight in zip(images.split(rows), labels.split(rows), weights.split(rows), strict=True):
             for place, rho in enumerate(self._rhos):
@@ -335,7 +352,8 @@ class BayesClassifier(Classifier):
 
         The images of a task, or 256 of them, and further ones are scored against all classes of then, each as if it
         had not been learned. An image's error is 1 less the probability of its own class, at the best of
-        `TEMPERATURES`; it weighs 1 / n_c, so that classes weigh alike. Among the pairs within half a standard error of
+        `TEMPERATURES`; it weighs 1 / n_c, so that classes weigh alike, and those with fewest images weigh for those of
+        the task that have one. Among the pairs within half a standard error of
         the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by which the texts are as far
         from the means as they are. Where no class has two images, rho is 100 and kappa depends on how much of the
         means the texts explain.
