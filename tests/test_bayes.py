@@ -128,7 +128,7 @@ class Twin:
                         found[number, k, r, t] = 1 - p[self.y[i]] / p.sum()
         counts = self.n[self.y[rows]]
         alone, fewest = np.sum(self.n == 1), len(set(self.y[rows][counts == counts.min()]))
-        return found, np.where(counts == counts.min(), 1 + alone / fewest, 1) / counts
+        return found, np.where(counts == counts.min(), 1 + alone / fewest, 1) / counts * self.classes
 
     def choice(self, losses, weights):
         means = np.tensordot(weights, losses, 1) / weights.sum()
@@ -327,4 +327,4 @@ def test_of_many_images_every_class_leaves_out_as_many(monkeypatch):
     classifier, other = taught(images, labels), taught(images[mixed], labels[mixed])
     close(classifier.losses, other.losses)
     # 2, 4, 3 and 3 images of the classes stand for all of them; the two of a class also for the class with one.
-    close(classifier.judged, [5, 2 + 4 / 16 + 3 / 9 + 3 / 9], 1e-9)
+    close(classifier.judged, [5 * 5, 25 * (2 + 4 / 16 + 3 / 9 + 3 / 9)], 1e-9)

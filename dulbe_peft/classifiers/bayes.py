@@ -328,6 +328,7 @@ class BayesClassifier(Classifier):
         weights = torch.where(
             fewest, weights * (1 + (every[fit.counts[:, 0] == 1] > 0).sum() / fewest.sum()), weights
         )[labels]
+        weights = weights * len(self._class_names)  # the more classes it stood against, the more an image says
         rows = max(1, CHUNK // len(self._class_names))
         for part, own, weight in zip(images.split(rows), labels.split(rows), weights.split(rows), strict=True):
             for place, rho in enumerate(self._rhos):
@@ -352,7 +353,7 @@ class BayesClassifier(Classifier):
 
         The images of a task, or 256 of them, and further ones are scored against all classes of then, each as if it
         had not been learned. An image's error is 1 less the probability of its own class, at the best of
-        `TEMPERATURES`; it weighs 1 / n_c, so that classes weigh alike, and those with fewest images weigh for those of
+        `TEMPERATURES`; it weighs C / n_c, with the C classes of then, so that classes weigh alike, and those with fewest images weigh for those of
         the task that have one. Among the pairs within half a standard error of
         the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by which the texts are as far
         from the means as they are. Where no class has two images, rho is 100 and kappa depends on how much of the
