@@ -353,11 +353,11 @@ class BayesClassifier(Classifier):
 
         The images of a task, or 256 of them, and further ones are scored against all classes of then, each as if it
         had not been learned. An image's error is 1 less the probability of its own class, at the best of
-        `TEMPERATURES`; it weighs C / n_c, with the C classes of then, so that classes weigh alike, and those with fewest images weigh for those of
-        the task that have one. Among the pairs within half a standard error of
-        the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by which the texts are as far
-        from the means as they are. Where no class has two images, rho is 100 and kappa depends on how much of the
-        means the texts explain.
+        `TEMPERATURES`. It weighs C / n_c, with the C classes of then, so that classes weigh alike, and late tasks more
+        than early ones; those with fewest images weigh for those of the task that have one. Among the pairs within
+        half a standard error of the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by
+        which the texts are as far from the means as they are. Where no class has two images, rho is 100 and kappa
+        depends on how much of the means the texts explain.
         """
         return self.derived("choice", self._choose)
 
