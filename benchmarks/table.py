@@ -37,7 +37,7 @@ def made(marker: str, results: Path) -> str:
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
         reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-        return tables(reports)
+        return tables([report for report in reports if "benchmark" in report])
     head, *lines = evidence.TABLES[name](results, **settings)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 

@@ -96,7 +96,7 @@ def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits
 
 def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     learner = taught(base, digits[0], classifiers="prototype")
-    learner.update_classes(digits[1].__class__(digits[1].pixels[18:24], digits[1].labels[18:24]))  # threes, label 3
+    learner.update_classes(digits[1].__class__(digits[1].source[18:24], digits[1].labels[18:24]))  # threes, label 3
     assert learner.classifier.counts.tolist() == [6, 6, 6, 12]
     pairs = [(digits[1][0]["image"], 1)] * 2
     learner.update_classes(pairs, ("three", "zero"))

@@ -35,7 +35,10 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     working = torch.promote_types(dtype, torch.float32)
     start = _check_unit(start.to(working), "start")
     end = _check_unit(end.to(working), "end")
-    alpha = torch.as_tensor(fraction, device=start.device)
+    try:
+        alpha = torch.as_tensor(fraction, device=start.device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"fraction must be a number or a tensor, got {fraction!r}") from error
     if alpha.ndim and alpha.shape[-1] != 1:
         raise ValueError(
             f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
