@@ -113,7 +113,7 @@ def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, row
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(values).items()}
     for key in ("out", "quick"):
         del settings[key]
-    hidden = [os.path.basename(item) if os.sep in item else item for item in _without(given, "--out")]
+    hidden = [os.path.basename(item) if os.path.exists(item) else item for item in _without(given, "--out")]
     report = {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *hidden]),
