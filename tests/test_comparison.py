@@ -306,8 +306,8 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     assert "| LoRA | lda | linear |" in capsys.readouterr().out
     again = read_comparison(tmp_path / "out").entries
-    assert [entry.model_copy(update={"seconds": 0.0}) for entry in again] == [
-        entry.model_copy(update={"seconds": 0.0}) for entry in entries
+    assert [entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in again] == [
+        entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in entries
     ]
 
 

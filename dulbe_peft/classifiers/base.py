@@ -208,7 +208,7 @@ class Classifier(GrowingState):
         """Take in further images, (n, d), of known classes, which `labels` index.
 
         The result is that of having seen them with the others, up to what the classifier's own documentation says.
-        The temperature of the probabilities stays as it is.
+        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`).
 
         Raises:
             ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
