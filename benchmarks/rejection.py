@@ -12,7 +12,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from benchmarks import common
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from benchmarks.frozen import encoded
 from dulbe_peft.classifiers import Classifier, make_classifiers
 
 SPECS = ("bridge", "lda", "ranpac", "bayes")
@@ -37,23 +37,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 what = f"{name}, {images} images a class, {common.model_name(values.data)}: {figure}"
                 rows.append(common.value_row(what, common.rounded(sum(drawn) / len(drawn)), "%") | {"each": drawn})
     common.write("rejection", values, argv, rows)
-
-
-def encoded(values: Any) -> dict[str, Any]:
-    """Unit features and labels of the training and of the test images, the classes' text embeddings, and tau."""
-    train, test = (load_data(values.data, split) for split in ("train", "test"))
-    model, processor = load_dual_encoder(values.clip)
-    args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
-    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
-    return {
-        "train": learner.image_embeds(train),
-        "y": torch.as_tensor(train.labels),
-        "test": learner.image_embeds(test),
-        "truth": torch.as_tensor(test.labels),
-        "text": learner.encoder.text_embeds(train.class_names),
-        "names": train.class_names,
-        "scale": learner.logit_scale,
-    }
 
 
 def refused(features: dict[str, Any], images: int, increment: int, seed: int) -> dict[str, dict[str, float]]:

@@ -110,77 +110,87 @@ def pictures(request: dict[str, Any], most: int) -> list[Image.Image]:
     return found
 
 
-def make_server(learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860) -> ThreadingHTTPServer:
+class PageServer(ThreadingHTTPServer):
+    """Serves the page for one learner."""
+
+    def __init__(self, learner: ClassIncrementalLearner, host: str, port: int) -> None:
+        super().__init__((host, port), PageHandler)
+        self.app, self.local = App(learner), host in LOCAL
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    timeout = 60  # seconds that a silent client may hold a connection
+    server: PageServer
+
+    def do_GET(self) -> None:
+        """The page, the facts, or the learner in a zip archive."""
+        app = self.server.app
+        if not self._trusted():
+            return
+        if self.path == "/":
+            self._answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
+        elif self.path == "/facts":
+            with app.turn:
+                self._json(HTTPStatus.OK, app.facts())
+        elif self.path == "/learner.zip":
+            with app.turn:
+                self._answer(HTTPStatus.OK, app.download(), "application/zip")
+        else:
+            self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
+
+    def do_POST(self) -> None:
+        """What the page asks for, as JSON."""
+        app = self.server.app
+        asked = {"/predict": app.predict, "/teach": app.teach, "/undo": app.undo}
+        if not self._trusted():
+            return
+        length = self.headers.get("Content-Length", "")
+        if self.path not in asked or self.headers.get_content_type() != "application/json":
+            self._json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
+        elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
+            self.close_connection = True
+            self._json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
+        else:
+            self._work(asked[self.path], self.rfile.read(int(length)))
+
+    def _work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
+        try:
+            request = json.loads(body)
+            if not isinstance(request, dict):
+                raise ValueError("ask as the page does")
+            with self.server.app.turn:
+                self._json(HTTPStatus.OK, ask(request))
+        except (ValueError, RecursionError) as error:
+            self._json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+
+    def _trusted(self) -> bool:
+        """Another website that is open in the same browser may not ask: its address is not the page's."""
+        own = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
+        here = own.rpartition(":")[0].strip("[]") in LOCAL or not self.server.local
+        if here and origin in (None, f"http://{own}", f"https://{own}"):
+            return True
+        self._json(HTTPStatus.FORBIDDEN, {"error": "open the page by its own address"})
+        return False
+
+    def _json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+        self._answer(status, json.dumps(content, ensure_ascii=False).encode(), "application/json")
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of each request."""
+
+
+def make_server(learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860) -> PageServer:
     """A server of the page; `serve_forever()` starts it, and port 0 takes a free one."""
-    app = App(learner)
-    asked: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "/predict": app.predict,
-        "/teach": app.teach,
-        "/undo": app.undo,
-    }
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 60  # seconds that a silent client may hold a connection
-
-        def do_GET(self) -> None:
-            if not self.trusted():
-                return
-            if self.path == "/":
-                self.answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
-            elif self.path == "/facts":
-                with app.turn:
-                    self.json(HTTPStatus.OK, app.facts())
-            elif self.path == "/learner.zip":
-                with app.turn:
-                    self.answer(HTTPStatus.OK, app.download(), "application/zip")
-            else:
-                self.json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
-
-        def do_POST(self) -> None:
-            if not self.trusted():
-                return
-            length = self.headers.get("Content-Length", "")
-            if self.path not in asked or self.headers.get_content_type() != "application/json":
-                self.json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
-            elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
-                self.close_connection = True
-                self.json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
-            else:
-                self.work(asked[self.path], self.rfile.read(int(length)))
-
-        def work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
-            try:
-                request = json.loads(body)
-                if not isinstance(request, dict):
-                    raise ValueError("ask as the page does")
-                with app.turn:
-                    self.json(HTTPStatus.OK, ask(request))
-            except (ValueError, RecursionError) as error:
-                self.json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-
-        def trusted(self) -> bool:
-            """Another website that is open in the same browser may not ask: its address is not the page's."""
-            own = self.headers.get("Host", "")
-            origin = self.headers.get("Origin")
-            local = own.rpartition(":")[0].strip("[]") in LOCAL or host not in LOCAL
-            if local and origin in (None, f"http://{own}", f"https://{own}"):
-                return True
-            self.json(HTTPStatus.FORBIDDEN, {"error": "open the page by its own address"})
-            return False
-
-        def json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
-            self.answer(status, json.dumps(content, ensure_ascii=False).encode(), "application/json")
-
-        def answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing of each request."""
-
-    return ThreadingHTTPServer((host, port), Handler)
+    return PageServer(learner, host, port)

@@ -139,11 +139,10 @@ def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkey
 
 
 def test_the_command_prints_the_address(folder, monkeypatch, capsys):
-    class Stopped(serving.ThreadingHTTPServer):
-        def serve_forever(self, poll_interval=0.5):
-            raise KeyboardInterrupt
+    def stopped(self):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving, "ThreadingHTTPServer", Stopped)
+    monkeypatch.setattr(serving.PageServer, "serve_forever", stopped)
     assert main(["serve", str(folder), "--port", "0"]) == 0
     assert "open http://127.0.0.1:" in capsys.readouterr().out
 

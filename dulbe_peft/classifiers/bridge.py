@@ -27,6 +27,7 @@ MAX_DEPTHS = 1000
 def whitened_cosine(
     z: torch.Tensor, mean: torch.Tensor, whitening: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d), by their cosine in a whitened space."""
     return torch.nn.functional.normalize((z - mean) @ whitening, dim=1) @ weight
 
 

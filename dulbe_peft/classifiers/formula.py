@@ -16,6 +16,7 @@ ROWS = 256
 
 
 def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): a matrix and a bias."""
     return z @ weight.T + bias
 
 

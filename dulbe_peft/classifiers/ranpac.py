@@ -18,6 +18,7 @@ from dulbe_peft.utils.checks import check_int
 
 
 def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): a random layer, and a matrix behind it."""
     return (z @ projection).relu() @ weight
 
 

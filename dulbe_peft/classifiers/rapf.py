@@ -27,6 +27,7 @@ MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
 
 
 def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): their cosine with texts after a linear map."""
     return torch.nn.functional.normalize(z @ map_.T, dim=1) @ weight.T
 
 

@@ -18,6 +18,7 @@ from dulbe_peft.utils.checks import check_int
 
 
 def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): those of the texts mixed with those of the image means."""
     by_text, by_agent = (z @ texts.T).softmax(1), (z @ agents.T).softmax(1)
     return ((by_text + share * by_agent) / (1 + share)).log()
 

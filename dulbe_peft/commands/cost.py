@@ -27,6 +27,7 @@ _SHOWN = ("model", "revision", "strategy", "classifiers")
 @overwrite_option
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
 def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, config: str | None, **flags: Any) -> int:
+    """Count and print; --json writes the same."""
     stream, adapter, _ = validated(given_settings(config, flags))
     if not stream.model:
         raise ValueError("--model is required")

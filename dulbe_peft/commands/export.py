@@ -49,6 +49,7 @@ def export(
     precision: str,
     overwrite: bool,
 ) -> int:
+    """Write the folder, and say how far it is off."""
     if compress_to is not None and kind != "lora":
         raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
     check_folder(output, learner, overwrite=overwrite, flag="folder")

@@ -10,6 +10,7 @@ from dulbe_peft.commands.options import argument, command
 @command(usage="")
 @argument("name", "the command; none: all commands in short", required=False, metavar="[COMMAND]")
 def help(name: str | None) -> int:
+    """Print the help of a command, or all commands in short."""
     root = click.get_current_context().find_root()
     group = root.command
     assert isinstance(group, click.Group)

@@ -47,6 +47,7 @@ def learn(
     overwrite: bool,
     **flags: Any,
 ) -> int:
+    """Add what is new in the data to a learner, in a folder of its own."""
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.runs.setup import check_run_folder

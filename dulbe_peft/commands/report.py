@@ -34,6 +34,7 @@ def report(
     figures: str | None,
     overwrite: bool,
 ) -> int:
+    """Write the page, or print the table."""
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import write_figures, write_report
 

@@ -58,8 +58,7 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
 
 def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> None:
     """Write one graph, the configuration and the image processor as transformers.js looks for them."""
-    encoder, head, size = _parts(state, classifier)
-    head.probabilities = False
+    encoder, head, size = _parts(state, classifier, probabilities=False)
     whole = nn.Sequential(encoder, head)
     path = folder / "onnx" / f"model{PRECISIONS[precision][0]}.onnx"
     path.parent.mkdir()
@@ -77,7 +76,7 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})
 
 
-def need_onnx() -> None:
+def _need_onnx() -> None:
     """Raise an ImportError that names the missing package."""
     try:
         import onnx  # noqa: F401
@@ -89,10 +88,10 @@ def need_onnx() -> None:
         ) from error
 
 
-def _parts(state: LearnerState, classifier: Classifier) -> tuple[ImageEncoder, Head, int]:
-    need_onnx()
+def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = True) -> tuple[ImageEncoder, Head, int]:
+    _need_onnx()
     model = merged_model(state)
-    return ImageEncoder(model).eval(), Head(classifier).eval(), image_size(state.base, state.processor)
+    return ImageEncoder(model).eval(), Head(classifier, probabilities).eval(), image_size(state.base, state.processor)
 
 
 def _write(
