@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks import common, literal, models
 from dulbe_peft import DualModeLoraConfig, OccupationStatistics, allocate_modes, collect_statistics, probe_gradients
-from dulbe_peft.subspaces.support import historical_support
+from dulbe_peft.subspaces.allocation import historical_support
 
 
 def main(argv: Sequence[str] | None = None) -> None:

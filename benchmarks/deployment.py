@@ -18,8 +18,7 @@ from benchmarks import common
 from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_data
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
-from dulbe_peft.deployment.classifier import choose_classifier
-from dulbe_peft.deployment.merged import Head, ImageEncoder, merged_model
+from dulbe_peft.deployment.parts import Head, ImageEncoder, choose_classifier, merged_model
 from dulbe_peft.encoders.loading import image_size
 
 FORMATS = ("lora", "transformers", "onnx", "onnx float16", "onnx int8")

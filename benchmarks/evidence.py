@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, str]
 
 
-def frozen(results: Path, classifiers: str, figure: str = "A_last", streams: str = "") -> list[list[str]]:
-    """One line a stream and number of images, the best classifier bold; and the mean of all lines.
+def frozen(
+    results: Path, classifiers: str, figure: str = "A_last", streams: str = "", counts: str = "", by: str = "counts"
+) -> list[list[str]]:
+    """One line a stream and number of images, or `by=streams` their means, the best bold; then the mean of lines.
 
-    `classifiers` and `streams` are names with commas between them; no `streams` are all there are.
+    `classifiers` and `counts` have commas between them, `streams` semicolons; none of them are all there are.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob("frozen/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row["figure"] == figure and (not streams or row["stream"] in streams.split(",")):
+            wanted = not counts or row["counts"] in counts.split(",")
+            if row["figure"] == figure and wanted and (not streams or row["stream"] in streams.split(";")):
                 found.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
     columns = classifiers.split(",")
-    lines = [
-        [f"{stream}, {counts}", *best_bold([row[name] for name in columns])] for (stream, counts), row in found.items()
-    ]
-    means = [sum(row[name] for row in found.values()) / len(found) for name in columns]
-    return [["images a class", *map(short, columns)], *lines, ["mean of the lines", *best_bold(means)]]
+    found = {key: row for key, row in found.items() if set(columns) <= set(row)}
+
+    def means(rows: Collection[dict[str, float]]) -> list[str]:
+        best = min if figure == "ECE" else max
+        return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
+
+    groups: dict[str, list[dict[str, float]]] = {}
+    for (stream, count), row in found.items():
+        groups.setdefault(f"{stream}, {count}" if by == "counts" else stream, []).append(row)
+    lines = [[name, *means(rows)] for name, rows in groups.items()]
+    head = "images a class" if by == "counts" else "mean of the stream's lines"
+    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
 
 
-def trained(results: Path, file: str, classifiers: str) -> list[list[str]]:
-    """One line a stream and method: A_last, and the interval of what training adds; bold where that is clear."""
+def trained(results: Path, file: str, classifiers: str, without: str = "") -> list[list[str]]:
+    """One line a stream and method but one: A_last, and the interval of what training adds; bold where it is clear."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = [
-        [f"{stream}: {named(method)}", *(gained(rows[stream, method, name]) for name in columns)]
+        [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
         for stream, method in dict.fromkeys(key[:2] for key in rows)
+        if method != without
     ]
     return [["", *map(short, columns)], *lines]
 
@@ -62,16 +74,58 @@ def ablation(results: Path, files: str) -> list[list[str]]:
     return [["setting", "bridge"], *lines]
 
 
-def scales(results: Path) -> list[list[str]]:
-    """One line a model and set of classes: accuracy of `text` by the share of what was learned that is used."""
-    entries = json.loads((results / "comparisons/scales.json").read_text(encoding="utf-8"))["entries"]
-    shares = [f"{row['scale']:g}" for row in entries[0]["retention"]["scales"]]
+def costs(results: Path, kinds: str) -> list[list[str]]:
+    """One line a strategy or classifier of `benchmarks.family`; `kinds` are the beginnings of what was measured."""
+    columns, found = kinds.split(","), dict[str, dict[str, str]]()
+    for row in json.loads((results / "family.json").read_text(encoding="utf-8"))["rows"]:
+        name, _, what = row["what"].partition(": ")
+        for kind in columns:
+            if what.startswith(kind):
+                figure = row["value"] if "value" in row else row["ratio"]["wall"]["median"]
+                found.setdefault(name, {})[kind] = f"{figure:.2f}"
+    return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in found.items())]
+
+
+def exports(results: Path) -> list[list[str]]:
+    """One line a figure of `benchmarks.deployment`, one column a learner."""
+    columns, found = [], dict[str, dict[str, str]]()
+    for path in sorted(results.glob("deployment*.json"), key=lambda path: len(path.name)):
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        learner = rows[0]["what"].partition(", ")[2]
+        columns.append(learner)
+        for row in rows:
+            figure = (
+                f"{row['value']:.3g} {row['unit']}".strip()
+                if "value" in row
+                else f"{row['ratio']['cpu']['median']:.2f}"
+            )
+            found.setdefault(row["what"].replace(f", {learner}", ""), {})[learner] = figure
+    return [["", *columns], *([what, *(row.get(each, "") for each in columns)] for what, row in found.items())]
+
+
+def rejection(results: Path, classifiers: str) -> list[list[str]]:
+    """One line a data set, number of images and classifier: what was covered and refused, and the size of a set."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for parts, values in figures_of(results, "rejection", r"(.+), (\d+) images a class, (.+): (.+)"):
+        if parts[0] in classifiers.split(","):
+            found.setdefault((parts[2], parts[1], f"`{parts[0]}`"), {})[parts[3]] = values
     lines = []
-    for entry in entries:
-        name = f"{entry['row']['method']}, {entry['stream']}"
-        for kind, what in (("learned", "learned classes"), ("unlearned", "other characters")):
-            lines.append([f"{name}: {what}", *(percent(row[kind]) for row in entry["retention"]["scales"])])
-    return [["share of what was learned", *shares], *lines]
+    for key, row in found.items():
+        covered, refused, sizes = (row[figure] for figure in ("covered", "known refused", "classes in a set"))
+        figures = f"{covered[0]:.0f} ({min(covered[1:]):.0f})", f"{refused[0]:.0f} ({max(refused[1:]):.0f})"
+        lines.append([*key, *figures, f"{sizes[0]:.1f}", f"{row['area under the ROC curve'][0] / 100:.2f}"])
+    head = ["data", "images a class", "classifier", "covered (asked for: 95)", "refused (asked for: 5)"]
+    return [[*head, "classes in a set", "area under the ROC curve"], *lines]
+
+
+def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+    """The parts of each figure's name in a folder, with its mean and the value of every draw."""
+    for path in sorted((results / folder).glob("*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            found = re.fullmatch(pattern, row["what"])
+            if found is None:
+                raise ValueError(f"{path} has a figure of another kind: {row['what']}")
+            yield found.groups(), [row["value"], *row["each"]]
 
 
 def compared(results: Path, file: str, drift: str = "linear") -> dict[tuple[str, str, str], Row]:
@@ -95,7 +149,9 @@ def short(classifier: str) -> str:
     return classifier.removesuffix(":features=1000")
 
 
-def gained(row: Row, interval: bool = True) -> str:
+def gained(row: Row | None, interval: bool = True) -> str:
+    if row is None:  # not measured
+        return ""
     figure = percent(row["last"])
     if row["method"] == "frozen" or not row["gain"]:
         return figure
@@ -125,10 +181,11 @@ def signed(share: str) -> str:
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
 
-def best_bold(figures: list[float]) -> list[str]:
+def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
     texts = [f"{figure:.1f}" for figure in figures]
-    best = max(map(float, texts))
-    return [f"**{text}**" if float(text) == best else text for text in texts]
+    return [f"**{text}**" if float(text) == best(map(float, texts)) else text for text in texts]
 
 
-TABLES: dict[str, Any] = {table.__name__: table for table in (frozen, trained, family, ablation, scales)}
+TABLES: dict[str, Any] = {
+    table.__name__: table for table in (frozen, trained, family, ablation, costs, exports, rejection)
+}

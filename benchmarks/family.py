@@ -23,6 +23,8 @@ from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
+REFERRING = {"zscl": "zscl:reference_images=demo-digits"}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=5, model="small")
@@ -85,7 +87,8 @@ class Learner:
             targets = sorted(kind.target_modules) if kind.target_modules else None
             model = get_peft_model(clip, DualModeLoraConfig(support_rank=32, target_modules=targets))
         classifiers = "prototype" if kind.classifiers == ("bridge",) else kind.classifiers[:1]
-        self.learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+        spec = REFERRING.get(strategy, strategy)
+        self.learner = ClassIncrementalLearner(model, processor, args=args, strategy=spec, classifiers=classifiers)
 
     def task(self) -> None:
         first = len(self.learner.class_names)

@@ -207,7 +207,7 @@ class LiteralLearner:
     """
 
     def __init__(self, clip: Any, processor: Any, batch_size: int, epochs: int = 2, num_depths: int = 10) -> None:
-        self.clip = adapt(clip).eval()
+        self.clip = self.adapted(clip).eval()
         self.processor = processor
         self.batch_size, self.epochs = batch_size, epochs
         self.depths = torch.linspace(0, 1, num_depths).tolist()
@@ -217,6 +217,9 @@ class LiteralLearner:
         self.visual = torch.zeros(0, clip.config.projection_dim)
         self.weights = torch.zeros(0, num_depths)
         self.profile = Profile()
+
+    def adapted(self, clip: Any) -> Any:
+        return adapt(clip)
 
     def learn_task(self, pixels: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> None:
         """Learn new classes; labels index their names."""

@@ -14,8 +14,8 @@ from peft import get_peft_model
 
 from benchmarks import common, models
 from dulbe_peft import DualModeLoraConfig, OccupationStatistics, collect_statistics
+from dulbe_peft.subspaces.allocation import historical_support
 from dulbe_peft.subspaces.decompositions import eigh
-from dulbe_peft.subspaces.support import historical_support
 
 
 def main(argv: Sequence[str] | None = None) -> None:

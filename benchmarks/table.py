@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +35,36 @@ def made(marker: str, results: Path) -> str:
     name, *arguments = shlex.split(marker)
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
-        reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-        return tables([report for report in reports if "benchmark" in report])
+        return figures(results, **settings)
     head, *lines = evidence.TABLES[name](results, **settings)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
-def tables(reports: Sequence[dict[str, Any]]) -> str:
-    """One table of all rows, and one of the commands and the machines they ran on."""
-    lines = ["| what | goal | wall clock | CPU time | seconds, by side | rounds |", "|---|---|---|---|---|---|"]
-    for report in reports:
-        lines += [line(row) for row in report["rows"]]
-    lines += ["", "| command | threads | load | processor, versions |", "|---|---|---|---|"]
-    for report in reports:
+def figures(results: Path, benchmarks: str, without: str) -> str:
+    """A row for each figure of these benchmarks, but those with such words; then the machines."""
+    rows, commands = ["| what | goal | measured |", "|---|---|---|"], dict[str, dict[str, None]]()
+    for path in sorted(results.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report.get("benchmark") not in benchmarks.split(","):
+            continue
+        rows += [line(row) for row in report["rows"] if not any(word in row["what"] for word in without.split(","))]
         machine, versions = report["machine"], report["machine"]["versions"]
         programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
         accelerator = f", {machine['accelerator']}" if machine.get("accelerator") else ""
         where = f"{machine['cpu']}, {machine['cores']} cores{accelerator}; {programs}"
-        lines.append(f"| `{report['command']}` | {report['settings']['threads']} | {machine['load']} | {where} |")
-    return "\n".join(lines)
+        commands.setdefault(where, {})[f"`benchmarks.{report['benchmark']}`"] = None
+    return "\n".join([*rows, "", *(f"- {where}: {', '.join(called)}" for where, called in commands.items())])
 
 
 def line(row: dict[str, Any]) -> str:
-    """One figure, with its spread."""
+    """One figure, with its spread: processor time where it was taken."""
     goal = row["goal"] or ""
     if isinstance(goal, float):
         goal = f"≤ {goal:.2f}"
     if "value" in row:
-        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} | | | |"
-    ratio = row["ratio"]
-    if "bytes" in ratio:
-        sizes = ", ".join(f"{side} {mebibytes:.0f}" for side, mebibytes in ratio["MiB"].items())
-        spread = ratio["bytes"]
-        return f"| {row['what']} | {goal} | {cell(spread)} of bytes | | {sizes} MiB | {spread['rounds']} |"
-    seconds = ", ".join(f"{side} {value:.3g}" for side, value in ratio["seconds"].items())
-    cpu = cell(ratio["cpu"]) if "cpu" in ratio else ""
-    return f"| {row['what']} | {goal} | {cell(ratio['wall'])} | {cpu} | {seconds} | {ratio['wall']['rounds']} |"
+        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} |"
+    spread = next(row["ratio"][clock] for clock in ("bytes", "cpu", "wall") if clock in row["ratio"])
+    return f"| {row['what']} | {goal} | {cell(spread)} |"
 
 
 def number(value: float) -> str:
@@ -81,7 +74,7 @@ def number(value: float) -> str:
 
 def cell(spread: dict[str, float]) -> str:
     """Median and quartiles."""
-    return f"**{spread['median']:.3f}** ({spread['q1']:.3f} to {spread['q3']:.3f})"
+    return f"**{spread['median']:.2f}** ({spread['q1']:.2f} to {spread['q3']:.2f})"
 
 
 if __name__ == "__main__":

@@ -1,21 +1,29 @@
-"""A whole task, probe to close, with the learner and the literal way; text tower and image loading included.
+"""A whole task, probe to close, with the learner, stock LoRA and the literal way; text tower and images included.
 
 Task after task on the same images under new class names: the first is not counted, all others have a history, old
 classes and a structure loss.
+
+A phase's floor is the multiply-adds that nobody can leave out, at the speed of a forward pass: one forward pass for
+each pass, as much for each backward pass through activations, the gradients of weights where these are wanted, and one
+triangle of X'X. Adam, adapters, losses and classifiers count nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft import get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import common, models
+from benchmarks import common, models, stock
 from benchmarks.literal import LiteralLearner
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.metrics.cost import multiply_adds, shared_inputs
 
 PHASES = ("probe", "allocate", "train", "close")
 
@@ -27,21 +35,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--batch", type=int, default=16, help="images per step, and per batch elsewhere")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--attention", default="sdpa")
+    options.add_argument("--no-literal", action="store_true", help="leave out the literal way")
     options.add_argument("--images", help="a data set to take the images from; default: noise")
     values = common.parse(options, argv)
     if values.quick:
         values.num_images, values.classes, values.batch = 8, 2, 4
     tasks = Tasks(values)
-    times = common.compare({"ours": tasks.ours, "literal": tasks.literal}, values.repeats)
+    sides = {"ours": tasks.ours, "stock": tasks.stock, "pass": tasks.forward}
+    times = common.compare(sides if values.no_literal else sides | {"literal": tasks.literal}, values.repeats)
     where = f"{common.model_name(values.model)}, {values.attention}, {values.num_images} images, batch {values.batch}"
-    rows = [common.row(f"whole task / literal, {where}", times, "ours", "literal", 0.70)]
-    rows += [tasks.phase_row([phase], where) for phase in PHASES]
-    rows.append(tasks.phase_row([phase for phase in PHASES if phase != "allocate"], where))
+    rows = [common.row(f"whole task / stock LoRA's, {where}", times, "ours", "stock"), *tasks.floor_rows(times, where)]
+    if not values.no_literal:
+        rows.append(common.row(f"whole task / literal, {where}", times, "ours", "literal", 0.70))
+        rows += [tasks.phase_row([phase], where) for phase in PHASES]
+        rows.append(tasks.phase_row([phase for phase in PHASES if phase != "allocate"], where))
     common.write("task", values, argv, rows)
 
 
 class Tasks:
-    """Both learners, each with a task counter and the seconds of its phases."""
+    """The learners, each with a task counter and the CPU seconds of its phases."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -53,8 +65,12 @@ class Tasks:
         )
         model = get_peft_model(clip, DualModeLoraConfig())
         self.learner = ClassIncrementalLearner(model, processor, args=arguments)
-        self.simple = LiteralLearner(*models.clip(values.model, values.attention), values.batch, values.epochs)
-        self.seconds: dict[str, list[dict[str, float]]] = {"ours": [], "literal": []}
+        how = (values.batch, values.epochs)
+        self.simple = LiteralLearner(*models.clip(values.model, values.attention), *how)
+        self.lora = stock.LoraLearner(*models.clip(values.model, values.attention), *how)
+        for profile in (self.learner.profile, self.simple.profile, self.lora.profile):
+            profile.clock = time.process_time
+        self.seconds: dict[str, list[dict[str, float]]] = {"ours": [], "literal": [], "stock": []}
 
     def names(self, side: str) -> list[str]:
         first = len(self.seconds[side]) * self.values.classes
@@ -66,19 +82,69 @@ class Tasks:
         self.seconds["ours"].append(dict(self.learner.profile.seconds))
 
     def literal(self) -> None:
-        self.simple.profile.clear()
-        self.simple.learn_task(self.pixels, self.labels, self.names("literal"))
-        self.seconds["literal"].append(dict(self.simple.profile.seconds))
+        self.other("literal", self.simple)
+
+    def stock(self) -> None:
+        self.other("stock", self.lora)
+
+    def other(self, side: str, learner: LiteralLearner) -> None:
+        learner.profile.clear()
+        learner.learn_task(self.pixels, self.labels, self.names(side))
+        self.seconds[side].append(dict(learner.profile.seconds))
+
+    def forward(self) -> None:
+        """A forward pass of all images through the model alone."""
+        model = self.learner.model.get_base_model()
+        with torch.no_grad(), self.learner.model.disable_adapter():
+            for batch in self.pixels.split(self.values.batch):
+                model.get_image_features(pixel_values=batch)
+
+    def floors(self, task: int) -> dict[tuple[str, str], float]:
+        """Multiply-adds of each side's phases that nobody can leave out, in a task, from 0 on."""
+        values, model = self.values, self.learner.model
+        vision = model.get_base_model().config.vision_config
+        tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+        passes = values.num_images * multiply_adds(model)["image"]
+        steps = values.epochs * math.ceil(values.num_images / values.batch)
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            self.learner.text_embeds([f"class {number}" for number in range(values.classes)])
+        text = counter.get_total_flops() / 2
+        layers = model.dual_mode_layers().values()
+        weights = values.num_images * tokens * sum(layer.in_features * layer.out_features for layer in layers)
+        squares = values.num_images * tokens * sum(width**2 / 2 for width in shared_inputs(model).values())
+        steps, every = steps * 2 * text, (task + 1) * text
+        return {
+            ("ours", "probe"): 2 * passes + weights + text,
+            ("ours", "train"): values.epochs * 3 * passes + steps,
+            ("ours", "close"): passes + squares + every,
+            ("stock", "train"): values.epochs * 2 * passes + steps,
+            ("stock", "close"): passes + every,
+        }
+
+    def floor_rows(self, times: common.Times, where: str) -> list[dict[str, Any]]:
+        """What the floors are, in forward passes of all images, and how far above them the phases are."""
+        one = multiply_adds(self.learner.model)["image"] * self.values.num_images
+        speed = one / statistics.median(times["pass"]["cpu"])
+        floors = self.floors(len(self.seconds["ours"]) // 2)
+        rows = []
+        for side in ("ours", "stock"):
+            whole = sum(floor for (who, _), floor in floors.items() if who == side) / one
+            rows.append(common.value_row(f"floor of a task, {side}, {where}", common.rounded(whole), "forward passes"))
+        for (side, phase), floor in floors.items():
+            seconds = statistics.median(task[phase] for task in self.seconds[side][1:])
+            what = f"{phase} of {side} / its floor, {where}"
+            rows.append(common.value_row(what, common.rounded(seconds * speed / floor), "times"))
+        return rows
 
     def phase_row(self, phases: Sequence[str], where: str) -> dict[str, Any]:
-        """The ratio of some phases alone, by wall clock."""
+        """The ratio of some phases alone, by CPU time."""
         times = {
-            side: {"wall": [sum(task[p] for p in phases) for task in tasks[1:]]}
-            for side, tasks in self.seconds.items()
+            side: [sum(task[p] for p in phases) for task in self.seconds[side][1:]] for side in ("ours", "literal")
         }
-        pairs = zip(times["ours"]["wall"], times["literal"]["wall"], strict=True)
-        seconds = {side: common.rounded(statistics.median(time["wall"])) for side, time in times.items()}
-        ratio = {"wall": common.spread([a / b for a, b in pairs]), "seconds": seconds}
+        pairs = zip(times["ours"], times["literal"], strict=True)
+        seconds = {side: common.rounded(statistics.median(time)) for side, time in times.items()}
+        ratio = {"cpu": common.spread([a / b for a, b in pairs]), "seconds": seconds}
         return {"what": f"of it {', '.join(phases)}, {where}", "goal": None, "ratio": ratio}
 
 

@@ -1,25 +1,88 @@
-"""CPU seconds of a late task beside an early one, in a run of many small tasks whose images are encoded already.
+"""A run of many tasks or of very many classes, on features of random images, and a first prediction by its learner.
 
-python -m benchmarks.tasks --tasks 80
+One model with random weights, whose features have the width of ViT-B/16's; no image is encoded but the predicted one.
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from PIL import Image
 
+from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
 from dulbe_peft.data.features import FeatureFile, write_classes, write_shard
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.run import Run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=1, model="wide")
+    options.add_argument("--tasks", type=int, default=300)
+    options.add_argument("--classes", type=int, default=2, help="of a task")
+    options.add_argument("--images", type=int, default=4, help="of a class, in each split")
+    options.add_argument("--classifiers", default="bayes,lda,prototype")
+    values = common.parse(options, argv)
+    if values.quick:
+        values.tasks = 4
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measured(values, Path(folder))
+    common.write("tasks", values, argv, rows)
+
+
+def measured(values: Any, work: Path) -> list[dict[str, Any]]:
+    """Learn all tasks in a run's folder, and ask the command line for one prediction."""
+    clip, processor = models.clip("wide", "sdpa")
+    clip.save_pretrained(work / "model")
+    processor.save_pretrained(work / "model")
+    made = {"args": LearnerArguments(device="cpu", progress=False), "classifiers": values.classifiers.split(",")}
+    learner = ClassIncrementalLearner(*load_clip(work / "model"), strategy="frozen", **made)
+    (work / "features").mkdir()
+    write_data(work / "features", learner, values.tasks * values.classes, values.images)
+    train, test = (load_data(work / "features", split) for split in ("train", "test"))
+    ends, learn = [time.process_time()], Run.learn
+
+    def timed(run: Run, *arguments: Any) -> None:
+        learn(run, *arguments)
+        ends.append(time.process_time())
+
+    Run.learn = timed  # type: ignore[method-assign]
+    try:
+        learner.run(class_incremental_tasks(train, test, increment=values.classes), work / "run")
+    finally:
+        Run.learn = learn  # type: ignore[method-assign]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    seconds, few = np.diff(ends), max(1, min(10, values.tasks // 4))
+    newest = work / "run" / f"task-{values.tasks:03d}"
+    notes = [(newest / name).stat().st_size for name in ("progress.json", "manifest.json", "learner.json")]
+    where = f"{values.tasks} tasks of {values.classes:,} classes"
+    found = {
+        "CPU of the first tasks": (statistics.median(seconds[1 : 1 + few]), "s a task"),
+        "CPU of the last tasks": (statistics.median(seconds[-few:]), "s a task"),
+        "peak memory of the process": (peak, "MiB"),
+        "notes in the last task's folder": (sum(notes) / 1024, "KiB"),
+        "CPU of `dulbe-peft predict`, one image": (predicted(work), "s"),
+        "CPU of the same with the first task's learner": (predicted(work, "task-001"), "s"),
+    }
+    return [common.value_row(f"{what}, {where}", common.rounded(value), unit) for what, (value, unit) in found.items()]
+
+
+def predicted(work: Path, task: str = "") -> float:
+    """CPU seconds of the command for one image, with the learner of the run or of one task."""
+    Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(work / "image.png")
+    command = [sys.executable, "-m", "dulbe_peft", "predict", str(work / "run" / task), str(work / "image.png")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--device", "cpu"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def write_data(folder: Path, learner: ClassIncrementalLearner, classes: int, images: int) -> None:
@@ -36,43 +99,6 @@ def write_data(folder: Path, learner: ClassIncrementalLearner, classes: int, ima
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         entries = [f"{split}/{number}" for number in range(len(labels))]
         write_shard(folder, split, 0, entries, labels, rows.astype(np.float32), entries)
-
-
-def main() -> None:
-    """Print CPU seconds a task around task 20 and around the last one, and the bytes of the last folder's notes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=80)
-    parser.add_argument("--classes", type=int, default=2, help="of a task")
-    parser.add_argument("--images", type=int, default=10, help="of a class, in each split")
-    parser.add_argument("--classifiers", default="bayes,lda,prototype")
-    values = parser.parse_args()
-    torch.set_num_threads(1)
-    work = Path(tempfile.mkdtemp())
-    try:
-        args = LearnerArguments(device="cpu", progress=False)
-        made = values.classifiers.split(",")
-        learner = ClassIncrementalLearner(
-            *load_clip(demo_model_folder()), args=args, strategy="frozen", classifiers=made
-        )
-        (work / "features").mkdir()
-        write_data(work / "features", learner, values.tasks * values.classes, values.images)
-        train, test = (load_data(work / "features", split) for split in ("train", "test"))
-        ends, learn = [], Run.learn
-
-        def timed(run: Run, *arguments: Any) -> None:
-            learn(run, *arguments)
-            ends.append(time.process_time())
-
-        Run.learn = timed  # type: ignore[method-assign]
-        learner.run(class_incremental_tasks(train, test, increment=values.classes), work / "run")
-        seconds = np.diff(ends)
-        early, late = statistics.median(seconds[15:24]), statistics.median(seconds[-10:])
-        print(f"CPU seconds a task: {early:.3f} around task 20, {late:.3f} at the end, ratio {late / early:.2f}")
-        newest = work / "run" / f"task-{values.tasks:03d}"
-        sizes = {name: (newest / name).stat().st_size for name in ("progress.json", "manifest.json", "learner.json")}
-        print(f"bytes of notes in the last folder: {sizes}")
-    finally:
-        shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from dulbe_peft.utils.checks import LEAST, MOST
 from dulbe_peft.utils.settings import check_settings, setting
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
@@ -25,7 +26,6 @@ MACHINE_SETTINGS = (
     "torch_compile",
 )
 AUGMENTATIONS = ("crop", "flip", "affine")
-LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
 
@@ -33,12 +33,8 @@ _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "
 class AdapterSettings:
     """The settings of the adapter, which [`DualModeLoraConfig`] checks and hands to PEFT."""
 
-    shared_rank: Annotated[int, Ge(0)] = setting(
-        1, "Rank r_S of the shared mode, inside the historically used directions."
-    )
-    residual_rank: Annotated[int, Ge(0)] = setting(
-        8, "Rank r_R of the residual modes, outside the historically used directions."
-    )
+    shared_rank: Annotated[int, Ge(0)] = setting(1, "Rank r_S of the shared mode, inside directions used before.")
+    residual_rank: Annotated[int, Ge(0)] = setting(8, "Rank r_R of the residual modes, outside those directions.")
     support_rank: Annotated[int, Ge(1)] = setting(
         128,
         "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a layer "
@@ -50,29 +46,18 @@ class AdapterSettings:
         "and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only the vision tower is "
         "adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the projections.",
     )
-    exclude_modules: list[str] | str | None = setting(
-        None, "Names (list of endings, or a regular expression) of layers to leave alone."
-    )
-    text_rank: Annotated[int, Ge(0)] = setting(
-        8, "Rank of the plain LoRA in the text tower, where there is one; 0 turns it off."
-    )
+    exclude_modules: list[str] | str | None = setting(None, "Layers to leave alone, named as target_modules are.")
+    text_rank: Annotated[int, Ge(0)] = setting(8, "Rank of the plain LoRA in the text tower; 0 turns it off.")
     text_alpha: Annotated[float, Ge(-MOST), Le(MOST)] = setting(
-        1.0, "Numerator of the text LoRA's scale, text_alpha / text_rank."
+        1.0, "The text LoRA's scale is text_alpha / text_rank."
     )
     text_target_modules: list[str] | None = setting(
         None,
-        "Name endings of the text tower's layers with LoRA. None: keys, values and MLP, which are k_proj, v_proj, fc1 "
-        "and fc2 in CLIP.",
+        "Name endings of the text tower's layers with LoRA. None: keys, values and MLP.",
     )
-    init_weights: bool = setting(
-        True, "True: every B starts at zero, the output is the base model's. False: random B."
-    )
-    layers_to_transform: list[int] | int | None = setting(
-        None, "Indices of the vision tower's blocks to adapt; None adapts all."
-    )
-    layers_pattern: list[str] | str | None = setting(
-        None, "Name of the nn.ModuleList that layers_to_transform indexes, where it is not found."
-    )
+    init_weights: bool = setting(True, "True: B starts at zero, the output is the base model's. False: random B.")
+    layers_to_transform: list[int] | int | None = setting(None, "Indices of the vision blocks to adapt; None: all.")
+    layers_pattern: list[str] | str | None = setting(None, "Name of the nn.ModuleList that layers_to_transform means.")
     modules_to_save: list[str] | None = setting(None, "Further modules to train in full and to save with the adapter.")
 
     def __post_init__(self) -> None:
@@ -107,8 +92,7 @@ class LearnerArguments:
     """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's.
 
     Raises:
-        ValueError: a value is out of its limits; the message names the field.
-        TypeError: a value has another type.
+        ValueError, TypeError: a value is out of its limits, or has another type; the message names the field.
 
     Reference:
         "Implementation Details"; where the paper is silent, `docs/decisions.md`.
@@ -117,17 +101,13 @@ class LearnerArguments:
     epochs: Annotated[int, Ge(1)] = setting(2, "Passes over a task's images.")
     batch_size: Annotated[int, Ge(1)] = setting(32, "Images per training step.")
     eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch where nothing is trained.")
-    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = setting(
-        1e-3, "Adam's learning rate at the start of each task."
-    )
+    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = setting(1e-3, "Adam's learning rate as a task begins.")
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."
     )
     structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "lambda, the weight of the structure loss.")
     class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(5.0, "tau_C, softmax over the old classes.")
-    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(
-        0.1, "tau_I, softmax over the batch's images."
-    )
+    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(0.1, "tau_I, softmax over a batch's images.")
     kl_reduction: Literal["mean", "batchmean"] = setting(
         "mean", "Mean over images and over old classes, or both sums divided by the batch size."
     )
@@ -146,11 +126,9 @@ class LearnerArguments:
         "classifiers take the mean of the unit text embeddings.",
         repeated=True,
     )
-    training_template: str | None = setting(
-        None, "Prompt that training uses. None: prompt_template, of several the first."
-    )
+    training_template: str | None = setting(None, "Prompt that training uses. None: the first prompt_template.")
     class_name_style: Literal["verbatim", "spaces"] = setting(
-        "verbatim", "Class names as they are, or underscores as spaces."
+        "verbatim", "Names as they are, or underscores as spaces."
     )
     image_resize: Literal["processor", "crop", "squash"] = setting(
         "processor",
@@ -169,19 +147,13 @@ class LearnerArguments:
         "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
     )
     drift: Literal["none", "linear"] = setting(
-        "none",
-        "When a task closes: leave what classifiers store as it is, or move it along with the features by a linear "
-        "map.",
+        "none", "When a task closes: leave what classifiers store as it is, or move it along by a linear map."
     )
     num_depths: Annotated[int, Ge(2), Le(1000)] = setting(10, "K_b, bridge depths from 0 (visual) to 1 (text).")
     reliability_temperature: Annotated[float, Gt(0), Le(1e6)] = setting(0.05, "beta, softmax over bridge depths.")
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed of the initial weights and of the order of images.")
-    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(
-        0, "Processes that read images; 0 reads in the main process."
-    )
-    pixel_cache_mb: Annotated[int, Ge(0)] = setting(
-        1024, "Keep a task's preprocessed images in memory up to so many MiB; 0: read every pass."
-    )
+    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
+    pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep a task's preprocessed images up to so many MiB.")
     device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
     mixed_precision: Literal["no", "bf16"] = setting("no", "Autocast in training and inference.")
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")

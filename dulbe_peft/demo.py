@@ -9,7 +9,7 @@ from peft import get_peft_model
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.digits import DIGITS, DigitImages, load_digit_images
+from dulbe_peft.data.readers import DIGITS, DigitImages, load_digit_images
 from dulbe_peft.encoders.loading import demo_model_folder, load_clip
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report import format_summary, plot_results, write_report
@@ -28,16 +28,7 @@ def digit_tasks(increment: int = 2) -> list[Task]:
 
 
 def run_demo(output_dir: str | Path, seed: int = 0) -> dict[str, Any]:
-    """Run the demo's stream, with training and without, and print one table of all classifiers.
-
-    Args:
-        output_dir: where everything goes; a stream that was begun there is resumed. The run without training has the
-            folder `frozen` in it.
-        seed: seed of the learner.
-
-    Returns:
-        The results of `ClassIncrementalLearner.run` with training.
-    """
+    """Run the demo's stream with training and without, and print one table; returns the results with training."""
     import torch
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate.tracking import filter_trackers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
@@ -26,28 +22,27 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.loading import check_processor, check_statistics_tokens, has_text, logit_scale
+from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.strategies import Memory, Strategy, make_strategy
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.locking import in_turn, scaling
+from dulbe_peft.training.locking import TakesTurns, in_turn, scaling
 from dulbe_peft.training.model_checks import (
     check_adapter_name,
     check_model,
-    check_trainable,
-    checked_texts,
+    check_tracker,
+    checked_task,
     learner_classifiers,
 )
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord, learned
-from dulbe_peft.training.updating import check_update, merged_states, with_more_images, without_class
+from dulbe_peft.training.updating import checked_update, merged_states, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
-from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, on_main_process, raise_in_all, refuse_sharded
+from dulbe_peft.utils.processes import copy_from_main, on_main_process
 from dulbe_peft.utils.profiling import Profile
 
 
@@ -56,18 +51,16 @@ def _of_state(name: str) -> Any:
     return property(lambda learner: getattr(learner.state, name))
 
 
-class ClassIncrementalLearner:
+class ClassIncrementalLearner(TakesTurns):
     """Learns tasks of new classes, one after the other, without keeping images.
 
-    Under `accelerate launch` every process calls every method with the same data. Each works on its share of every
-    batch, all end with the same state, and one writes.
+    Under `accelerate launch` every process calls every method with the same data; all end with the same state.
 
     Args:
         model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
             strategy that trains nothing, such as "frozen", also takes `clip` itself.
         processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge".
-        args: settings; None takes the defaults.
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: one or several of "name", "name:key=value" or [`Classifier`] objects; the first one is what
             `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
@@ -76,8 +69,7 @@ class ClassIncrementalLearner:
         state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
-        folder: where it was loaded from, or the last task folder that its run wrote; a run looks there for what was
-            measured of the tasks so far.
+        folder: where it was loaded from, or the last task folder that its run wrote.
         log: called with the figures of each epoch and the number of steps so far, where it is not None.
 
     Raises:
@@ -117,13 +109,9 @@ class ClassIncrementalLearner:
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         args = args or LearnerArguments()
         method = make_strategy(strategy)
-        clip = check_model(model, method)
-        check_processor(processor, clip)
-        if method.adapts:
-            check_statistics_tokens(clip, args.statistics_tokens)
-        filter_trackers(args.log_with, "runs")  # raises where accelerate does not know the tracker
+        clip = check_model(model, processor, method, args)
+        check_tracker(args.log_with)
         self.device = choose_device(args.device)
-        refuse_sharded(model)
         model = model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
@@ -136,27 +124,8 @@ class ClassIncrementalLearner:
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles are learners of their own: what makes calls take turns, or logs a run, stays here."""
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_call", "log")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self.log: Log | None = None
-        self._lock = threading.RLock()
-        self._call: str | None = None  # the outermost method that is being answered
-
-    @in_turn
-    def __deepcopy__(self, memo: dict[int, Any]) -> ClassIncrementalLearner:
-        twin = object.__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle is one of a copy, which is made while nothing is learned."""
-        return object.__reduce_ex__(copy.deepcopy(self), protocol)
+        super().__init__()
 
     @property
     def classifier(self) -> Classifier:
@@ -174,12 +143,6 @@ class ClassIncrementalLearner:
     @head.setter
     def head(self, head: BridgeEnsembleHead) -> None:
         self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
-
-    @property
-    def statistics(self) -> OccupationStatistics:
-        """The memory of a strategy that keeps occupation statistics; empty where it keeps something else."""
-        memory = self.state.memory
-        return memory if isinstance(memory, OccupationStatistics) else OccupationStatistics()
 
     @property
     def profile(self) -> Profile:
@@ -200,28 +163,18 @@ class ClassIncrementalLearner:
         Args:
             dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs; images as PIL images or as
                 preprocessed float tensors (3, height, width).
-            class_names: the new classes, each with at least one image, which the labels index. None takes the names
-                that the dataset carries.
+            class_names: the new classes, which the labels index. None takes the names that the dataset carries.
             class_texts: class -> texts that stand for it in place of its name in the prompt templates, such as
-                {"owl": ["an owl", "a night bird"]}: synonyms, descriptions, other languages. Classifiers take the
-                mean of their unit embeddings, and training takes the first one.
+                {"owl": ["an owl", "a night bird"]}. Classifiers take the mean of their unit embeddings, and training
+                takes the first one.
 
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
-        state = self.state
-        with raise_in_all():
-            self._check_adapter()
-            check_trainable(state)
-            images = named_images(dataset, class_names)
-            texts = checked_texts(state, self.encoder, images, class_texts or {})
-        check_same_in_all((images.class_names, images.labels.tolist(), texts), "class names, texts or labels")
+        state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
-        pixels = self.encoder.images(images, keep=state.strategy.adapts)
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state, self.record, self.closing = learned(
-                replace(state, class_texts=texts), self.encoder, self.logit_scale, pixels, images.class_names, self.log
-            )
+            self.state, self.record, self.closing = learned(state, self.encoder, self.logit_scale, images, self.log)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -241,50 +194,38 @@ class ClassIncrementalLearner:
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Take in further images of known classes, without training; on any error the learner is as it was before.
 
-        The model encodes the images as it is. Every classifier takes them in, and so does the strategy's memory where
-        it is a sum over images. `class_names` of None are those that the dataset carries, or else all seen classes.
+        Every classifier takes them in, and so does the strategy's memory where it is a sum over images. `class_names`
+        of None are those that the dataset carries, or else all seen classes.
 
         Raises:
-            ValueError: a class has not been learned, a classifier cannot take further images of a known class, an
-                image is unreadable, or a feature is not finite.
+            ValueError: a class has not been learned, a classifier cannot take further images of a known class, or an
+                image is of no use.
         """
-        state = self.state
-        with raise_in_all():
-            self._check_learned()
-            if state.adapter is not None:
-                state.adapter.check_unscaled()
-            images = named_images(dataset, class_names, default=self.class_names)
-            names = [images.class_names[label] for label in images.labels]
-            check_update(state, names)
-            places = state.places(names)
-        check_same_in_all(places, "labels")
+        self._check_learned()
+        images, places = checked_update(self.state, dataset, class_names)
         self.profile.clear()
         with self.profile.phase("update"):
-            self.state = with_more_images(state, self.encoder, self.encoder.images(images), torch.tensor(places))
+            self.state = with_more_images(self.state, self.encoder, self.encoder.images(images), torch.tensor(places))
 
     @in_turn
     def forget_class(self, name: str) -> None:
         """Take a class out of every classifier, so that no image is called so any more.
 
-        The model stays as it is, and so does what the class's images added to sums over all classes: LDA's scatter,
-        the Gram matrix of ridge and RanPAC, and what the strategy remembers. The only class that is left cannot be
-        forgotten. A task that loses its last class stays, without classes.
+        The model stays as it is, and so does what the class's images added to sums over all classes, such as LDA's
+        scatter. The only class that is left cannot be forgotten.
         """
         self.state = without_class(self.state, name)
 
     @in_turn
     def merge(self, other: ClassIncrementalLearner) -> ClassIncrementalLearner:
-        """Take in what another learner of the same model has learned, where nothing is trained; `other` stays.
+        """Take in what another learner of the same model has learned, where nothing is trained; returns this learner.
 
-        Its new classes become further tasks, and its images of classes that both know count as further images. The
+        New classes become further tasks, and images of classes that both know count as further images: the
         classifiers are those of one learner that saw all images, up to what their own documentation says.
 
-        Returns:
-            This learner.
-
         Raises:
-            ValueError: one of them trains the model; the base model, the image processor, the strategy, the
-                classifiers or the texts differ; or a classifier cannot be merged. Then the learner is as it was.
+            ValueError: one of them trains the model, they differ in more than their classes, or a classifier cannot
+                be merged. Nothing is changed then.
 
         Example:
             >>> berlin.merge(paris).save_pretrained("both")
@@ -331,7 +272,7 @@ class ClassIncrementalLearner:
             top_k: how many classes to give for each image, the best first; None gives the best one alone.
             return_scores: give each class as (name, calibrated probability).
             reject: accepted share of false alarms, such as 0.05. An image whose best probability is smaller than that
-                of all but this share of the held-back training images is taken for none of the classes. Its answer
+                of all but this share of the held-back training images is taken for none of the classes: its answer
                 is None, or an empty list with `top_k`.
             coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
                 this chance, see `Classifier.prediction_sets`. Not with `top_k`.
@@ -360,15 +301,12 @@ class ClassIncrementalLearner:
             return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Top-1 accuracy among all seen classes; `dataset` and `class_names` are as in `update_classes`.
+        """Top-1 accuracy among all seen classes; `dataset`, `class_names` and errors are as in `update_classes`.
 
         Returns:
             `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
-            embeddings alone, where a classifier keeps them; `class_means_accuracy` with the class means, where a
-            classifier keeps them and none is called "prototype"; all in [0, 1]; and `num_images`.
-
-        Raises:
-            ValueError: nothing has been learned, the dataset is empty, or a class has not been learned.
+            embeddings alone and `class_means_accuracy` with the class means, where a classifier keeps them and none
+            does the same; all in [0, 1]; and `num_images`.
         """
         return self.evaluate_images(dataset, class_names).figures()
 
@@ -382,22 +320,12 @@ class ClassIncrementalLearner:
         images = [data.item_name(index) for index in range(len(data))]
         return evaluate_features(self.classifiers, features, truth, self.class_names, images)
 
-    @in_turn
-    def evaluate_again(self, before: Sequence[Evaluation]) -> list[Evaluation]:
-        """The answers to the same images by the classifiers as they are now; the model must be as it was."""
-        features, truth = (torch.cat([getattr(e, name) for e in before]) for name in ("features", "truth"))
-        images = [image for evaluation in before for image in evaluation.images]
-        found = evaluate_features(self.classifiers, features.to(self.device), truth, self.class_names, images)
-        ends = np.cumsum([len(evaluation.truth) for evaluation in before]).tolist()
-        return [found.part(slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
-
     @contextmanager
     def scaled(self, scale: float) -> Iterator[None]:
         """Use the model with W_0 + scale * dW in the block's calls, dW being all it has learned, in both towers.
 
         Scale 0 is the pristine model and 1 the model as it has learned, both bit for bit. What the classifiers keep
-        was made at scale 1 and stays so; `image_embeds` and `text_embeds` are of the scale. Calls of other threads
-        and asyncio tasks have none of it. Nothing is learned inside, and what is saved there is the model at scale 1.
+        stays as it is. Calls of other threads and asyncio tasks have none of it, and nothing is learned inside.
 
         Raises:
             ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
@@ -420,12 +348,7 @@ class ClassIncrementalLearner:
     def _check_learned(self) -> None:
         if not self.tasks:
             raise ValueError("no task has been learned yet: call learn_task first")
-        self._check_adapter()
-
-    def _check_adapter(self) -> None:
-        """With another adapter, or none, answers would be wrong, and nobody could load what is saved."""
-        if isinstance(self.model, PeftModel):
-            check_adapter_name(self.model)
+        check_adapter_name(self.model)
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
@@ -437,36 +360,19 @@ class ClassIncrementalLearner:
             return seen_accuracies(self, tests)
 
     def run(
-        self,
-        tasks: Iterable[Task],
-        output_dir: str | Path,
-        resume: bool = True,
-        *,
-        known_tests: Sequence[Any] | None = None,
-        source: dict[str, Any] | None = None,
-        keep_features: bool = False,
-        check_zero_shot: Callable[[float | None], None] | None = None,
-        test_ahead: bool = False,
-        class_texts: Mapping[str, Sequence[str]] | None = None,
+        self, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True, **options: Any
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
 
-        A learner that has learned before keeps its tasks: they come first in the results, and the numbers of the
-        folders go on after theirs. Without a new task the learner is committed as it is.
+        Tasks that were learned before come first in the results, and the folders' numbers go on after theirs. Without
+        a new task the learner is committed as it is.
 
         Args:
             tasks: the stream; tasks without test data are learned and not tested.
             output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
-            known_tests: test data, or None, of each task that the learner had learned before the run.
-            source: where the data of `tasks` came from, for `sources.json`.
-            keep_features: write all features to `features/task-001.safetensors` and so on, from which
-                `metrics.features.learn_from_features` teaches other classifiers without training again.
-            check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
-                or None where it has none; it raises to stop the run.
-            test_ahead: test also on tasks that are still to come; the results then have "ahead".
-            class_texts: texts of any of the classes, as in `learn_task`.
+            options: fields of `dulbe_peft.runs.run.RunOptions`, such as `keep_features=True`.
 
         Returns:
             What `results.json` holds: accuracies, settings, seed and versions.
@@ -477,15 +383,14 @@ class ClassIncrementalLearner:
         """
         from dulbe_peft.runs.run import RunOptions, run_stream
 
-        options = RunOptions(resume, known_tests, source, keep_features, check_zero_shot, test_ahead, class_texts)
-        return run_stream(self, tasks, output_dir, options)
+        return run_stream(self, tasks, output_dir, RunOptions(resume, **options))
 
     # ------------------------------------------------------------------ saving
 
     @in_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything needed to predict or to go on learning: one folder, put in place whole or not at all."""
-        self._check_adapter()
+        check_adapter_name(self.model)
         saving.save(self.state, Path(folder))
 
     @in_turn
@@ -496,11 +401,7 @@ class ClassIncrementalLearner:
         statistics: bool = True,
         results: dict[str, Any] | str | Path | None = None,
         dataset_name: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload class-incremental learner",
-        create_pr: bool = False,
+        **commit: Any,
     ) -> Any:
         """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
 
@@ -508,7 +409,8 @@ class ClassIncrementalLearner:
             statistics: upload also what is needed to go on learning; without it the learner predicts and evaluates.
             results: what `run` returned, or its `results.json`: uploaded, and put into the model card.
             dataset_name: of the images that the results are about, for the model card.
-            revision: branch, made where it does not exist; None: the main branch.
+            commit: `private`, `token`, `revision` (a branch), `commit_message` and `create_pr`, as huggingface_hub
+                takes them.
 
         Returns:
             huggingface_hub's CommitInfo.
@@ -516,11 +418,8 @@ class ClassIncrementalLearner:
         Raises:
             ValueError: the results are of another learner.
         """
-        self._check_adapter()
-        commit = {"private": private, "token": token, "revision": revision}
-        commit |= {"commit_message": commit_message, "create_pr": create_pr}
-        push = partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit)
-        return on_main_process(push)
+        check_adapter_name(self.model)
+        return on_main_process(partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit))
 
     @classmethod
     def from_pretrained(
@@ -537,11 +436,10 @@ class ClassIncrementalLearner:
         """Load what `save_pretrained` or `run` wrote, or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:
-            source: the saved folder, a run's folder, of which the newest whole task is taken, or the id of a
-                repository on the Hub.
+            source: a saved folder, a run's folder, of which the newest whole task is taken, or a repository's id.
             base_model: the pristine model; None loads the one that the saved learner names.
             args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
-            revision: branch, tag or commit on the Hub; the commit that it stands for is kept in `source`.
+            revision: branch, tag or commit on the Hub; the commit is kept in `source`.
             machine: settings of this machine, such as {"device": "cpu", "num_workers": 4}, in place of the defaults.
 
         Raises:
@@ -550,11 +448,8 @@ class ClassIncrementalLearner:
         """
         folder, origin = loading.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, base_model, args, machine) as state:
-            empty = [
-                type(c)(embed_dim=c.embed_dim, logit_scale=c.logit_scale, **c.settings())
-                for c in state.classifiers.values()
-            ]
-            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=empty)
+            kind = "prototype"  # until the saved ones are in their place
+            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=kind)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
         learner.folder = None if origin else folder.resolve()

@@ -8,18 +8,21 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
+import sys
 import tempfile
 import threading
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from PIL import Image
-
-from dulbe_peft.data.decoding import UnreadableImageError, decode_image
+from dulbe_peft.data.decoding import image_problem
+from dulbe_peft.data.names import normalized
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.training.state import LearnerState
 
@@ -28,15 +31,21 @@ MOST_BYTES = 64 * 2**20  # of one upload
 MOST_IMAGES = 200  # of one upload
 SHOWN = 5  # classes of an answer
 REJECT = 0.05  # false alarms accepted for "none of these"
+MOST_UNDOS = 20  # each keeps what the classifiers were
 LOCAL = ("127.0.0.1", "localhost", "::1")
+# The page runs its own script and shows pictures that it was given; no other page may frame it.
+POLICY = (
+    "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class App:
-    """What the page can ask for, one request at a time; every change can be undone."""
+    """What the page can ask for, one request at a time; the last changes can be undone."""
 
     def __init__(self, learner: ClassIncrementalLearner) -> None:
         self.learner = learner
-        self.before: list[tuple[str, LearnerState]] = []
+        self.before: deque[tuple[str, LearnerState]] = deque(maxlen=MOST_UNDOS)
         self.turn = threading.Lock()
 
     def facts(self) -> dict[str, Any]:
@@ -46,6 +55,7 @@ class App:
             "classifier": next(iter(self.learner.classifiers)),
             "teachable": not self.learner.strategy.adapts,
             "undo": self.before[-1][0] if self.before else None,
+            "most_bytes": MOST_BYTES,
         }
 
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +76,7 @@ class App:
         name, images = request.get("class"), pictures(request, MOST_IMAGES)
         if not isinstance(name, str) or not name.strip():
             raise ValueError("the class needs a name")
-        name = name.strip()
+        name = normalized(name.strip())
         state, known = self.learner.state, name in self.learner.class_names
         if not known and self.learner.strategy.adapts:
             raise ValueError(
@@ -96,26 +106,40 @@ class App:
         return packed.getvalue()
 
 
-def pictures(request: dict[str, Any], most: int) -> list[Image.Image]:
-    """The images of a request, which come as base64; a ValueError says which cannot be read, and why."""
+def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
+    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why.
+
+    They stay files, for many large ones do not fit into memory.
+    """
     given = request.get("images")
     if not isinstance(given, list) or not 1 <= len(given) <= most:
         raise ValueError(f"from 1 to {most} images can be sent at once")
     found = []
     for number, text in enumerate(given, start=1):
         try:
-            found.append(decode_image(io.BytesIO(base64.b64decode(text, validate=True))))
-        except (UnreadableImageError, TypeError, ValueError) as error:
+            found.append(io.BytesIO(base64.b64decode(text, validate=True)))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error
+        problem = image_problem(found[-1], in_full=True)
+        if problem is not None:
+            raise ValueError(f"image {number} cannot be read: {problem}")
     return found
 
 
 class PageServer(ThreadingHTTPServer):
     """Serves the page for one learner."""
 
+    request_queue_size = 128
+
     def __init__(self, learner: ClassIncrementalLearner, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), PageHandler)
         self.app, self.local = App(learner), host in LOCAL
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -167,9 +191,11 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def _trusted(self) -> bool:
         """Another website that is open in the same browser may not ask: its address is not the page's."""
-        own = self.headers.get("Host", "")
-        origin = self.headers.get("Origin")
-        here = own.rpartition(":")[0].strip("[]") in LOCAL or not self.server.local
+        own, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        try:
+            here = not self.server.local or urlsplit(f"//{own}").hostname in LOCAL
+        except ValueError:
+            here = False
         if here and origin in (None, f"http://{own}", f"https://{own}"):
             return True
         self._json(HTTPStatus.FORBIDDEN, {"error": "open the page by its own address"})
@@ -183,6 +209,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", POLICY)
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(body)

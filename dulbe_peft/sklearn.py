@@ -20,10 +20,11 @@ NUMBERS = "biuf"  # kinds of NumPy's types
 class FeatureClassifier(ClassifierMixin, BaseEstimator):
     """Any classifier of `CLASSIFIERS` over image features: it normalises them, and learns class by class.
 
+    Scores are float32, so those of an image alone and in a batch may differ in the last digit.
+
     Args:
         classifier: its name and settings, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
-        text_embeds: label -> embedding of its text, (d,), for classifiers that need texts; labels that `y` has not
-            brought yet may be there.
+        text_embeds: label -> embedding of its text, (d,), for classifiers that need texts.
         logit_scale: tau of the model that made the features; 100 for CLIP.
 
     Attributes:
@@ -52,28 +53,13 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self.logit_scale = logit_scale
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Learn all classes anew, as one task.
-
-        Args:
-            X: (n, d), features.
-            y: (n,), labels: integers, strings, or anything else that scikit-learn takes for classes.
-
-        Raises:
-            ValueError: features or labels do not fit, or a class has no text where the classifier needs one.
-        """
+        """Learn all classes anew, as one task, from features, (n, d), and labels, (n,)."""
         return self._learn(X, y, None, anew=True)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
         """Learn on: images of new classes as a further task, and further images of known ones.
 
-        Args:
-            X: (n, d), features.
-            y: (n,), labels; new ones may come at any call.
-            classes: labels that are in `classes_` from now on, if images of them come later. Until then they have
-                probability 0.
-
-        Raises:
-            ValueError: as for `fit`, or the classifier cannot take further images of a class.
+        `classes` are labels that are in `classes_` from now on; until images of them come they have probability 0.
         """
         return self._learn(X, y, classes, anew=not hasattr(self, "classifier_"))
 

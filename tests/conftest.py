@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
 
 
 @pytest.fixture(autouse=True)
@@ -28,27 +31,10 @@ def tiny_clip():
     """A function that makes the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
 
     def make() -> CLIPModel:
-        text = {
-            "hidden_size": 24,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "vocab_size": 99,
-            "max_position_embeddings": 20,
-            "bos_token_id": 97,
-            "eos_token_id": 98,
-            "pad_token_id": 98,
-            "projection_dim": 16,
-        }
-        vision = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 8,
-            "projection_dim": 16,
-        }
+        both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
+        text = {**both, "hidden_size": 24, "intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 20}
+        text |= {"bos_token_id": 97, "eos_token_id": 98, "pad_token_id": 98}
+        vision = {**both, "hidden_size": 32, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()

@@ -81,9 +81,8 @@ def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
 def state_of(learner: ClassIncrementalLearner) -> dict[str, torch.Tensor]:
     """The adapter, the head and what the strategy keeps."""
     state = {k: v for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k}
-    kept = learner.memory if isinstance(learner.memory, dict) else learner.statistics
     state |= dict(learner.head.named_buffers(prefix="head"))
-    state |= {f"statistics.{name}": matrix for name, matrix in kept.items()}
+    state |= {f"statistics.{name}": matrix for name, matrix in (learner.memory or {}).items()}
     return {name: tensor.contiguous().clone() for name, tensor in state.items()}
 
 

@@ -11,6 +11,11 @@ from collections.abc import Callable
 import torch
 
 
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same normal numbers at every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def occupation(tokens: torch.Tensor) -> torch.Tensor:
     """S = sum over tokens of x x'."""
     total = torch.zeros(tokens.shape[-1], tokens.shape[-1], dtype=torch.float64)

@@ -13,7 +13,7 @@ import yaml
 from benchmarks import advising
 from dulbe_peft.commands.main import main
 from dulbe_peft.comparison import advice as advice_module
-from dulbe_peft.comparison.advice import Advice, ClassCounts, Contest, Regret, advice_plans, advise, format_advice
+from dulbe_peft.comparison.advice import ClassCounts, Contest, Regret, advice_plans, advise, format_advice
 from dulbe_peft.comparison.cells import read_answers, read_cell
 from dulbe_peft.comparison.compare import compare
 from dulbe_peft.comparison.intervals import Difference
@@ -123,12 +123,6 @@ def test_training_must_clearly_beat_what_is_used_without_it(measured):
     assert advice.settings == {"strategy": "frozen", "classifiers": "bayes"}
 
 
-def test_with_a_single_held_back_image_nothing_is_compared(measured):
-    advice = measured({("frozen", "bayes"): [1], ("frozen", "lda"): [1]})
-    assert advice.lead is None and advice.settings["classifiers"] == "bayes"
-    assert "Only 1 images" in format_advice(advice)
-
-
 def test_classes_of_unequal_numbers_count_the_same(tmp_path):
     for most, wanted in ((9, [1, 1, 1, 1]), (10, [2, 2 / 3, 2 / 3, 2 / 3])):
         (tmp_path / "results.json").write_text(json.dumps({"tasks": [{"images": {"b": 3, "a": most}}]}))
@@ -140,48 +134,43 @@ def test_classes_of_unequal_numbers_count_the_same(tmp_path):
         assert advice_module._weights(tmp_path).tolist() == pytest.approx(wanted)
 
 
-def test_the_words(monkeypatch):
-    advice = Advice(
-        settings={"strategy": "dulbe", "learning_rate": 3e-4, "classifiers": "bridge"},
-        classifiers={"lda": 0.9, "bayes": 0.88},
-        lead=Contest(row=Row("frozen", "lda"), gain=Difference(0.02, -0.01, 0.05), clear=False),
-        training=Contest(row=Row("DuLBE", "bridge", "linear"), gain=Difference(0.03, 0.01, 0.05), clear=True),
-        held_back=50,
-        counts=ClassCounts(classes=10, fewest=2, most=32),
-        zero_shot=0.6,
-        seconds={"whole": 10.0, "probe": 30.0},
+def test_the_words(monkeypatch, measured):
+    alone = measured({("frozen", "bayes"): [1], ("frozen", "lda"): [1]})
+    assert alone.lead is None and alone.settings["classifiers"] == "bayes", "a single image compares nothing"
+    assert "Only 1 images" in format_advice(alone)
+    advice = alone.model_copy(
+        update={
+            "settings": {"strategy": "dulbe", "learning_rate": 3e-4, "classifiers": "bridge"},
+            "classifiers": {"lda": 0.9, "bayes": 0.88},
+            "lead": Contest(row=Row("frozen", "lda"), gain=Difference(0.02, -0.01, 0.05), clear=False),
+            "training": Contest(row=Row("DuLBE", "bridge", "linear"), gain=Difference(0.03, 0.01, 0.05), clear=True),
+            "counts": ClassCounts(classes=10, fewest=2, most=32),
+            "seconds": {"whole": 10.0, "probe": 30.0},
+        }
     )
     regret = Regret(streams=4, cases=12, mean=0.001, low=0.0, high=0.004, largest=0.012)
     monkeypatch.setattr(advice_module, "known_regret", lambda: regret)
     said = format_advice(advice)
-    assert said.startswith("10 classes with 2 to 32 images each; 50 further images were held back.")
-    assert "each class counts the same" in said and "90.0 %  lda" in said
-    assert "lda is not clearly ahead of the second (+2.0 points" in said
-    assert "60.0 % are right: 6.0 times chance" in said and "near the 90.0 % with images" in said
-    assert "Training pays: the best of the probe, DuLBE with bridge, drift linear, is +3.0 points" in said
-    assert "Only 50 images could be held back" in said
-    assert "On 4 streams such advice was 0.1 points below the best row on the test images" in said
-    assert said.endswith("Use: --strategy dulbe --learning-rate 0.0003 --classifiers bridge")
+    for words in (
+        "10 classes with 2 to 32 images each; 1 further",
+        "each class counts the same",
+        "lda is not clearly ahead of the second (+2.0 points",
+        "50.0 % are right: 5.0 times chance",
+        "Training pays: the best of the probe, DuLBE with bridge, drift linear, is +3.0 points",
+        "On 4 streams such advice was 0.1 points below the best row on the test images",
+        "Use: --strategy dulbe --learning-rate 0.0003 --classifiers bridge",
+    ):
+        assert words in said
 
 
 def test_the_command(settings, tmp_path, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    command = [
-        "advise",
-        *flags,
-        "--output",
-        str(tmp_path / "advice"),
-        "--no-training",
-        "--jobs=1",
-        "--classifiers=lda,text",
-    ]
-    assert main(command) == 0
-    said = capsys.readouterr().out
+    command = ["advise", *flags, "--output", str(tmp_path / "advice"), "--no-training", "--jobs=1"]
+    assert main([*command, "--classifiers=lda,text"]) == 0
     found = json.loads((tmp_path / "advice" / "advice.json").read_text())
     assert found["training"] is None and set(found["settings"]) == {"strategy", "classifiers"}
-    assert f"Use: --strategy frozen --classifiers {found['settings']['classifiers']}" in said
+    assert f"Use: --strategy frozen --classifiers {found['settings']['classifiers']}" in capsys.readouterr().out
     assert set(found["classifiers"]) == {"lda", "text"}
-    assert list(found["classifiers"].values()) == sorted(found["classifiers"].values(), reverse=True)
     assert main(["advise", "--model", "demo"]) == 2 and "--data is required" in capsys.readouterr().err
 
 

@@ -1,17 +1,186 @@
+"""Supports and bases against a full decomposition in float64, on every kind of spectrum and of gradient."""
+
+import doctest
+
 import pytest
 import reference
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import randn
+from scipy import linalg
 
-from dulbe_peft.subspaces.allocation import allocate_modes
+import dulbe_peft.subspaces.decompositions
+from dulbe_peft.subspaces.allocation import allocate_layer, allocate_modes, historical_support
+from dulbe_peft.subspaces.decompositions import orthonormal_complement
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
+WIDTH, COUNT = 120, 16
+few = settings(max_examples=25, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**31)
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+def rotation(width=WIDTH, seed=0):
+    return torch.linalg.qr(randn(width, width, seed=seed, dtype=torch.float64)).Q
 
 
-def tokens(width, count=100, seed=0):
+def matrix_of(values, seed=0):
+    values = torch.as_tensor(values, dtype=torch.float64)
+    axes = rotation(len(values), seed)
+    return axes * values @ axes.T
+
+
+def steps(*levels, rest=0.0):
+    """A spectrum of (value, how often), the rest of the 120 filled up."""
+    values = [value for value, times in levels for _ in range(times)]
+    return torch.tensor(values + [rest] * (WIDTH - len(values)), dtype=torch.float64)
+
+
+def tokens(width, count=200, seed=0):
+    """Decaying spectrum, so that the top eigenvectors are well apart."""
     return randn(count, width, seed=seed) * torch.logspace(0, -1, width)
+
+
+def statistic(width, count=200, seed=0):
+    rows = tokens(width, count, seed)
+    return rows.T @ rows
+
+
+def distance(found, expected):
+    """Spectral norm of the difference of two projectors."""
+    found, expected = found.double(), expected.double()
+    return float(torch.linalg.matrix_norm(found @ found.T - expected @ expected.T, 2))
+
+
+def assert_orthonormal(*bases):
+    stacked = torch.cat(bases, dim=1).double()
+    gap = (stacked.T @ stacked - torch.eye(stacked.shape[1], dtype=torch.float64)).abs()
+    assert gap.numel() == 0 or gap.max() < 2e-6
+
+
+def energy(gradient, basis):
+    return (gradient.double() @ basis.double()).square().sum().item()
+
+
+RANDOM = randn(200, WIDTH, seed=3, dtype=torch.float64)
+SPECTRA = {
+    "random": torch.linalg.svdvals(RANDOM).square(),
+    "decaying": 0.7 ** torch.arange(WIDTH),
+    "decaying slowly": 1.0 / torch.arange(1, WIDTH + 1),
+    "far apart": torch.logspace(30, -8, WIDTH, dtype=torch.float64),
+    "flat": torch.linspace(1.0, 0.9, WIDTH),
+    "of full support rank": steps((1.0, COUNT)),
+    "rank-deficient": steps((3.0, 2), (1.0, 5)),
+    "repeated": steps((5.0, 4), (2.0, 12), (1.0, 40), rest=0.5),
+    "all but equal": steps((1.0, COUNT), rest=0.999),
+    "zero": steps(),
+}
+
+
+# ---------------------------------------------------------------------- supports
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
+    matrix = matrix_of(SPECTRA[spectrum])
+    found = historical_support(matrix, COUNT, 8)
+    rank = int((SPECTRA[spectrum] > WIDTH * 1.2e-7 * SPECTRA[spectrum].max()).sum())
+    assert found.shape == (WIDTH, min(rank, COUNT)) and found.dtype == torch.float32
+    expected, values = reference.support(matrix, found.shape[1])
+    assert distance(found, expected) < 1e-6 if rank else not found.numel()
+    rayleigh = (found.double().T @ matrix @ found.double()).diagonal()
+    torch.testing.assert_close(rayleigh, values[: len(rayleigh)], rtol=1e-6, atol=1e-6 * float(values[0]))
+
+
+@pytest.mark.parametrize(
+    ("count", "support_rank", "residual_rank", "expected"),
+    [(200, 6, 8, 6), (4, 128, 8, 4), (200, 128, 8, 16), (200, 128, 24, 0), (200, 0, 8, 0), (200, 24, 0, 24)],
+)
+def test_support_rank_is_clamped(count, support_rank, residual_rank, expected):
+    found = historical_support(statistic(24, count), support_rank, residual_rank)
+    assert found.shape == (24, expected)
+    assert_orthonormal(found)
+
+
+# ---------------------------------------------------------------------- bases
+
+
+@pytest.mark.parametrize("spectrum", ["random", "decaying", "decaying slowly", "flat"])
+@pytest.mark.parametrize("rows", [60, 120, 200])
+def test_bases_are_those_of_a_full_decomposition(spectrum, rows):
+    matrix = matrix_of(SPECTRA[spectrum])
+    values = SPECTRA[spectrum][: min(rows, WIDTH)].double().sqrt()
+    gradient = rotation(rows, 1)[:, : len(values)] * values @ rotation(WIDTH, 2)[: len(values)]
+    shared, residual = reference.bases(gradient, matrix, 1, 8, COUNT)
+    found = allocate_layer(gradient, historical_support(matrix, COUNT, 8), 1, 8)
+    assert max(distance(found[0], shared), distance(found[1], residual)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (5, 24)])
+def test_first_task_takes_the_top_singular_vectors_one_by_one(shape):
+    gradient = randn(*shape)
+    found = allocate_layer(gradient, None, 2, 3)
+    for mine, theirs in zip(found, reference.first_task_bases(gradient, 2, 3), strict=True):
+        for column, expected in zip(mine.T, theirs.T, strict=True):
+            assert abs(column.double() @ expected) > 1 - 1e-6
+
+
+@few
+@given(
+    seed=seeds,
+    rank=st.sampled_from([0, 1, 2, 5, 9]),
+    shared_rank=st.integers(0, 3),
+    residual_rank=st.integers(0, 4),
+    support_rank=st.integers(0, 12),
+)
+def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
+    """Also where the gradient has a low rank or is zero, and where the support has fewer than r_S directions."""
+    gradient = randn(9, 12, seed=seed) if rank == 9 else randn(9, rank, seed=seed) @ randn(rank, 12, seed=seed + 2)
+    matrix = statistic(12, seed=seed + 1)
+    occupied = historical_support(matrix, support_rank, residual_rank)
+    shared, residual = allocate_layer(gradient, occupied, shared_rank, residual_rank)
+    kept = occupied.shape[1]
+    assert shared.shape == (12, shared_rank) and residual.shape == (12, residual_rank)
+    assert_orthonormal(shared, residual)
+    assert_orthonormal(occupied, residual)
+    inside = min(kept, shared_rank)
+    torch.testing.assert_close(occupied @ (occupied.T @ shared[:, :inside]), shared[:, :inside], rtol=0, atol=1e-6)
+    response = gradient.double() @ occupied.double()
+    top = torch.linalg.eigvalsh(response.T @ response).flip(0)[:inside].sum().item()
+    assert energy(gradient, shared[:, :inside]) == pytest.approx(top, rel=1e-5, abs=1e-9)
+    squares = torch.linalg.svdvals(gradient.double() - response @ occupied.double().T).square()
+    assert energy(gradient, residual) == pytest.approx(squares[:residual_rank].sum().item(), rel=1e-5, abs=1e-9)
+    completed = squares[residual_rank : residual_rank + shared_rank - inside].sum().item()
+    assert energy(gradient, shared[:, inside:]) == pytest.approx(completed, rel=1e-4, abs=1e-9)
+    _, values = reference.support(matrix, 12)
+    if residual_rank and kept < 12:
+        worst = torch.linalg.eigvalsh(residual.double().T @ matrix.double() @ residual.double()).max()
+        assert worst <= values[kept] + 1e-5 * values[0]
+
+
+@pytest.mark.parametrize("faint", [0.0, 1.0])
+def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
+    occupied = historical_support(statistic(20), 7, 6)
+    exact = torch.linalg.qr(occupied.double()).Q
+    beyond = torch.linalg.qr((torch.eye(20) - exact @ exact.T) @ randn(20, 20, dtype=torch.float64)).Q
+    outside = randn(40, 6, dtype=torch.float64) * torch.logspace(-1, -7, 6) @ beyond[:, :6].T
+    gradient = randn(40, 7, dtype=torch.float64) @ exact.T + faint * outside
+    shared, residual = allocate_layer(gradient, occupied, 1, 6)
+    assert_orthonormal(shared, residual)
+    assert_orthonormal(occupied, residual)
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.float32), (-1.0, torch.float64), (1.0, torch.bfloat16)])
+def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale, dtype):
+    gradient, occupied = randn(9, 12).to(dtype), historical_support(statistic(12), 4, 3)
+    expected, found = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert (a.gather(0, a.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+# ---------------------------------------------------------------------- whole models
 
 
 @pytest.fixture
@@ -27,15 +196,6 @@ def stats():
     return stats
 
 
-def energy(gradient, basis):
-    return ((gradient @ basis).square().sum() / gradient.square().sum()).item()
-
-
-def assert_same_span(found, expected, atol=1e-5):
-    found, expected = found.double(), expected.double()
-    torch.testing.assert_close(found @ found.T, expected @ expected.T, rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize("ranks", [(1, 4, 5), (2, 3, 6), (0, 4, 3), (3, 0, 4)])
 def test_modes_equal_the_reference(probe, stats, ranks):
     modes = allocate_modes(probe, stats, *ranks)
@@ -43,12 +203,12 @@ def test_modes_equal_the_reference(probe, stats, ranks):
     for name, gradient in probe.items():
         shared, residual = reference.bases(gradient, stats[name], *ranks)
         found = modes[name]
-        assert_same_span(found.shared, shared)
-        assert_same_span(found.residual, residual)
+        assert max(distance(found.shared, shared), distance(found.residual, residual)) < 1e-5
         assert found.shared.dtype == found.residual.dtype == torch.float32
         assert found.support_rank == ranks[2]
-        assert found.shared_capture == pytest.approx(energy(gradient.double(), shared), rel=1e-4)
-        assert found.residual_capture == pytest.approx(energy(gradient.double(), residual), rel=1e-4)
+        whole = gradient.double().square().sum().item()
+        assert found.shared_capture == pytest.approx(energy(gradient, shared) / whole, rel=1e-4)
+        assert found.residual_capture == pytest.approx(energy(gradient, residual) / whole, rel=1e-4)
 
 
 @pytest.mark.parametrize("partial", [None, {}, {"fc2": torch.eye(20), "elsewhere": torch.eye(3)}])
@@ -56,23 +216,9 @@ def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, parti
     modes = allocate_modes(probe, partial, shared_rank=2, residual_rank=3)
     for name in ("k", "v"):
         shared, residual = reference.first_task_bases(probe[name], 2, 3)
-        assert_same_span(modes[name].shared, shared)
-        assert_same_span(modes[name].residual, residual)
+        assert max(distance(modes[name].shared, shared), distance(modes[name].residual, residual)) < 1e-5
         assert modes[name].support_rank == 0
     assert modes["fc2"].support_rank == (17 if partial else 0)
-
-
-def test_degenerate_gradients_and_statistics_still_get_bases():
-    few = OccupationStatistics()
-    few.update("a", tokens(12, count=1))
-    for gradient, statistics in ((torch.zeros(10, 12), None), (torch.zeros(10, 12), few), (randn(10, 12), few)):
-        found = allocate_modes({"a": gradient}, statistics, shared_rank=2, residual_rank=4)["a"]
-        assert found.support_rank == (statistics is few)
-        assert (found.shared_capture + found.residual_capture > 0) == gradient.any().item()
-        stacked = torch.cat([found.shared, found.residual], dim=1)
-        torch.testing.assert_close(stacked.T @ stacked, torch.eye(6), rtol=0, atol=1e-6)
-        if statistics is few:
-            assert (tokens(12, count=1) @ found.residual).abs().max() < 1e-5
 
 
 def test_allocation_is_pure(probe, stats):
@@ -102,3 +248,42 @@ def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     with pytest.raises(error) as raised:
         allocate_modes(**{"probe": probe, "stats": stats, **kwargs})
     assert message in str(raised.value)
+
+
+# ---------------------------------------------------------------------- decompositions
+
+
+@few
+@given(seed=seeds, width=st.integers(1, 12), taken=st.floats(0, 1), count=st.floats(0, 1))
+def test_a_complement_is_orthonormal_and_repeatable(seed, width, taken, count):
+    taken = round(taken * width)
+    count = round(count * (width - taken))
+    basis = torch.linalg.qr(randn(width, taken, seed=seed, dtype=torch.float64)).Q
+    found = orthonormal_complement(basis, count)
+    assert found.shape == (width, count)
+    assert_orthonormal(basis, found)
+    assert torch.equal(found, orthonormal_complement(basis, count))
+    with pytest.raises(ValueError, match="do not fit"):
+        orthonormal_complement(basis, width - taken + 1)
+
+
+def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):
+    matrix = matrix_of(SPECTRA["decaying"])
+    expected = historical_support(matrix, COUNT, 8)
+
+    def failing(*_, **__):
+        raise linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(dulbe_peft.subspaces.decompositions.linalg, "eigh", failing)
+    assert distance(historical_support(matrix, COUNT, 8), expected) < 1e-6
+
+    def failing_too(*_):
+        raise torch.linalg.LinAlgError("nor did this")
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing_too)
+    with pytest.raises(ValueError, match=r"block 3, shape \(120, 120\), failed: nor did this"):
+        historical_support(matrix, COUNT, 8, name="block 3")
+
+
+def test_the_examples_in_the_docstrings():
+    assert doctest.testmod(dulbe_peft.subspaces.decompositions) == (0, 2)

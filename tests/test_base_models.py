@@ -10,31 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lives import randomness
+from lives import images_of, randomness
 from peft import get_peft_model
-from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_clip
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.utils.folders import MANIFEST, commit_folder
 
+IMAGES = images_of(0, 1, 0, 1)
 
-class Pictures:
-    """Six images of two classes; with `random`, every reading adds noise from all three generators."""
 
-    def __init__(self, names, shift=0, noisy=False):
-        self.class_names, self.shift, self.noisy = names, shift, noisy
-        self.labels = np.arange(6) % 2
-
-    def __len__(self):
-        return 6
+class Noisy(list):
+    """Every reading of an image adds noise from all three generators."""
 
     def __getitem__(self, index):
-        value = np.full((8, 8, 3), 40 * index + self.shift, dtype=np.float64)
-        if self.noisy:
-            value += 9 * np.random.rand() + 9 * random.random() + 9 * torch.rand(1).item()
-        return {"image": Image.fromarray(value.clip(0, 255).astype(np.uint8)), "label": int(self.labels[index])}
+        image, label = super().__getitem__(index)
+        return image + np.random.rand() + random.random() + torch.rand(1), label
 
 
 def learner_of(model, processor, adapted=False, **settings):
@@ -49,7 +41,7 @@ def learner_of(model, processor, adapted=False, **settings):
 def saved(model, processor, adapted=False):
     """A learner of the classes a and b, saved in the folder `out`."""
     learner = learner_of(model, processor, adapted)
-    learner.learn_task(Pictures(["a", "b"]))
+    learner.learn_task(IMAGES, ["a", "b"])
     learner.save_pretrained("out")
     return learner
 
@@ -64,10 +56,10 @@ def here(tmp_path, monkeypatch):
 
 def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
     learner = saved(*load_clip("models/clip"))
-    expected = learner.image_embeds(Pictures(["a", "b"]))
+    expected = learner.image_embeds(IMAGES)
     monkeypatch.chdir(here)
     loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
-    assert torch.equal(loaded.image_embeds(Pictures(["a", "b"])), expected)
+    assert torch.equal(loaded.image_embeds(IMAGES), expected)
     shutil.move(here / "work" / "models", here / "moved")
     with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which is not there"):
         ClassIncrementalLearner.from_pretrained("work/out")
@@ -94,7 +86,7 @@ def test_a_bf16_base_comes_back_as_bf16(here):
     learner = saved(clip.bfloat16(), processor)
     loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
     assert next(loaded.clip.parameters()).dtype == torch.bfloat16
-    assert torch.equal(loaded.image_embeds(Pictures(["a", "b"])), learner.image_embeds(Pictures(["a", "b"])))
+    assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
 
 
 def test_the_digest_is_of_the_pristine_weights(here):
@@ -102,7 +94,7 @@ def test_the_digest_is_of_the_pristine_weights(here):
     pristine = digest(clip)
     learner = learner_of(copy.deepcopy(clip), processor, adapted=True)
     assert digest(learner.clip) == pristine
-    learner.learn_task(Pictures(["a", "b"]))
+    learner.learn_task(IMAGES, ["a", "b"])
     assert digest(learner.clip) == pristine != digest(clip.half())
 
 
@@ -126,17 +118,18 @@ def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind)
 
 def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
     """Python's, numpy's and torch's random numbers are a task's own, whatever ran before it in the process."""
-    tasks = [Task(Pictures(names, shift, True), None, names) for names, shift in ((("a", "b"), 0), (("c", "d"), 9))]
+    names = ["a", "b"], ["c", "d"]
+    tasks = [Task(Noisy(images_of(0, 1, 0, 1, seed=index)), None, names[index]) for index in range(2)]
 
-    def learner():
-        return learner_of(*load_clip("models/clip"), adapted=True, teacher="online")
+    def run(count, folder, seed):
+        learner = learner_of(*load_clip("models/clip"), adapted=True, teacher="online")
+        torch.manual_seed(seed)
+        before = randomness()
+        learner.run(tasks[:count], folder)
+        assert randomness() == before
 
-    torch.manual_seed(1)
-    learner().run(tasks, "whole")
-    torch.manual_seed(2)
-    state = randomness()
-    learner().run(tasks[:1], "parts")
-    learner().run(tasks, "parts")
-    assert {**randomness(), "torch": 0} == {**state, "torch": 0}  # PEFT draws from torch's where a model is adapted
+    run(2, "whole", seed=1)
+    run(1, "parts", seed=2)
+    run(2, "parts", seed=3)
     for name in ("adapter_model.safetensors", "head.safetensors", "statistics.safetensors"):
         assert Path("whole/task-002", name).read_bytes() == Path("parts/task-002", name).read_bytes(), name

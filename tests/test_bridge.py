@@ -1,4 +1,8 @@
-import io
+"""The bridge ensemble over tasks, further images and the shared covariance, against literal float64 readings."""
+
+from __future__ import annotations
+
+import math
 import os
 import subprocess
 import sys
@@ -6,127 +10,82 @@ import sys
 import pytest
 import reference
 import torch
-from safetensors.torch import load_file, save_file
 
 import dulbe_peft
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.geodesics import slerp
 
-DIM = 8
+DIM, SCALE, BETA, CLASSES = 8, 20.0, 0.05, 5
+DEPTHS = [0.0, 1 / 3, 2 / 3, 1.0]
 
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def labels(count, classes):
-    return torch.arange(count) % classes
+CENTRES, TESTS = randn(CLASSES, DIM, seed=100), randn(20, DIM, seed=9)
+TEXTS = CENTRES + 0.8 * randn(CLASSES, DIM, seed=1)
 
 
-def features(count, classes, seed=0):
-    """Images around one direction per class, so that reliabilities differ between depths."""
-    return randn(classes, DIM, seed=seed + 100)[labels(count, classes)] + 0.7 * randn(count, DIM, seed=seed)
+def photos(classes, each, seed, spread=0.7):
+    labels = torch.arange(len(classes)).repeat_interleave(each)
+    return CENTRES[classes][labels] + spread * randn(len(labels), DIM, seed=seed), labels
 
 
-@pytest.fixture
-def head():
-    head = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=20.0)
-    head.add_classes(["ant", "bee", "cat"], features(12, 3), labels(12, 3), randn(3, DIM, seed=1))
-    head.add_classes(["dog", "eel"], features(9, 2, seed=2), labels(9, 2), randn(5, DIM, seed=3))
+def make_head(**settings):
+    """A head that has learned two tasks of three and two classes."""
+    head = BridgeEnsembleHead(DIM, **{"num_depths": 4, "logit_scale": SCALE, **settings})
+    head.add_classes(["ant", "bee", "cat"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
+    head.add_classes(["dog", "eel"], *photos([3, 4], 5, 3), TEXTS)
     return head
 
 
-def test_head_equals_the_reference_over_two_tasks(head):
-    literal = reference.Head([0.0, 1 / 3, 2 / 3, 1.0], logit_scale=20.0)
-    literal.add_classes(features(12, 3), labels(12, 3).tolist(), randn(3, DIM, seed=1))
-    literal.add_classes(features(9, 2, seed=2), labels(9, 2).tolist(), randn(5, DIM, seed=3))
+def test_head_equals_the_reference_over_two_tasks():
+    head, literal = make_head(), reference.Head(DEPTHS, logit_scale=SCALE)
+    for task, count in ((photos([0, 1, 2], 6, 2), 3), (photos([3, 4], 5, 3), 5)):
+        literal.add_classes(task[0], task[1].tolist(), TEXTS[:count])
     torch.testing.assert_close(head.visual_prototypes.double(), torch.stack(literal.visual), rtol=0, atol=1e-5)
     torch.testing.assert_close(head.reliability.double(), torch.tensor(literal.weights).double(), rtol=0, atol=1e-4)
-    images = randn(6, DIM, seed=9)
-    torch.testing.assert_close(head(images).double(), literal.logits(images), rtol=0, atol=5e-3)
+    torch.testing.assert_close(head(TESTS).double(), literal.logits(TESTS), rtol=0, atol=5e-3)
     expected = [sum(w * a for w, a in zip(row, literal.depths, strict=True)) for row in literal.weights]
     torch.testing.assert_close(head.expected_depth().tolist(), expected, rtol=0, atol=1e-4)
-
-
-def test_shapes_and_defaults():
-    head = BridgeEnsembleHead(DIM)
-    assert torch.equal(head.depths, torch.linspace(0, 1, 10)) and head.class_names == [] and head.state_size == 0
-    head.add_classes(["a", "b"], features(6, 2), labels(6, 2), randn(2, DIM))
-    assert head.state_size == 2 * (DIM + 10) and (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all()
-    assert head.bridge_prototypes().shape == (2, 10, DIM) and head(randn(0, DIM)).shape == (0, 2)
-    assert "embed_dim=8, num_depths=10, reliability_temperature=0.05, metric=cosine, classes=2" in repr(head)
-
-
-def test_features_are_normalised_here(head):
-    images, scales = randn(6, DIM, seed=9), torch.logspace(-30, 30, 6)[:, None]
-    torch.testing.assert_close(head(images * scales), head(images), rtol=0, atol=1e-4)
-    other = BridgeEnsembleHead(DIM, num_depths=4, logit_scale=20.0)
-    factors = 1 + torch.arange(12)[:, None]
-    other.add_classes(["ant", "bee", "cat"], features(12, 3) * factors, labels(12, 3), 7 * randn(3, DIM, seed=1))
-    torch.testing.assert_close(other.visual_prototypes, head.visual_prototypes[:3], rtol=0, atol=1e-6)
-    torch.testing.assert_close(other.reliability, head.reliability[:3], rtol=0, atol=1e-5)
+    assert (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all()
+    assert "embed_dim=8, num_depths=4, reliability_temperature=0.05, metric=cosine, classes=5" in repr(head)
+    scales = torch.logspace(-30, 30, 20)[:, None]
+    torch.testing.assert_close(head(TESTS * scales), head(TESTS), rtol=0, atol=1e-4)
 
 
 def test_depths_can_be_chosen():
-    head = BridgeEnsembleHead(DIM, depths=[0.5])
-    head.add_classes(["a", "b"], features(6, 2), labels(6, 2), randn(2, DIM))
-    assert head.num_depths == 1 and torch.equal(head.reliability, torch.ones(2, 1))
-    torch.testing.assert_close(head.expected_depth(), torch.full((2,), 0.5))
-    expected = slerp(head.visual_prototypes, head.text_embeds, 0.5)
-    torch.testing.assert_close(head.ensemble_prototypes, expected)
+    assert torch.equal(BridgeEnsembleHead(DIM).depths, torch.linspace(0, 1, 10))
+    head = make_head(depths=[0.5])
+    assert torch.equal(head.reliability, torch.ones(5, 1))
+    torch.testing.assert_close(head.ensemble_prototypes, slerp(head.visual_prototypes, head.text_embeds, 0.5))
+    for wrong in ([], [0.5, 1.5], [math.nan], [[0.5]]):
+        with pytest.raises(ValueError, match="depths"):
+            BridgeEnsembleHead(DIM, depths=wrong)
+    for name, value in (("num_depths", 1), ("reliability_temperature", 0.0), ("logit_scale", math.inf)):
+        with pytest.raises(ValueError, match=name):
+            BridgeEnsembleHead(DIM, **{name: value})
 
 
-def test_folded_vectors_follow_every_change_of_the_state(head):
+def test_folded_vectors_follow_every_change_of_the_state():
+    head, other = make_head(), torch.nn.ModuleDict({"head": BridgeEnsembleHead(DIM, num_depths=4)})
     first = head.ensemble_prototypes
     assert head.ensemble_prototypes is first
-    other = BridgeEnsembleHead(DIM, num_depths=4)
-    other.add_classes(["x"], features(3, 1), [0, 0, 0], randn(1, DIM))
-    stale = other.ensemble_prototypes
-    other.load_state_dict(head.state_dict())
-    assert stale.shape == (1, DIM) and torch.equal(other.ensemble_prototypes, first)
+    other["head"].add_classes(["x"], *photos([0], 3, 4), TEXTS[:1])
+    stale = other["head"].ensemble_prototypes
+    other.load_state_dict({f"head.{name}": value for name, value in head.state_dict().items()})
+    assert stale.shape == (1, DIM) and torch.equal(other["head"].ensemble_prototypes, first)
     head.half()
     assert head.visual_prototypes.dtype == torch.float16 and head.ensemble_prototypes is not first
     torch.testing.assert_close(head.ensemble_prototypes, first, rtol=0, atol=5e-3)
-    head.to("meta")
-    assert not head._derived
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"embed_dim": 1}, "embed_dim"),
-        ({"num_depths": 1}, "num_depths must be at least 2"),
-        ({"depths": []}, "depths"),
-        ({"depths": [0.5, 1.5]}, "depths"),
-        ({"depths": [float("nan")]}, "depths"),
-        ({"depths": [[0.5]]}, "depths"),
-        ({"reliability_temperature": 0.0}, "reliability_temperature"),
-        ({"logit_scale": float("inf")}, "logit_scale"),
-    ],
-)
-def test_constructor_refuses(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        BridgeEnsembleHead(**{"embed_dim": DIM, **kwargs})
-
-
-def test_state_dict_survives_as_a_submodule_in_torch_and_safetensors_files(head, tmp_path):
-    model, other = (torch.nn.ModuleDict({"head": h}) for h in (head, BridgeEnsembleHead(DIM, num_depths=4)))
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert other["head"].class_names == head.class_names
-    save_file(model.state_dict(), tmp_path / "m.safetensors")
-    third = torch.nn.ModuleDict({"head": BridgeEnsembleHead(DIM, num_depths=4)})
-    third.load_state_dict(load_file(tmp_path / "m.safetensors"), assign=True)
-    assert torch.equal(third["head"].ensemble_prototypes, head.ensemble_prototypes)
 
 
 @pytest.mark.slow
-def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
-    images = randn(4, DIM, seed=9)
+def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(tmp_path):
+    head = make_head()
     head.save_pretrained(tmp_path / "head")
-    torch.save((images, head(images)), tmp_path / "expected.pt")
+    torch.save((TESTS, head(TESTS)), tmp_path / "expected.pt")
     script = (
         "import sys, types, torch, importlib.util\n"
         "package = types.ModuleType('dulbe_peft'); package.__path__ = [sys.argv[2]]\n"
@@ -136,10 +95,136 @@ def test_a_saved_head_gives_the_same_logits_in_a_fresh_process(head, tmp_path):
         "images, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
         "assert torch.equal(head(images), expected)\n"
         "assert 'peft' not in sys.modules and 'transformers' not in sys.modules\n"
-        "print(','.join(head.class_names))\n"
     )
-    package = os.path.dirname(dulbe_peft.__file__)
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), package]
+    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), os.path.dirname(dulbe_peft.__file__)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "ant,bee,cat,dog,eel"
+
+
+def literal_rho(images, own, visual, texts):
+    """rho of the class `own` at each depth over all classes, image by image, in float64."""
+    rho = []
+    for depth in DEPTHS:
+        bridges = [reference.slerp(v, e, depth) for v, e in zip(visual, texts, strict=True)]
+        each = [reference.softmax([float(SCALE * z @ b) for b in bridges])[own] for z in images]
+        rho.append(sum(each) / len(each))
+    return rho
+
+
+def test_prototypes_are_those_of_all_images_at_once():
+    images, labels = photos([0, 1, 2], 20, 7)
+    early, late = torch.arange(60) % 3 == 0, BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
+    late.add_classes(["a", "b", "c"], images[early], labels[early], TEXTS[:3])
+    for rows in (~early).nonzero()[:, 0].split(7):
+        late.update_classes(images[rows], labels[rows])
+    for row in range(3):
+        total = reference.unit(images)[labels == row].sum(dim=0)
+        torch.testing.assert_close(late.visual_prototypes[row].double(), total / total.norm(), rtol=0, atol=3e-7)
+        assert float(late.lengths[row]) == pytest.approx(float(total.norm()), rel=1e-6)
+    assert late.counts.tolist() == [20, 20, 20]
+
+
+def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
+    head = make_head()
+    old = head.reliability.double()
+    images, labels = photos([1, 4], 7, 9)
+    labels = torch.tensor([1, 4])[labels]
+    head.update_classes(images, labels)
+    units, texts, visual = reference.unit(images), reference.unit(TEXTS), head.visual_prototypes.double()
+    for row, count in ((1, 6), (4, 5)):
+        rho = literal_rho(units[labels == row], row, visual, texts)
+        weights = reference.softmax(
+            [(count * math.log(p) + 7 * r / BETA) / (count + 7) for p, r in zip(old[row].tolist(), rho, strict=True)]
+        )
+        torch.testing.assert_close(head.reliability[row].tolist(), weights, rtol=0, atol=1e-4)
+    assert torch.equal(head.reliability[[0, 2, 3]].double(), old[[0, 2, 3]]), "other classes stay as they are"
+
+
+@pytest.mark.parametrize("beta", [1e-4, 1e-40, 1e-300])
+def test_a_depth_without_weight_does_not_become_nan(beta):
+    head = make_head(reliability_temperature=beta)
+    assert (head.reliability == 0).any()
+    head.update_classes(*photos([0, 1, 2], 6, 3))
+    torch.testing.assert_close(head.reliability.sum(dim=1), torch.ones(5))
+
+
+def test_moving_keeps_the_weight_of_old_images_and_forgetting_drops_it():
+    head, turn = make_head(), torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
+    head.move(turn)
+    images, labels = photos([3], 9, 6)
+    head.update_classes(images @ turn, labels + 3)
+    total = (reference.unit(torch.cat([photos([3, 4], 5, 3)[0][:5], images])) @ turn.double()).sum(dim=0)
+    torch.testing.assert_close(head.visual_prototypes[3].double(), total / total.norm(), rtol=0, atol=1e-6)
+    head.forget_class("bee")
+    assert head.counts.tolist() == [6, 6, 14, 5] and len(head.lengths) == 4
+
+
+# ---------------------------------------------------------------------- under the classes' shared covariance
+
+SPREAD = torch.linspace(0.1, 1.2, DIM)
+
+
+def whitened(increment=CLASSES):
+    head, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric="whitened"), all_photos()
+    for start in range(0, CLASSES, increment):
+        stop = min(start + increment, CLASSES)
+        rows = (labels >= start) & (labels < stop)
+        head.add_classes([str(c) for c in range(start, stop)], images[rows], labels[rows] - start, TEXTS[:stop])
+    return head
+
+
+def all_photos(each=6):
+    return photos(list(range(CLASSES)), each, 3, SPREAD)
+
+
+def test_whitened_scores_of_one_task_equal_the_reference():
+    images, labels = all_photos()
+    images, texts, tests = (reference.unit(rows) for rows in (images, TEXTS, TESTS))
+    means = torch.stack([images[labels == c].mean(dim=0) for c in range(CLASSES)])
+    scatter = sum(torch.outer(z - means[c], z - means[c]) for z, c in zip(images, labels.tolist(), strict=True))
+    pooled = scatter / (len(images) - CLASSES)
+    share = reference.oas(pooled, len(images) - CLASSES)
+    sigma = (1 - share) * pooled + share * pooled.trace() / DIM * torch.eye(DIM, dtype=torch.float64)
+    variances, directions = torch.linalg.eigh(sigma)
+    matrix = directions @ torch.diag(variances**-0.5) @ directions.T
+    images, visual, tests = (reference.unit((rows - means.mean(dim=0)) @ matrix) for rows in (images, means, tests))
+    texts = reference.unit((texts - texts.mean(dim=0)) @ matrix)
+    columns = []
+    for c in range(CLASSES):
+        weights = reference.softmax([rho / BETA for rho in literal_rho(images[labels == c], c, visual, texts)])
+        bridge = [reference.slerp(visual[c], texts[c], depth) for depth in DEPTHS]
+        columns.append(SCALE * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True)))
+    torch.testing.assert_close(whitened().scatter, scatter, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whitened()(TESTS).double(), torch.stack(columns, dim=1), rtol=0, atol=2e-3)
+
+
+def test_the_space_is_that_of_all_images_whatever_the_tasks_and_updates():
+    whole, parts = whitened(), whitened(increment=2)
+    late, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric="whitened"), all_photos()
+    early = torch.arange(len(labels)) % 6 < 2
+    late.add_classes([str(c) for c in range(CLASSES)], images[early], labels[early], TEXTS)
+    for rows in (~early).nonzero()[:, 0].split(7):
+        late.update_classes(images[rows], labels[rows])
+    for other in (parts, late):
+        assert other.freedom == whole.freedom == len(labels) - CLASSES
+        torch.testing.assert_close(other.scatter, whole.scatter, rtol=1e-5, atol=1e-6)
+        # Only pi_c is of the time when a class came.
+        ends = [one.bridge_prototypes()[:, [0, -1]] for one in (other, whole)]
+        torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+
+
+def test_whitened_single_images_and_classes_and_a_turn_of_all_features():
+    single = BridgeEnsembleHead(DIM, depths=[0.0], logit_scale=SCALE, metric="whitened")
+    single.add_classes(list("abcde"), *all_photos(each=1), TEXTS)
+    images, tests = reference.unit(all_photos(each=1)[0]), reference.unit(TESTS)
+    centre = images.mean(dim=0)
+    expected = SCALE * reference.unit(tests - centre) @ reference.unit(images - centre).T
+    torch.testing.assert_close(single(TESTS).double(), expected, rtol=0, atol=1e-4)
+    alone = BridgeEnsembleHead(DIM, logit_scale=SCALE, metric="whitened")
+    alone.add_classes(["a"], *photos([0], 6, 3), TEXTS[:1])
+    assert alone(TESTS).isfinite().all()
+    turned, turn = whitened(), torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
+    expected = turned(TESTS)
+    turned.move(turn)
+    turned.set_text_embeds(TEXTS @ turn)
+    torch.testing.assert_close(turned(TESTS @ turn), expected, rtol=0, atol=1e-3)

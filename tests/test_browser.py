@@ -1,20 +1,23 @@
-"""The report in a real browser, headless Chromium, where it and Playwright are installed."""
+"""The report, and the page to try a learner, in headless Chromium, where it and Playwright are installed."""
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
+import zipfile
 
+import numpy as np
 import pytest
+import test_serving
 import torch
-from test_comparison_page import made_comparison
+from PIL import Image
+from test_comparison_page import made_comparison, write_into
+from test_report import learn
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
-from dulbe_peft.comparison.comparison_file import write_comparison
+from dulbe_peft import ClassIncrementalLearner, serving
 from dulbe_peft.comparison.comparison_page import write_comparison_page
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import write_report
-from dulbe_peft.report.pictures import write_pictures
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -42,20 +45,13 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(scope="module")
-def pages(digit_folders, tmp_path_factory):
+def pages(tmp_path_factory):
     """The report of a run, that of two runs, and that of a comparison."""
     torch.set_num_threads(1)
-    data, root = digit_folders(6, 4, 4), tmp_path_factory.mktemp("reports")
-    for seed in (0, 1):
-        clip, processor = load_clip(demo_model_folder())
-        args = LearnerArguments(device="cpu", progress=False, seed=seed)
-        learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("bridge", "lda"))
-        tasks = class_incremental_tasks(load_data(data, "train"), load_data(data, "test"), increment=2)
-        results = learner.run(tasks, root / f"seed-{seed}")
-        write_pictures(root / f"seed-{seed}", [task.test for task in tasks], results)
-    one = write_report(root / "seed-0", root / "one.html")
-    two = write_report([root / "seed-0", root / "seed-1"], root / "two.html")
-    write_comparison(made_comparison(), root)
+    root = tmp_path_factory.mktemp("reports")
+    runs = [learn(root / f"seed-{seed}", strategy="frozen", seed=seed) for seed in (0, 1)]
+    write_into(made_comparison(), root)
+    one, two = write_report(runs[0], root / "one.html"), write_report(runs, root / "two.html")
     return [one, two, write_comparison_page(root, root / "comparison.html")]
 
 
@@ -104,3 +100,100 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
         assert large > 3 * small, "a click enlarges a picture"
     assert [url for url in asked if not url.startswith("data:")] == [address] and not said
     context.close()
+
+
+# ---------------------------------------------------------------------- serve
+
+folder = test_serving.folder
+SCRIPT = "<img src=x>"  # a page that took it for HTML would ask for the picture
+DROP = """([files, where]) => {
+  const data = new DataTransfer();
+  for (const [name, text] of files)
+    data.items.add(new File([Uint8Array.from(atob(text), c => c.charCodeAt(0))], name));
+  const event = { dataTransfer: data, bubbles: true, cancelable: true };
+  for (const kind of ["dragover", "drop"]) document.querySelector(where).dispatchEvent(new DragEvent(kind, event));
+}"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Photographs of three colours, one that is none, and a large one."""
+    root = tmp_path_factory.mktemp("photos")
+    for colour, name in enumerate(("red.jpg", "green.png", "blue.png", "blue 2.webp")):
+        test_serving.photo(min(colour, 2)).save(root / name)
+    (root / "broken.jpg").write_bytes(b"no photograph")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)).save(root / "large.png")
+    return root
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, width, scheme):
+    monkeypatch.setattr(serving, "MOST_BYTES", 2**18)
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page, said, asked = context.new_page(), [], []
+    for event in ("console", "pageerror", "dialog"):
+        page.on(event, lambda what: said.append(str(what)))
+    page.on("request", lambda request: asked.append(request.url))
+
+    def drop(*names, where):
+        read = [(name, base64.b64encode((files / name).read_bytes()).decode()) for name in names]
+        page.evaluate(DROP, [read, where])
+
+    def read(place):
+        """The classes and shares of a card."""
+        card = page.locator("article").nth(place)
+        card.locator("form, .warn").first.wait_for()
+        return card.locator(".bar span").all_inner_texts(), [
+            float(text[:-2]) for text in card.locator("b").all_inner_texts()
+        ]
+
+    def wait(text):
+        page.get_by_text(text, exact=True).wait_for()
+
+    with test_serving.served(folder) as url:
+        page.goto(url)
+        wait("2 classes, classifier prototype")
+        drop("red.jpg", "green.png", where="h1")
+        page.locator("article").nth(1).wait_for()
+        (first, shares), (second, _) = read(1), read(0)
+        assert first == ["red", "green"] and second == ["green", "red"] and sum(shares) == pytest.approx(100, abs=0.2)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "files", "the keyboard reaches the field"
+        page.set_input_files("#files", [files / "broken.jpg"])
+        page.get_by_text("broken.jpg: image 1 cannot be read").wait_for()
+
+        card = page.locator("article").nth(1)
+        card.get_by_label("the right class").fill("red")
+        card.get_by_role("button", name="Correct").click()
+        wait("learned: red")
+        wait("Undo: 1 image of red")
+        page.fill("#name", SCRIPT)
+        page.set_input_files("#examples", [files / "large.png"])
+        page.get_by_role("button", name="Learn").click()
+        page.get_by_text("MiB as they are sent; send at most 0.25 MiB at once").wait_for()
+        page.set_input_files("#examples", [files / "blue.png", files / "blue 2.webp"])
+        page.get_by_role("button", name="Learn").click()
+        wait("3 classes, classifier prototype")
+        drop("blue.png", where="#drop")
+        page.locator("article").nth(3).wait_for()
+        assert read(0)[0][0] == SCRIPT
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
+        assert not faint, "texts with too little contrast"
+
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Download the learner").click()
+        download.value.save_as(tmp_path / "learner.zip")
+        for left in ("Undo: 1 image of red", "Undo"):
+            page.locator("#undo").click()
+            wait(left)
+        wait("2 classes, classifier prototype")
+        assert page.locator("#undo").is_disabled()
+        assert len(said) == 1 and "400 (Bad Request)" in said[0], "the broken file's answer, and nothing else"
+        assert {address.startswith((url, "blob:", "data:")) for address in asked} == {True}
+    context.close()
+    with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
+        archive.extractall(tmp_path)
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learner")
+    assert learner.predict(Image.open(files / "blue.png")) == [SCRIPT]

@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.classifiers.calibration import (
-    LIMIT,
-    MOST,
-    TaskTemperature,
-    calibrated,
-    fit_temperature,
-    hold_back,
-    temperature,
-    threshold,
-)
+from dulbe_peft.classifiers import base, calibration, make_classifier
+from dulbe_peft.classifiers.calibration import LIMIT, MOST, TaskTemperature, fit_temperature, hold_back, temperature
 
 DIM, SCALE = 12, 20.0
 
@@ -54,6 +45,13 @@ def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
     assert torch.equal(hold_back(images[mixed], labels[mixed]), held[mixed])
 
 
+def test_of_very_many_scores_some_fit_the_temperature(monkeypatch):
+    images, labels, texts, *_ = world(classes=5)
+    assert learned("prototype", images, labels, texts).calibration[0].images == 10
+    monkeypatch.setattr(base, "MOST_SCORES", 40)
+    assert learned("prototype", images, labels, texts).calibration[0].images == 5
+
+
 def test_the_temperature_minimises_the_loss():
     logits = 8 * torch.randn(300, 6)
     labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
@@ -67,9 +65,8 @@ def test_the_temperature_minimises_the_loss():
 
 
 def fitted(log_temperature=0.0, images=30, classes=10, own=()):
-    return TaskTemperature(
-        log_temperature=log_temperature, images=images, classes=classes, own=tuple(own), largest=tuple(own)
-    )
+    own = tuple(own)
+    return TaskTemperature(log_temperature=log_temperature, images=images, classes=classes, own=own, largest=own)
 
 
 def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_pull_most():
@@ -77,14 +74,10 @@ def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_
     assert temperature(tasks, 80) == pytest.approx(math.sqrt(80))
     same = [fitted(0.0, 30), fitted(1.0, 10)]
     assert temperature(same, 50) == pytest.approx(math.exp(10 / (10 + 30 * 0.85)))
-    rows, values = [(1, math.log(c)) for c in (10, 30, 50)], [0.3, 0.2, 0.9]
-    weights = np.diag([30 * 0.85**2, 20 * 0.85, 10])
-    design = np.array(rows)
+    counts, values = (10, 30, 50), [0.3, 0.2, 0.9]
+    weights, design = np.diag([30 * 0.85**2, 20 * 0.85, 10]), np.array([(1, math.log(c)) for c in counts])
     line = np.linalg.solve(design.T @ weights @ design, design.T @ weights @ values)
-    tasks = [
-        fitted(value, images, classes)
-        for value, images, classes in zip(values, (30, 20, 10), (10, 30, 50), strict=True)
-    ]
+    tasks = [fitted(*task) for task in zip(values, (30, 20, 10), counts, strict=True)]
     assert temperature(tasks, 90) == pytest.approx(math.exp(line @ (1, math.log(90))))
     assert temperature([], 10) == 1.0
 
@@ -100,7 +93,7 @@ def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilit
     own = found.gather(1, labels[held][:, None])[:, 0]
     for kept, each in ((task.own, own), (task.largest, found.amax(dim=1))):
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
-    many = calibrated((), torch.randn(1000, 3), torch.randint(3, (1000,)))[0]
+    many = calibration.calibrated((), torch.randn(1000, 3), torch.randint(3, (1000,)))[0]
     assert many.images == 1000 and len(many.own) == len(many.largest) == MOST
 
 
@@ -108,9 +101,11 @@ def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilit
 def test_a_threshold_is_an_order_statistic_of_the_newest_tasks_that_suffice(share, place):
     values = np.sort(np.random.default_rng(0).random(41))
     old, new = fitted(images=20, own=values[:20]), fitted(images=41, own=values)
-    assert threshold([old, new], "own", share) == values[place - 1]
-    assert threshold([new, old], "own", 1 / 21) == values[0]
-    assert threshold([new, old], "own", 1 / 22) == sorted([*values, *values[:20]])[1]  # 21 images are more than 20
+    assert calibration.threshold([old, new], "own", share) == values[place - 1]
+    assert calibration.threshold([new, old], "own", 1 / 21) == values[0]
+    assert (
+        calibration.threshold([new, old], "own", 1 / 22) == sorted([*values, *values[:20]])[1]
+    )  # 21 images are more than 20
 
 
 def test_too_few_images_promise_nothing_and_say_how_many_it_takes():

@@ -25,9 +25,9 @@ from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pi
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 
+MODEL = str(demo_model_folder())
 MACHINE = ["--device", "cpu", "--no-progress"]
 KEYS = ["--target-modules", "k_proj,v_proj"]
-BETTER = {"lda": 0.5, "bridge": 0.75}
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
 
@@ -41,23 +41,24 @@ def settings_from(*argv):
     return given_settings(found.pop("config"), found)
 
 
+def said_next(said):
+    """The command that stands at the end."""
+    return said.out.splitlines()[-1].removeprefix("next: dulbe-peft ")
+
+
 def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monkeypatch):
     """Nothing trained, all classes one task; the classifier that was best answers where it is named."""
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--model", str(demo_model_folder()), "--data", str(folders), "--output", "out", *MACHINE]) == 0
+    assert main(["run", "--model", MODEL, "--data", str(folders), "--output", "out", *MACHINE]) == 0
     said = capsys.readouterr().out.splitlines()
     results = json.loads(Path("out/results.json").read_text())
-    saved = json.loads(Path("out/task-001/learner.json").read_text())
     assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
-    assert saved["classifiers"][0] == "bayes" == STRATEGIES["frozen"].classifiers[0]
     accuracies = {name: block["last_accuracy"] for name, block in results["classifiers"].items()}
-    assert said[-1] == "next: dulbe-peft report out"
+    assert next(iter(accuracies)) == "bayes" == STRATEGIES["frozen"].classifiers[0]
     (best,) = (line.split(": ")[1].split(",")[0] for line in said if line.startswith("best on the test images"))
-    assert accuracies[best] == max(accuracies.values())
-
-    say_results(
-        {"classifiers": {n: {"last_accuracy": a, "average_accuracy": a} for n, a in BETTER.items()}}, "o", "lda"
-    )
+    assert accuracies[best] == max(accuracies.values()) and said[-1] == "next: dulbe-peft report out"
+    better = {"lda": {"last_accuracy": 0.5}, "bridge": {"last_accuracy": 0.75}}
+    say_results({"classifiers": {name: row | {"average_accuracy": 0.5} for name, row in better.items()}}, "o", "lda")
     said = capsys.readouterr().out
     assert "bridge, 75.00 %, 25.00 points more than lda; --classifier bridge lets it answer" in said
     assert "next: dulbe-peft export o o-bridge --format transformers --classifier bridge\n" in said
@@ -72,55 +73,69 @@ def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monke
     assert main(["evaluate", "out", "--data", str(folders), "--classifier", "lda", *MACHINE]) == 0
     assert next(iter(json.loads(capsys.readouterr().out)["classifiers"])) == "lda"
     assert main(["export", "out", "model", "--format", "transformers", "--classifier", "lda", *MACHINE]) == 0
-    assert "lda" in Path("model/README.md").read_text()
+    assert "lda" in Path("model/README.md").read_text() and said_next(capsys.readouterr()) == "serve out"
     assert main(["predict", "out", images[0], "--classifier", "ldaa"]) == 2
     assert "'out' has no classifier 'ldaa'; it has bayes, lda" in capsys.readouterr().err
+    assert main(["report", "out"]) == 0
+    assert said_next(capsys.readouterr()) == "export out out-export --format transformers"
 
 
-def test_run_evaluate_and_export(folders, tmp_path, capsys):
+def test_run_evaluate_and_export(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     settings = {"increment": 2, "prompt_template": "a photo of the digit {}.", "epochs": 3, "strategy": "dulbe"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    command = ["run", "--config", str(tmp_path / "run.yaml"), "--model", str(demo_model_folder())]
-    assert main([*command, "--data", str(folders), "--output", str(tmp_path / "out"), *QUICK]) == 0
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
+    command = ["run", "--config", "run.yaml", "--model", MODEL]
+    assert main([*command, "--data", str(folders), "--output", "out", *QUICK]) == 0
     said = capsys.readouterr().out
     assert "task 2/2: 4 classes" in said and "\nbridge  " in said
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["configuration"]["arguments"]["epochs"] == 1  # the flag wins over the file
-    assert results["configuration"]["arguments"]["prompt_template"] == settings["prompt_template"]
+    results = json.loads(Path("out/results.json").read_text())
+    arguments = results["configuration"]["arguments"]
+    assert (arguments["epochs"], arguments["prompt_template"]) == (1, settings["prompt_template"]), "the flag wins"
     assert results["class_names"] == [["one", "three"], ["two", "zero"]]
-
-    learner = str(tmp_path / "out" / "task-002")
-    assert main(["evaluate", learner, "--data", str(folders)]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", "out/task-002", "--data", str(folders)]) == 0
+    said = capsys.readouterr()
+    figures = json.loads(said.out)
+    assert "  text  " in said.err, "a baseline stands beside the classifiers"
     assert figures["accuracy"] == pytest.approx(results["head"]["last_accuracy"]) and figures["num_classes"] == 4
-    assert main(["export", learner, str(tmp_path / "lora")]) == 0
-    assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    capsys.readouterr()
-    assert main(["export", learner, str(tmp_path / "short"), "--compress-to", "2"]) == 0
-    report = json.loads((tmp_path / "short" / "compression.json").read_text())
+    assert main(["export", "out", "lora"]) == 0
+    assert json.loads(Path("lora/adapter_config.json").read_text())["peft_type"] == "LORA"
+    assert main(["export", "out", "short", "--compress-to", "2"]) == 0
+    report = json.loads(Path("short/compression.json").read_text())
     assert f"relative error {report['relative_error']:.2e} over all layers" in capsys.readouterr().out
 
 
-def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys):
-    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *MACHINE]
-    out = str(tmp_path / "frozen")
-    assert main([*base, "--classifiers", "ranpac:features=64,seed=1,lda", "--output", out]) == 0
+def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = ["run", "--model", MODEL, "--data", str(folders), "--increment", "2", *MACHINE]
+    again = [*base, "--output", "out", "--classifiers"]
+    assert main([*again, "ranpac:features=64,seed=1,lda"]) == 0
     said = capsys.readouterr().out
     assert "\nranpac  " in said and "\nlda  " in said and "bridge" not in said
-    saved = json.loads((tmp_path / "frozen" / "task-002" / "learner.json").read_text())
-    assert saved["classifiers"] == ["ranpac", "lda"]  # the first one is what predict uses
-    assert main(["export", out, str(tmp_path / "lora")]) == 2
-    assert "has no adapter to export" in capsys.readouterr().err
-    assert main([*base, "--classifiers", "lda", "--output", out]) == 2
-    assert "classifiers was 'lda, ranpac' and is now 'lda'" in capsys.readouterr().err
-    assert main([*base, "--classifiers", "lda", "--output", out, "--overwrite"]) == 0
-    assert f"what was in {out} is now in {out}.old" in capsys.readouterr().err and Path(f"{out}.old/task-002").is_dir()
-    assert main([*base, *QUICK, "--strategy", "bofa", "--output", str(tmp_path / "bofa"), "--increment", "4"]) == 0
-    adapter = json.loads((tmp_path / "bofa" / "task-001" / "adapter_config.json").read_text())
+    assert json.loads(Path("out/task-002/learner.json").read_text())["classifiers"] == ["ranpac", "lda"]
+
+    assert main(["evaluate", "out/task-001", "--data", str(folders)]) == 0
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)
+    assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
+    assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err
+    assert main(["evaluate", "out", "--data", str(folders / "test")]) == 0
+    assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
+    with monkeypatch.context() as context:
+        context.setattr(sys.stdout, "isatty", lambda: True)  # somebody at a terminal reads the lines for people
+        assert main(["evaluate", "out/task-001", "--data", str(folders)]) == 0
+    assert capsys.readouterr() == ("", captured.err)
+
+    for command, words in (
+        (["export", "out", "lora"], "has no adapter to export"),
+        ([*again, "lda"], "classifiers was 'lda, ranpac' and is now 'lda'"),
+        ([*base, "--strategy", "frosen", "--output", "x"], "did you mean 'frozen'"),
+    ):
+        assert main(command) == 2 and words in capsys.readouterr().err
+    assert main([*again, "lda", "--overwrite"]) == 0
+    assert "what was in out is now in out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
+    assert main([*base, *QUICK, "--strategy", "bofa", "--output", "bofa", "--increment", "4"]) == 0
+    adapter = json.loads(Path("bofa/task-001/adapter_config.json").read_text())
     assert adapter["target_modules"] == ["visual_projection"]  # the strategy's own, where the user names none
-    capsys.readouterr()
-    assert main([*base, "--strategy", "frosen", "--output", str(tmp_path / "x")]) == 2
-    assert "did you mean 'frozen'" in capsys.readouterr().err
 
 
 def test_class_order_from_a_file(folders, tmp_path):
@@ -134,7 +149,7 @@ def test_class_order_from_a_file(folders, tmp_path):
 
 def test_dry_run_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--model", str(demo_model_folder()), "--dry-run", "--strategy", "dulbe", *KEYS]) == 0
+    assert main(["run", "--model", MODEL, "--dry-run", "--strategy", "dulbe", *KEYS]) == 0
     said = capsys.readouterr().out
     assert "adapted visual layers: 8" in said and "trainable parameters: " in said
     assert f"statistics: {4 * 96 * 96 * 4 / 2**20:.2f} MiB" in said  # k and v share one matrix in each of four blocks
@@ -150,6 +165,9 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     listed = settings_from("run", "--config", str(tmp_path / "run.yaml"))
     assert listed == settings_from("run", *KEYS, "--classifiers", "bridge,lda:shrinkage=0.1")
     assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj", "v_proj"]
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nmixed_precision: no\nresume: no\nmodel: x\nseed: 3\n")
+    stream, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
+    assert (args.learning_rate, args.mixed_precision, args.seed, stream.resume) == (1e-3, "no", 3, False)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +259,6 @@ def test_demo_reaches_what_it_promises(tmp_path):
     assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_yaml_s_own_readings_of_numbers_and_of_no(tmp_path):
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nmixed_precision: no\nresume: no\nmodel: x\nseed: 3\n")
-    stream, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
-    assert (args.learning_rate, args.mixed_precision, args.seed, stream.resume) == (1e-3, "no", 3, False)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_a_screen(command, capsys):
     assert main([command, "--help"]) == 0
@@ -256,21 +268,18 @@ def test_help_fits_a_screen(command, capsys):
 
 
 def test_the_rest_of_the_help(capsys):
-    assert main(["run", "--help"]) == 0
-    short = capsys.readouterr().out
-    assert main(["run", "--help-all"]) == 0
-    everything = capsys.readouterr().out
-    assert "example:" in short and "--help-all" in short and "--structure-weight" not in short
-    for kind in GROUPS.values():
-        for name in field_types(kind):
-            assert "--" + name.replace("_", "-") in everything
-    assert main(["run", "--help"]) == 0
-    assert capsys.readouterr().out == short
+    said = []
+    for flag in ("--help", "--help-all", "--help"):
+        assert main(["run", flag]) == 0
+        said.append(capsys.readouterr().out)
+    assert "example:" in said[0] and "--help-all" in said[0] and "--structure-weight" not in said[0] == said[2]
+    for name in (name for kind in GROUPS.values() for name in field_types(kind)):
+        assert "--" + name.replace("_", "-") in said[1]
 
 
 def test_answers_that_need_no_model_import_none():
     wrong = [["predcit"], ["run"], ["run", "--model"]]
-    answers = [["--help"], ["--version"], ["help", "run"], *wrong, *([name, "--help"] for name in COMMANDS)]
+    answers = [["--help"], ["--version"], *wrong, *([name, "--help"] for name in COMMANDS)]
     heavy = {"torch", "peft", "transformers", "pydantic", "numpy", "sklearn"}
     code = f"""
 import sys
@@ -294,27 +303,23 @@ def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, m
         assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
 
 
-def test_a_report_replaces_no_file_of_another_kind_unless_it_is_told_to(folders, tmp_path, capsys, monkeypatch):
+def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flag, name in (("--output", "notes.txt"), ("--csv", "photo.jpg"), ("--latex", "results.json")):
         Path(name).write_text("precious")
         assert main(["report", "out", flag, name]) == 2
         assert "choose another name" in capsys.readouterr().err and Path(name).read_text() == "precious"
     assert main(["report", "out", "--latex", "results.json", "--overwrite"]) == 2, "a run's own file"
-    command = ["cost", "--model", str(demo_model_folder()), "--json"]
     for old in ("notes.txt.old", "notes.txt.old1"):
         Path("notes.txt").write_text(old)
-        assert main([*command, "notes.txt", "--overwrite"]) == 0
+        assert main(["cost", "--model", MODEL, "--json", "notes.txt", "--overwrite"]) == 0
         assert Path(old).read_text() == old and json.loads(Path("notes.txt").read_text())
+        assert said_next(capsys.readouterr()) == f"run --model {MODEL} --dry-run"
     assert main(["demo", "--output", ".", "--overwrite"]) == 2
     assert "in which the command works" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda *_: False)
-    for argv in (
-        ["demo"],
-        ["run", "--model", "m", "--data", "d", "--output", "x/y"],
-        ["advise", "--model", "m", "--data", "d"],
-    ):
-        assert main(argv) == 2
+    for argv in ("demo", "run --model m --data d --output x/y", "advise --model m --data d"):
+        assert main(argv.split()) == 2
         assert capsys.readouterr().err == f"dulbe-peft: {tmp_path} cannot be written to: choose another --output\n"
 
 
@@ -332,20 +337,3 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
     command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 141 and done.stderr == ""
-
-
-def test_evaluate_reports_classes_that_were_not_learned(folders, tmp_path, capsys, monkeypatch):
-    base = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--increment", "2", *MACHINE]
-    assert main([*base, "--classifiers", "bridge", "--output", str(tmp_path / "out")]) == 0
-    first = str(tmp_path / "out" / "task-001")
-    capsys.readouterr()
-    assert main(["evaluate", first, "--data", str(folders)]) == 0
-    captured = capsys.readouterr()
-    figures = json.loads(captured.out)
-    assert figures["not_learned"] == {"classes": ["two", "zero"], "num_images": 6} and figures["num_classes"] == 2
-    assert "not learned: two, zero (6 images)" in captured.err and f"{100 * figures['accuracy']:.2f} %" in captured.err
-    assert main(["evaluate", str(tmp_path / "out"), "--data", str(folders / "test")]) == 0
-    assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # somebody at a terminal reads the lines for people
-    assert main(["evaluate", first, "--data", str(folders)]) == 0
-    assert capsys.readouterr() == ("", captured.err) and "  text  " in captured.err

@@ -14,7 +14,7 @@ import yaml
 from scipy.stats import friedmanchisquare, wilcoxon
 from scipy.stats import t as student
 
-from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
 from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
@@ -25,7 +25,7 @@ from dulbe_peft.comparison.ranks import ranked
 from dulbe_peft.comparison.summary import format_summary, make_entries
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.metrics.accuracy import accuracy_matrix, forgetting
-from dulbe_peft.metrics.features import Answers
+from dulbe_peft.metrics.features import Answers, growing_stream, learn_from_features, read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
@@ -90,25 +90,52 @@ def test_every_row_of_every_stream_is_there(finished):
         *[Row("LoRA", name, drift) for name in ("bridge", "lda") for drift in ("none", "linear")],
     ]
     assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
-    assert set(entries[1].differences.values()) == {None} and entries[0].differences["last"] is not None
-    assert read_comparison(folder / "out").missing() == []
-    assert sum("best on held-back training images" in line for line in said) == 1
-    assert read_comparison(folder / "out").entries == entries
+    found = read_comparison(folder / "out")
+    assert found.missing() == [] and found.entries == entries
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
     assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
+    # The better rate on held-back training images is taken.
+    assert sum("best on held-back training images" in line for line in said) == 1
+    tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
+    assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
+    rate = found.chosen["digits: LoRA"]["learning_rate"]
+    assert [json.loads(path.read_text())["settings"]["learning_rate"] for path in ran] == [rate, rate]
 
 
 def test_what_training_adds_is_the_difference_to_the_same_classifier(finished):
     _, entries, _ = finished
     last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
-    for entry in entries:
-        if entry.row.method == "frozen":
-            assert entry.gain is None
-        else:
-            assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
-    (row,) = (e for e in entries if e.row == Row("LoRA", "lda", "linear"))
-    assert row.gain == row.differences["last"]  # to the reference, which is the same row here
+    assert [entry.gain for entry in entries[:2]] == [None, None] and entries[1].differences["last"] is None
+    for entry in entries[2:]:
+        assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
+    assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
+
+
+def test_a_classifier_of_a_stream_that_grows_has_seen_all_of_its_images(content, tmp_path):
+    """2 images of each class first and 1 more of the first one later are 3 images of it, whatever their order."""
+    streams = {"digits": content["streams"]["digits"] | {"images_per_class": "2+1", "draw_seed": 5}}
+    plan = make_plan(content | {"streams": streams, "methods": {"frozen": {"strategy": "frozen"}}, "seeds": [0]})
+    (entry,) = compare(replace(plan, classifiers=["lda"], reference=None), tmp_path, jobs=1, log=quiet)
+    features = read_features(tmp_path / "runs/digits/frozen/seed-0")
+    first, second = growing_stream(features, 2, 1, 5)
+    assert [len(task.closing.labels) for task in (first, second)] == [4, 4] and first.further is None
+    more, places = second.further
+    own = features[0].closing.features[features[0].closing.labels == 0]
+    assert places.tolist() == [0] and sum(bool((row == more[0]).all()) for row in own) == 1
+    assert not (first.closing.features == more[0]).all(dim=1).any(), "no image is shown twice"
+    parts = [task.closing for task in (first, second)]
+    images = torch.cat([*(part.features for part in parts), more])
+    labels = torch.cat([parts[0].labels, parts[1].labels + 2, places])
+    whole = make_classifier("lda", images.shape[1], 100.0)
+    whole.add_classes([name for part in parts for name in part.class_names], images, labels)
+    tests = torch.cat([images for images, _ in features[1].tests.values()])
+    truth = torch.cat([labels for _, labels in features[1].tests.values()])
+    assert entry.means["last"] == pytest.approx(float((whole(tests).argmax(dim=1) == truth).double().mean()))
+    found, _ = learn_from_features([first, second], "lda", 100.0)
+    torch.testing.assert_close(found[-1].predicted, whole(tests).argmax(dim=1))
+    command = ["run", "--model=demo", "--data=demo-digits", "--images-per-class=4+4"]
+    assert main([*command, "--output", str(tmp_path / "no")]) == 2
 
 
 def test_what_a_scale_gives_and_costs_is_kept(finished):
@@ -121,19 +148,6 @@ def test_what_a_scale_gives_and_costs_is_kept(finished):
             assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
             assert (one["before"], one["after"]) == tuple(one["scales"][end]["unlearned"] for end in (0, -1))
         assert entry.retention.scales[1].learned == pytest.approx(np.mean([o["scales"][1]["learned"] for o in found]))
-
-
-def test_the_table_says_what_the_runs_measured(copied):
-    folder, _, _ = copied
-    runs = [folder / "out" / "runs" / "digits" / "frozen" / f"seed-{seed}" for seed in (0, 1)]
-    plan = read_plan(folder / "plan.yaml")
-    own = replace(plan, classifiers=["prototype"], reference=None)
-    compare(own, folder / "out", jobs=1, log=quiet)
-    entry = make_entries(own, folder / "out", own.cells())[0]
-    measured = [json.loads((run / "results.json").read_text())["classifiers"]["prototype"] for run in runs]
-    assert entry.means["last"] == pytest.approx(np.mean([block["last_accuracy"] for block in measured]))
-    assert entry.means["average"] == pytest.approx(np.mean([block["average_accuracy"] for block in measured]))
-    assert entry.trainable_parameters == 0 and entry.kept_bytes > 0
 
 
 def test_the_table_s_accuracies_are_those_of_the_answers(copied):
@@ -174,6 +188,10 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
     path.unlink()
     again = compare(plan, folder / "out", jobs=1, log=quiet)
     assert [entry.means for entry in again] == [entry.means for entry in entries]
+    cell = path.parents[1] / "cell.json"
+    cell.write_text(json.dumps(json.loads(cell.read_text()) | {"cost": {}}))
+    with pytest.raises(ValueError, match="cell.json is damaged or foreign: cost"):
+        read_cell(cell.parent)
 
 
 def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
@@ -191,16 +209,9 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
         read_answers(run, lda, cell)
 
 
-@pytest.mark.parametrize("change", [{"settings": 5}, {"cost": {}}, {"text": None}, {"retention": {"before": 9}}])
-def test_a_damaged_cell_is_named_with_its_field(copied, change):
-    path = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=f"cell.json is damaged or foreign: {next(iter(change))}"):
-        read_cell(path.parent)
-
-
-@pytest.mark.parametrize("name", ["comparison.json", "comparison.csv", "advice.json"])
-@pytest.mark.parametrize("text", ["mine", '{"mine": 1}', ""])
+@pytest.mark.parametrize(
+    "name, text", [("comparison.json", '{"mine": 1}'), ("comparison.csv", ""), ("advice.json", "x")]
+)
 def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, name, text):
     (tmp_path / name).write_text(text)
     command = ["compare", str(write(tmp_path / "c.yaml", content))]
@@ -245,24 +256,6 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
     with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
         compare(plan, folder / "out", jobs=1, log=quiet)
     assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
-
-
-def test_a_folder_inside_the_images_is_refused_before_anything_is_written(content):
-    inside = Path(content["streams"]["digits"]["data"]) / "out"
-    plan = replace(make_plan(content), choices={})
-    with pytest.raises(ValueError, match="lies in --data"):
-        compare(plan, inside, jobs=1)
-    assert not inside.exists()
-
-
-def test_the_better_setting_on_held_back_training_images_is_taken(finished):
-    folder, _, _ = finished
-    chosen = read_comparison(folder / "out").chosen
-    cells = [json.loads(path.read_text()) for path in sorted((folder / "out" / "choices").rglob("cell.json"))]
-    assert len(cells) == 2 and all(cell["settings"]["validation_fraction"] == 0.2 for cell in cells)
-    rate = chosen["digits: LoRA"]["learning_rate"]
-    runs = sorted((folder / "out" / "runs" / "digits" / "LoRA").rglob("cell.json"))
-    assert [json.loads(path.read_text())["settings"]["learning_rate"] for path in runs] == [rate, rate]
 
 
 def test_a_run_that_fails_costs_no_other(content, tmp_path):
@@ -328,18 +321,17 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         (
             {"streams": {"a": {"model": "m", "data": "x", "images_per_class": "long:3"}}},
-            "or longtail:32, got 'long:3'",
+            "longtail:32, or 4+4, got 'long:3'",
         ),
-        ({"methods": {"a": {"images_per_class": 2}}}, "it belongs to a stream"),
         ({"methods": {"a": {"increment": 2}}}, "method 'a' sets 'increment', which it cannot: it belongs to a stream"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
         ({"classifiers": ["brigde"]}, "bridge"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
-        ({"seeds": [-1]}, "seeds.0: Input should be greater than or equal to 0"),
         (
             {"reference": {"method": "LoRA", "classifier": "text"}},
             "'LoRA with text', which is no row of this comparison",
         ),
+        ({"streams": {"a": {"model": "m", "data": "x", "images_per_class": "4+4"}}}, "method 'LoRA' trains"),
         ({"reference": {"method": "frozen"}}, "reference must name method and classifier"),
     ],
 )
@@ -357,7 +349,7 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     )
     assert [row.classifier for row in plan.rows("DuLBE")] == ["text"]  # text alone: nothing in it can drift
     assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
-    plan = replace(plan, classifiers=["ranpac:features=9", "bayes"], drifts=["none", "linear"])
+    plan = replace(plan, classifiers=["ranpac:features=9", "lda"], drifts=["none", "linear"])
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
 
 
@@ -387,6 +379,8 @@ def test_shares_of_images_add_up_to_the_measures():
     # The images stand by the names of their classes: those of class a first, which was the second to come.
     assert shares["last"][:3].tolist() == found[-1].right[3:6].double().tolist()
     assert not image_shares(found[:1], names)["forgetting"].any()
+    all_right = np.full(10, 1 + 1e-15)
+    assert all_right.mean() > 1 and mean_share(all_right) == 1
 
 
 def test_intervals_against_a_literal_formula():
@@ -417,24 +411,20 @@ def test_intervals_of_three_seeds_cover():
 
 
 def ranked_entry(stream, name, last):
-    fields = dict.fromkeys(("calibration_error", "seconds"), 0.0) | dict.fromkeys(
-        ("trainable_parameters", "kept_bytes"), 0
-    )
-    return Entry(
-        stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last, "average": last}, gain=None,
-        spreads={}, differences={}, retention=None, **fields,
-    )  # fmt: skip
+    numbers = dict.fromkeys(("calibration_error", "seconds", "trainable_parameters", "kept_bytes"), 0)
+    nothing = {"gain": None, "retention": None, "spreads": {}, "differences": {}}
+    return Entry(stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last}, **nothing, **numbers)
 
 
 def test_ranks_over_streams():
     table = {"a": (0.9, 0.8, 0.7), "b": (0.9, 0.8, 0.8), "c": (0.5, 0.6, 0.4), "d": (0.9, 0.5, 0.4)}
     entries = [ranked_entry(s, name, v) for s, values in table.items() for name, v in zip("xyz", values, strict=True)]
     found = ranked([*entries, ranked_entry("a", "alone", 1.0)])
-    assert [(row.row.classifier, row.rank) for row in found.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
+    assert [(row.classifier, rank) for row, rank, _ in found.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
     assert found.p == pytest.approx(friedmanchisquare(*zip(*table.values(), strict=True)).pvalue)
     x, y, z = np.array(list(table.values())).T
     alone = sorted(wilcoxon(x, other).pvalue for other in (y, z))
-    assert [row.p for row in found.rows] == [None, *sorted([max(2 * alone[0], alone[1]), 2 * alone[0]], reverse=True)]
+    assert [p for *_, p in found.rows] == [None, *sorted([max(2 * alone[0], alone[1]), 2 * alone[0]], reverse=True)]
     assert found.smallest == 0.125 and ranked(entries[:6]) is None
 
 
@@ -445,15 +435,10 @@ def test_the_files_of_comparisons_name_what_there_is(path, tmp_path, monkeypatch
     monkeypatch.setenv("MODEL", str(demo_model_folder()))
     monkeypatch.setenv("OTHER_MODEL", str(demo_model_folder()))
     monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setenv("MODELS", str(tmp_path))
     plan = read_plan(path)
     assert len(plan.seeds) == 3 and plan.cells()
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
         assert {plan.strategy(method).name for method in plan.methods} == own
-
-
-def test_shares_that_are_all_right_make_up_no_more_than_one():
-    shares = np.full(10, 1 + 1e-15)
-    assert shares.mean() > 1 and mean_share(shares) == 1
-    assert mean_share(np.array([0.0, 1.0])) == 0.5

@@ -26,18 +26,8 @@ KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
 def arguments(digit_folders):
     """`run` on six classes of handwritten digits, two a task, but for `--output`."""
     root = digit_folders(6, 6, 4)
-    flags = "--strategy dulbe --increment 2 --epochs 2 --batch-size 4 --support-rank 8 --residual-rank 2"
-    return [
-        "run",
-        "--model",
-        str(demo_model_folder()),
-        "--data",
-        str(root),
-        *flags.split(),
-        "--device",
-        "cpu",
-        "--no-progress",
-    ]
+    flags = "--strategy dulbe --increment 2 --epochs 2 --batch-size 4 --support-rank 8 --residual-rank 2 --device cpu"
+    return ["run", "--model", str(demo_model_folder()), "--data", str(root), *flags.split(), "--no-progress"]
 
 
 @pytest.fixture(scope="module")

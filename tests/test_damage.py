@@ -237,7 +237,7 @@ FORGERIES = [
     (HEAD, tensors("text_embeds", lambda t: t[:, :3].clone()), r"text_embeds must be \(2, 16\)"),
     (HEAD, tensors("visual_prototypes", lambda t: 1.02 * t), "visual_prototypes must hold unit vectors"),
     (HEAD, tensors("counts", lambda t: t + 2**62), "counts must be numbers of images"),
-    ("head_config.json", fields(class_names=["a", "b", "c"]), r"visual_prototypes must be \(3, 16\)"),
+    ("head_config.json", fields(class_names=["a", "b", "c"]), r"must be \(3, 16\) for 3 classes"),
     ("head_config.json", fields(settings={}, colour=1), "colour"),
     (STATISTICS, lambda content: content[: len(content) // 2], f"{STATISTICS} is damaged"),
     (STATISTICS, tensors("fc1", nan), "fc1.*NaN"),

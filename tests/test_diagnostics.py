@@ -16,15 +16,20 @@ from tiny_encoders import IMAGE_ONLY, IMAGE_SIZE, WITH_TEXT, make_model
 from torch.nn import functional as F
 
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.classifiers.teaching import ClosingPass
+from dulbe_peft.classifiers.teaching import ClosingPass, linear_map
 from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.loading import unit_image_embeds
-from dulbe_peft.metrics.diagnostics import depth_accuracy, layer_demands, reliability_profile
-from dulbe_peft.metrics.drift import coordinate_drift, coordinate_plane, drift_by_task, rank_similarity
-from dulbe_peft.metrics.features import TaskFeatures, read_features
+from dulbe_peft.metrics.diagnostics import (
+    coordinate_drift,
+    coordinate_plane,
+    depth_accuracy,
+    drift_by_task,
+    layer_demands,
+    rank_similarity,
+    reliability_profile,
+)
+from dulbe_peft.metrics.features import TaskFeatures
 from dulbe_peft.report import read_effects, read_run, write_report
-from dulbe_peft.report.diagnostic_plots import capture_figure
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.inspection import inspect_task, token_relevance
 from dulbe_peft.runs.progress import known_tasks
@@ -85,25 +90,14 @@ def test_accuracy_of_depths_equals_loops_over_images(head):
     assert found.uniform == pytest.approx(hits["uniform"] / 30)
     assert found.weighted == pytest.approx(hits["weighted"] / 30)
     assert len(set(found.alone.tolist())) > 1, "all depths tell the same: the test would not see them swapped"
-    ends = depth_accuracy(head, features, labels, depths=torch.tensor([1.0, 0.0]))
-    assert ends.alone.tolist() == [found.alone[-1], found.alone[0]]
-    assert ends.uniform == found.uniform
-
-
-def test_depths_of_a_whitened_head_are_compared_in_its_own_space():
-    head = BridgeEnsembleHead(8, depths=[0.3], logit_scale=10.0, metric="whitened")
-    labels, centres = torch.arange(5).repeat(6), unit(5, 8)
-    images = F.normalize(centres[labels] + 0.5 * torch.randn(30, 8), dim=1)
-    head.add_classes(list("abcde"), images, labels, unit(5, 8))
-    found = depth_accuracy(head, images, labels)
-    assert found.alone.item() == found.uniform == found.weighted  # one depth is all there is
-
-
-def test_the_profile_of_reliability(head):
-    found = reliability_profile(head[0])
-    weights = head[0].reliability.double().numpy()
-    assert np.allclose(found.mean, weights.mean(axis=0)) and np.allclose(found.spread, weights.std(axis=0))
-    assert np.allclose(found.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
+    profile, weights = reliability_profile(head), head.reliability.double().numpy()
+    assert np.allclose(profile.mean, weights.mean(axis=0)) and np.allclose(profile.spread, weights.std(axis=0))
+    assert np.allclose(profile.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
+    # A head with another metric has one depth, which is all there is in its own space.
+    whitened = BridgeEnsembleHead(8, depths=[0.3], logit_scale=10.0, metric="whitened")
+    whitened.add_classes(list("abcde"), features, labels, head.text_embeds)
+    only = depth_accuracy(whitened, features, labels)
+    assert only.alone.item() == only.uniform == only.weighted
 
 
 def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
@@ -211,16 +205,6 @@ def test_a_task_to_come_asks_what_learning_it_then_records(trained):
     )
 
 
-def test_the_depths_and_the_drift_of_a_run(trained):
-    learner, folder, _ = trained
-    tasks = read_features(folder)
-    features, truth = (torch.cat(parts) for parts in zip(*tasks[-1].tests.values(), strict=True))
-    found = depth_accuracy(learner.head, features, truth)
-    assert found.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
-    row = drift_by_task(tasks)[0]
-    assert None not in vars(row).values() and row.old < 1 and row.own < 1
-
-
 def relevance_by_differences(model, pixels, prototype):
     """Gradient times activation from central differences: nothing here asks autograd or a hook."""
     tower = model.vision_model
@@ -274,6 +258,8 @@ def test_the_page_has_what_training_changed(trained, tmp_path):
     page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "What training changed" in page
     found = read_effects(read_run(folder))
+    assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
+    assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
     weights = learner.head.reliability.double().cpu()
     for depth in range(learner.head.num_depths):
         cells = (weights[:, depth].mean(), weights[:, depth].std(correction=0), found.accuracy.alone[depth])
@@ -295,8 +281,3 @@ def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     found = read_effects(read_run(folder))
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
-
-
-def test_pictures_draw_their_numbers():
-    bars = capture_figure([{"shared_capture": 0.25, "residual_capture": 0.5}]).axes[0].patches
-    assert [bar.get_height() for bar in bars] == [25, 50, 25]

@@ -56,11 +56,7 @@ def test_predictions_equal_a_loop_over_images():
     assert figures["text_accuracy"] == pytest.approx(right["text"] / 20)
     assert figures["class_means_accuracy"] == pytest.approx(right["class_means"] / 20)
     assert right["lda"] not in (0, 20), "the test would not see a mistake"
-
-
-def test_class_means_stand_beside_the_classifiers_only_where_none_of_these_is_one():
-    assert "class_means_accuracy" not in predicted("bridge", "prototype").figures()
-    assert not predicted("lda").baselines
+    assert "class_means_accuracy" not in predicted("bridge", "prototype").figures() and not predicted("lda").baselines
 
 
 def test_counts_by_class_add_up():
@@ -91,10 +87,7 @@ def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
     assert "'=1+1" in cells and not [cell for cell in cells if cell[:1] in ("=", "+", "-", "@")]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "a=b", "", "two\nlines", "a\r=1", "\r\n", 'say "x"', "é"],
-)
+@pytest.mark.parametrize("text", ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "", "a\r=1", 'say "x"\n', "é"])
 def test_any_text_comes_back_from_a_table(tmp_path, text):
     write_csv(tmp_path / "t.csv", ["name"], [[text, 1], ["x", -0.5]])
     assert read_csv(tmp_path / "t.csv") == [["name"], [text, "1"], ["x", "-0.5"]]

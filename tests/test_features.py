@@ -8,8 +8,11 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, ImageFolder,
 from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.runs import encoding
+from dulbe_peft.utils.engines import on_engine
 
 parquet = pytest.importorskip("pyarrow.parquet")
 FROZEN = ["--model", "demo", "--strategy", "frozen", "--classifiers", "bayes,prototype", "--device", "cpu"]
@@ -210,6 +214,13 @@ def test_an_engine_finds_the_same(root, tmp_path, capsys):
     assert "--engine is for strategies that train nothing, not for 'dulbe'" in capsys.readouterr().err
 
 
+def test_an_engine_that_is_not_installed_is_asked_for_once(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    call("run", *FROZEN, "--data", root, "--output", tmp_path / "out", "--engine", "ray", expected=2)
+    found = capsys.readouterr().err
+    assert "pip install 'dulbe_peft[ray]'" in found and "again" not in found
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("engine", ["dask", "ray"])
@@ -222,27 +233,48 @@ def test_learn_on_an_engine_finds_the_same(root, tmp_path, engine):
     same_answers(tmp_path / "engine", tmp_path / "plain")
 
 
+@contextmanager
+def two_workers(engine):
+    """The options that name a cluster, where it does not start with the command, and what finds its workers."""
+    if engine == "ray":
+        psutil = pytest.importorskip("psutil")
+        started = psutil.Process()
+        yield [], lambda: [p.pid for p in started.children(recursive=True) if "ray::_numbered" in "".join(p.cmdline())]
+    else:
+        distributed = pytest.importorskip("distributed")
+        with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+            yield ["--address", cluster.scheduler_address], lambda: [nanny.pid for nanny in cluster.workers.values()]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_the_shard_of_a_killed_worker_is_done_again(root, tmp_path, monkeypatch):
-    distributed = pytest.importorskip("distributed")
+@pytest.mark.parametrize("engine", ["dask", "ray"])
+def test_the_shard_of_a_killed_worker_is_done_again(root, tmp_path, monkeypatch, engine):
+    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
     command = ["run", *FROZEN, "--data", root, "--increment", 3, "--eval-batch-size", 4]
     call(*command, "--output", tmp_path / "plain")
-    shards, killed = tmp_path / "engine" / "embeddings", threading.Event()
+    shards, done, killed = tmp_path / "engine" / "embeddings", dict[Path, int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        processes = [nanny.pid for nanny in cluster.workers.values()]
+    with two_workers(engine) as (address, workers):
+
+        def note_what_arrived(function, calls, *rest):
+            calls = list(calls)
+            for place, answer in on_engine(function, calls, *rest):
+                file = shards / f"{calls[place][0].split}-{calls[place][0].number:05d}.parquet"
+                if not killed:
+                    done[file] = file.stat().st_mtime_ns
+                yield place, answer
 
         def kill_one_that_works():
-            while len(list(shards.glob("train-*.parquet"))) < 3:
+            while len(done) < 2 or not (working := workers()):
                 time.sleep(0.01)
-            os.kill(processes[0], signal.SIGKILL)
-            killed.set()
+            killed.append(working[0])
+            os.kill(working[0], signal.SIGKILL)
 
+        monkeypatch.setattr(encoding, "on_engine", note_what_arrived)
         threading.Thread(target=kill_one_that_works, daemon=True).start()
-        address = ["--address", cluster.scheduler_address, "--jobs", 2]
-        call(*command, "--output", tmp_path / "engine", "--engine", "dask", *address)
-    assert killed.is_set()
+        call(*command, "--output", tmp_path / "engine", "--engine", engine, *address, "--jobs", 2)
+    assert killed and len(done) >= 2 and all(file.stat().st_mtime_ns == written for file, written in done.items())
     same_answers(tmp_path / "engine", tmp_path / "plain")
     found = load_data(shards, "train")
     assert len(found) == len(set(map(found.relative_name, range(len(found))))) == 40

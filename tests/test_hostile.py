@@ -1,19 +1,24 @@
-"""What a careless or hostile user does to files: none of somebody's is lost, and each error names what is wrong."""
+"""What a careless or hostile user, or a program, does to files and learners: nothing is lost, or an error names it."""
 
 from __future__ import annotations
 
 import copy
 import os
+import pickle
 import unicodedata
+from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import pytest
-from lives import content, differences, everything, images_of, learned, stream, tiny_learner
+import torch
+from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
 from PIL import Image
 
-from dulbe_peft import ImageFolder
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
 from dulbe_peft.commands.outputs import check_other_folder, check_outputs
-from dulbe_peft.data.folders import FolderContent
+from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -21,6 +26,8 @@ from dulbe_peft.report import write_figures
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 from dulbe_peft.utils.files import read_lines
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +103,7 @@ def test_links_to_themselves_and_deep_folders_are_stepped_over(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     deep = tmp_path / "cat" / os.path.join(*["d"] * 150)
     deep.mkdir(parents=True)
-    found = FolderContent(tmp_path / "cat")
-    assert found.images == ["1.png", "loop.png"]
-    assert "more than 100 folders deep" in {why for _, why in found.left_out}
+    assert folder_content(tmp_path / "cat") == (["1.png", "loop.png"], [(str(deep), "an empty folder")])
     assert ImageFolder(tmp_path).class_names == ("cat",)
 
 
@@ -109,7 +114,7 @@ def test_a_name_that_is_not_utf8_is_left_out(tmp_path):
             Image.new("RGB", (4, 4)).save(file, "PNG")
     photos = ImageFolder(tmp_path)
     assert len(photos) == 1 and photos.left_out == [("\udcff.png", "the name is not UTF-8")]
-    assert len(FolderContent(tmp_path / "cat").images) == 2  # to predict, any name will do
+    assert len(folder_content(tmp_path / "cat")[0]) == 2  # to predict, any name will do
 
 
 def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):
@@ -129,28 +134,19 @@ def test_an_empty_path_is_not_the_current_folder():
 class Calling(list):
     """Images that call a learner while they are read."""
 
-    def __init__(self, images, call):
-        super().__init__(images)
-        self.call = call
-
     def __getitem__(self, index):
         self.call()
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("outer", ["learn_task", "update_classes", "evaluate"])
-@pytest.mark.parametrize("inner", ["predict", "forget_class"])
-def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, inner):
+@pytest.mark.parametrize("outer", ["learn_task", "update_classes"])
+@pytest.mark.parametrize(("inner", "value"), [("predict", images_of(0)[0][0]), ("forget_class", "a0")])
+def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, inner, value):
     learner = learned(tiny_learner(pixel_cache_mb=0), 1)
-    other, before = copy.deepcopy(learner), everything(learner)
-    value = {"predict": images_of(0)[0][0], "forget_class": "a0"}[inner]
-    images = Calling(images_of(0, 1), lambda: getattr(learner, inner)(value))
-    names = ["new", "other"] if outer == "learn_task" else ["a0", "b0"]
-    if (outer, inner) == ("evaluate", "predict"):
-        assert learner.evaluate(images, names) == other.evaluate(images_of(0, 1), names)
-    else:
-        with pytest.raises(RuntimeError, match=f"{inner}.* is called inside {outer}"):
-            getattr(learner, outer)(images, names)
+    before, images = everything(learner), Calling(images_of(0, 1))
+    images.call = lambda: getattr(learner, inner)(value)
+    with pytest.raises(RuntimeError, match=f"{inner}.* is called inside {outer}"):
+        getattr(learner, outer)(images, ["new", "other"] if outer == "learn_task" else ["a0", "b0"])
     assert not differences(everything(learner), before)
 
 
@@ -213,19 +209,14 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
                 picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
                 picture.save(tmp_path / split / folder / f"{number}.png")
     train, test, found = open_stream_data(tmp_path)
-    assert found.class_names == (one, "tea") and test.class_names == (one, "tea")
-    (task,) = class_incremental_tasks(ImageFolder(tmp_path, "train"), ImageFolder(tmp_path, "test"), increment=2)
-    assert task.class_names == (one, "tea") and len(task.test) == 4
-    (task,) = class_incremental_tasks(
-        train, test, increment=2, class_order=["tea", other], first_tasks=[[other, "tea"]]
-    )
+    assert found.class_names == test.class_names == (one, "tea")
+    orders = {"class_order": ["tea", other], "first_tasks": [[other, "tea"]]}
+    (task,) = class_incremental_tasks(train, test, increment=2, **orders)
     learner = tiny_learner()
     learner.learn_task(task.train, task.class_names)
-    assert learner.class_names == (one, "tea")
     copy_of_it = ImageFolder(tmp_path, "test")
-    assert copy_of_it.class_names == (one, "tea") and other in copy_of_it.item_name(0)
-    assert learner.evaluate(copy_of_it) == learner.evaluate(task.test)
-    assert learner.evaluate(copy_of_it, [one, "tea"]) == learner.evaluate(task.test)
+    assert learner.class_names == copy_of_it.class_names == (one, "tea") and other in copy_of_it.item_name(0)
+    assert learner.evaluate(copy_of_it) == learner.evaluate(task.test) == learner.evaluate(copy_of_it, [one, "tea"])
     learner.update_classes(select_classes(copy_of_it, [other]))
     assert learner.state.updates[-1]["images"] == {one: 2}
     (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
@@ -234,3 +225,153 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert learner.class_names == ("tea",)
     with pytest.raises(ValueError, match="names must differ"):
         check_class_names([one, other])
+
+
+# ---------------------------------------------------------------------- what a program has set, or hands in by mistake
+
+TASK = images_of(0, 1, 0, 1, seed=1), ["a1", "b1"]
+MORE = images_of(0, seed=3), ["a0"]
+PROBES = [image for image, _ in images_of(0, 1, seed=99)]
+
+
+@pytest.fixture(scope="module")
+def beginning():
+    return learned(tiny_learner(), 1)
+
+
+@pytest.fixture
+def learner(beginning):
+    return copy.deepcopy(beginning)
+
+
+def live(learner):
+    """All that a learner does; its answers."""
+    learner.learn_task(*TASK)
+    learner.update_classes(*MORE)
+    figures = learner.evaluate(TASK[0], TASK[1])
+    return figures, learner.predict(PROBES, top_k=4, return_scores=True)
+
+
+@contextmanager
+def switched(switch, on, off):
+    switch(on)
+    try:
+        yield
+    finally:
+        switch(off)
+
+
+SETTINGS = {
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "float64": partial(switched, torch.set_default_dtype, torch.float64, torch.float32),
+    "another default device": partial(torch.device, "meta"),
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    "deterministic": partial(switched, torch.use_deterministic_algorithms, True, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_program_has_set_changes_nothing(beginning, learner, name, tmp_path):
+    calm = copy.deepcopy(beginning)
+    expected = live(calm)
+    with SETTINGS[name]():
+        assert live(learner) == expected
+        learner.save_pretrained(tmp_path / "saved")
+        base, machine = copy.deepcopy(tiny_base()[0]), {"device": "cpu", "progress": False}
+        again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
+        assert again.predict(PROBES, top_k=4, return_scores=True) == expected[1]
+    assert not differences(everything(learner), everything(calm))
+    for one in (learner, calm):
+        one.learn_task(images_of(0, seed=5), ["c1"])
+    assert not differences(everything(learner), everything(calm))
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+def test_a_copy_lives_on_its_own(beginning, learner, twin):
+    other, before = twin(learner), everything(learner)
+    assert not differences(everything(other), before)
+    live(other)
+    assert not differences(everything(learner), before)
+    live(learner)
+    assert not differences(everything(other), everything(learner))
+
+
+def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(beginning, learner):
+    calm = copy.deepcopy(beginning)
+    learner.model.train()
+    assert live(learner) == live(calm)
+    assert all(module.training for module in learner.model.modules())
+
+
+@contextmanager
+def refused(learner, error, words=None):
+    """The block raises, and leaves the learner as it was."""
+    before = everything(learner)
+    with pytest.raises(error, match=words):
+        yield
+    assert not differences(everything(learner), before)
+
+
+@pytest.mark.parametrize(("flag", "words"), [(True, "requires a gradient"), (False, "requires no gradient")])
+def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words):
+    """A base weight that is trained could not be taken back, and the saved learner would not fit its base model."""
+    learner.model.requires_grad_(flag)
+    with refused(learner, ValueError, words):
+        learner.learn_task(*TASK)
+    learner.model.requires_grad_(False)
+    learner.model.set_adapter("default")
+    live(learner)
+
+
+def test_a_refused_task_leaves_a_merged_adapter_merged(learner):
+    learner.model.merge_adapter()
+    with refused(learner, ValueError, "call unmerge_adapter"):
+        learner.learn_task(*TASK)
+
+
+@pytest.mark.parametrize("label", [2**64, np.uint64(2**63), -1, 0.5, "0", None])
+@pytest.mark.parametrize("alone", [True, False])
+def test_labels_of_no_use_are_refused(learner, label, alone):
+    class Listed(list):
+        labels = [0, label]
+
+    images = [(PROBES[0], 0), (PROBES[1], label)]
+    with refused(learner, (ValueError, TypeError), "label"):
+        learner.learn_task(Listed(images) if alone else images, ["x"])
+
+
+@pytest.mark.parametrize("place", ["", ".", ".."])
+def test_the_current_folder_is_not_taken_away_from_under_a_program(learner, tmp_path, monkeypatch, place):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="current folder"):
+        learner.save_pretrained(place)
+    assert os.getcwd() == str(tmp_path / "here") and not list((tmp_path / "here").iterdir())
+
+
+def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is no file"):
+        ClassIncrementalLearner.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monkeypatch, at):
+    """Ctrl-C at an image, and while the classifiers learn what the trained model saw."""
+
+    class Interrupted(list):
+        def __getitem__(self, index):
+            if index == at:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with refused(learner, KeyboardInterrupt):
+        learner.learn_task(Interrupted(TASK[0]), TASK[1])
+    with monkeypatch.context() as context, refused(learner, KeyboardInterrupt):
+        context.setattr("dulbe_peft.training.trainer.learn_task", interrupt)
+        learner.learn_task(*TASK)
+    live(learner)

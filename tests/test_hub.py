@@ -87,7 +87,7 @@ with torch.no_grad():
     for found in (model, learner.clip):
         assert torch.equal(found.get_image_features(pixel_values=pixels).pooler_output, features)
     assert torch.equal(head(features), logits) and torch.equal(learner.head(features), logits)
-print(*learner.class_names, learner.source["commit"], len(learner.statistics))
+print(*learner.class_names, learner.source["commit"], len(learner.memory))
 """
 
 
@@ -105,7 +105,7 @@ def test_all_three_come_back_in_a_fresh_process(hub, learner, tmp_path):
     command = [sys.executable, "-W", "error::UserWarning", "-c", FRESH, demo_model_folder(), tmp_path / "expected.pt"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [*learner.class_names, oid, str(len(learner.statistics))]
+    assert run.stdout.split() == [*learner.class_names, oid, str(len(learner.memory))]
 
 
 def test_the_revision_that_was_asked_for_is_loaded_and_its_commit_recorded(hub, learner, base, tmp_path):
@@ -116,7 +116,7 @@ def test_the_revision_that_was_asked_for_is_loaded_and_its_commit_recorded(hub, 
     for revision, commit in ((None, first), ("no-statistics", branch), (first, first)):
         again = load_from("someone/learner", base, revision=revision)
         assert again.source == {"repo_id": "someone/learner", "commit": commit}
-        assert bool(again.statistics) == (commit == first)
+        assert bool(again.memory) == (commit == first)
     again.save_pretrained(tmp_path / "copy")
     assert json.loads((tmp_path / "copy" / "learner.json").read_text())["source"]["commit"] == first
     assert load_from(tmp_path / "copy", base).source == again.source
@@ -209,7 +209,7 @@ def test_a_learner_without_statistics_predicts_and_says_why_it_cannot_go_on(hub,
     with pytest.raises(ValueError, match="holds no statistics of its finished tasks"):
         again.learn_task(tasks[2].train, tasks[2].class_names)
     again.save_pretrained(tmp_path / "copy")
-    assert not load_from(tmp_path / "copy", base).statistics
+    assert not load_from(tmp_path / "copy", base).memory
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -5,13 +5,10 @@ import math
 import pytest
 import reference
 import torch
+from reference import randn
 from torch.nn import functional as F
 
 from dulbe_peft.strategies.losses import bidirectional_kl, cross_modal_loss
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def unit(*shape, seed=0):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
-from dulbe_peft.data.images import labelled_images
+from dulbe_peft.data.images import labelled_images, named_images
 from dulbe_peft.demo import demo_model_folder, digit_tasks
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import NewTask
@@ -106,7 +106,7 @@ def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
     trained, log = [], TaskTrainer._log_epoch
     monkeypatch.setattr(TaskTrainer, "_log_epoch", lambda self, *a: trained.append(self.index) or log(self, *a))
     values = iter([10.0, 10.5, 10.6, 20.0])
-    monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self, images, names: next(values))
+    monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self: next(values))
     learner = make_learner(replace(ARGS, epochs=4, lr_schedule="epoch"), classifiers="bridge", text_rank=2)
     learner.learn_task(*tasks[0])
     learner.save_pretrained(tmp_path / "saved")
@@ -123,8 +123,8 @@ def test_the_mean_wrong_logit(tasks):
     z = learner.image_embeds([(image["image"], 0) for image in images]).double()
     text = learner.encoder.text_embeds(names).double()
     wrong = [float(z[i] @ text[c]) for i, label in enumerate(labels) for c in range(len(names)) if c != label]
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
-    found = trainer._wrong_logit(learner.encoder.images(labelled_images(images)), names)
+    given = learner.encoder.images(named_images(images, names))
+    found = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, given)._wrong_logit()
     assert found == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
 
 

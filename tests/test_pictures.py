@@ -64,16 +64,14 @@ def test_pictures_show_the_right_images(tmp_path):
     assert read_manifest(tmp_path / "pictures")
 
 
-@pytest.mark.parametrize("tests", [[None], [[{"image": np.zeros(3), "label": 0}] * 4]], ids=["gone", "no image"])
-def test_there_are_no_pictures_of_what_is_no_image(tests, tmp_path):
-    write_examples(tmp_path / "pictures", choose_examples(rows(4)), tests)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_of_somebody_s_own_is_left_alone(tmp_path, capsys):
+def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_path, capsys):
+    for tests in ([None], [[{"image": np.zeros(3), "label": 0}] * 4]):
+        write_examples(tmp_path / "pictures", choose_examples(rows(4)), tests)
+        assert not list(tmp_path.iterdir())
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "mine.jpg").write_bytes(b"x")
-    images = [{"image": Image.new("L", (9, 9)), "label": 0}] * 4
-    write_examples(tmp_path / "pictures", choose_examples(rows(4)), [images])
+    write_examples(
+        tmp_path / "pictures", choose_examples(rows(4)), [[{"image": Image.new("L", (9, 9)), "label": 0}] * 4]
+    )
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["mine.jpg"]
     assert "no pictures of examples" in capsys.readouterr().out

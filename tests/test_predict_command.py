@@ -37,55 +37,38 @@ def table(path):
     return list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
 
 
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Ctrl-C at the third batch of two images."""
+def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_path, capsys, monkeypatch):
     predictions, calls = ClassIncrementalLearner.predictions, []
 
     def answer(*arguments, **keywords):
+        """Ctrl-C at the third batch of two images."""
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
         return predictions(*arguments, **keywords)
 
     monkeypatch.setattr(ClassIncrementalLearner, "predictions", answer)
-    return calls
-
-
-def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_path, capsys, interrupted):
     command = ["predict", str(learner), str(folders / "test"), "--eval-batch-size", "2", *MACHINE]
     assert main(command) == 130
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 4 and captured.err == "dulbe-peft: stopped by SIGINT\n"
-    interrupted.clear()
-    file = tmp_path / "answers.csv"
-    assert main([*command, "--csv", str(file), "--top-k", "2"]) == 130
-    partial = Path(f"{file}.partial")
+    calls.clear()
+    file, partial = tmp_path / "answers.csv", tmp_path / "answers.csv.partial"
+    command += ["--csv", str(file), "--top-k"]
+    assert main([*command, "2"]) == 130
     said = capsys.readouterr().err
     assert f"the answers so far are kept in {partial}; to go on:" in said and not file.exists()
     assert len(table(partial)) == 2 + 2 * 4
     partial.write_text(partial.read_text()[:-3])  # a line that was cut off
-    assert main([*command, "--csv", str(file), "--top-k", "3"]) == 2
-    assert "was begun with other settings" in capsys.readouterr().err
-    before = len(interrupted)
-    assert main([*command, "--csv", str(file), "--top-k", "2"]) == 0 and not partial.exists()
-    assert len(interrupted) - before == 5, "three of twelve images had whole answers"
+    assert main([*command, "3"]) == 2 and "was begun with other settings" in capsys.readouterr().err
+    calls.clear()
+    calls += "no more Ctrl-C"
+    assert main([*command, "2"]) == 0 and not partial.exists()
+    assert len(calls) == len("no more Ctrl-C") + 5, "three of twelve images had whole answers"
     assert "9 images, 3 were answered before" in capsys.readouterr().err
-    assert main([*command, "--csv", str(tmp_path / "at-once.csv"), "--top-k", "2"]) == 0
-    assert table(file) == table(tmp_path / "at-once.csv") and len(table(file)) == 1 + 2 * 12
-
-
-def test_coverage_gives_each_image_as_many_classes_as_it_takes(learner, folders, tmp_path, capsys):
-    command = ["predict", str(learner), str(folders / "test"), *MACHINE]
-    assert main([*command, "--coverage", "0.75", "--csv", str(tmp_path / "sets.csv")]) == 0
-    found: dict[str, list[str]] = {}
-    for path, name, _ in table(tmp_path / "sets.csv")[1:]:
-        found.setdefault(path, []).append(name)
-    expected = ClassIncrementalLearner.from_pretrained(learner).predict(str(folders / "test"), coverage=0.75)
-    assert list(found.values()) == expected and len(found) == 12
-    assert main([*command, "--coverage", "0.9999"]) == 2 and "takes" in capsys.readouterr().err
-    assert main([*command, "--coverage", "0.75", "--top-k", "2"]) == 2
-    assert "give one of them" in capsys.readouterr().err
+    found = table(file)
+    assert main([*command, "2", "--overwrite"]) == 0 and table(file) == found and len(found) == 1 + 2 * 12
+    assert main([*command, "2", "--coverage", "0.75"]) == 2 and "give one of them" in capsys.readouterr().err
 
 
 def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders, tmp_path, capsys):
@@ -153,7 +136,7 @@ def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
     ],
 )
 def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, status, words):
-    command = f"{sys.executable} -m dulbe_peft help {redirection}"
+    command = f"{sys.executable} -m dulbe_peft --help {redirection}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == bool(words)

@@ -49,6 +49,7 @@ def test_whatever_holds_the_images_the_answers_are_the_same(world):
     assert world.learner.predict(images[0]) == expected[:1] == world.learner.predict(files(world)[0])
     assert world.learner.predict((images[0], images[1])) == expected[:2]
     assert world.learner.predict([(images[0], 3), (images[1], 4)]) == expected[:2]
+    assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
 
 
 def test_the_best_classes_and_their_probabilities(world):
@@ -107,12 +108,6 @@ def test_sets_cover_the_right_class(world):
         world.learner.predict(world.test, top_k=2, coverage=0.7)
 
 
-def test_nothing_to_predict(world, tmp_path):
-    assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
-    with pytest.raises(ValueError, match="holds no image"):
-        world.learner.predict(tmp_path)
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -136,25 +131,6 @@ def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, cap
     assert first[0] == written[0]["path"] and first[1] == f"{expected[0][0][0]} {100 * expected[0][0][1]:.2f} %"
 
 
-@pytest.mark.parametrize("kind", ["image", "paths"])
-def test_standard_input_is_an_image_or_a_list_of_paths(world, kind, capsys, monkeypatch):
-    data = Path(files(world)[0]).read_bytes() if kind == "image" else "\n".join(files(world)[:2]).encode()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-    assert main(["predict", world.folder, "-", "--csv", "-", "--device", "cpu"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    names = ["standard input"] if kind == "image" else files(world)[:2]
-    assert [row["path"] for row in rows] == names
-    assert [row["class"] for row in rows] == world.learner.predict(files(world)[: len(rows)])
-
-
-def test_none_of_these_is_said_aloud(world, tmp_path, capsys):
-    Image.effect_noise((8, 8), 90).convert("RGB").save(tmp_path / "noise.png")
-    argv = ["predict", world.folder, str(tmp_path), "--reject", "0.9", "--device", "cpu", "--csv"]
-    assert main([*argv, str(tmp_path / "out.csv")]) == 0
-    assert "1 of them none of these" in capsys.readouterr().err
-    assert (tmp_path / "out.csv").read_text().splitlines()[1].split(",")[1] == ""
-
-
 @pytest.mark.slow
 def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folders, capsys):
     folder = digit_folders(9, 1, 8)
@@ -174,23 +150,11 @@ def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folder
     assert "rejection" not in json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("flag", "name"), [("--csv", "photo.jpg"), ("--json", "notes"), ("--json", "results.json")])
-def test_a_file_of_another_kind_is_not_overwritten(flag, name, tmp_path, capsys):
-    (tmp_path / name).write_text("precious")
-    assert main(["predict", "no-learner", str(tmp_path), flag, str(tmp_path / name)]) == 2
-    assert "choose another" in capsys.readouterr().err and (tmp_path / name).read_text() == "precious"
-
-
 def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.png").write_bytes(b"no")
-    argv = [
-        "predict",
-        "--device",
-        "cpu",
-        world.folder,
-        *(str(tmp_path / name) for name in ("empty", "bad.png", "gone")),
-    ]
+    paths = [str(tmp_path / name) for name in ("empty", "bad.png", "gone")]
+    argv = ["predict", "--device", "cpu", world.folder, *paths]
     assert main([*argv, files(world)[0]]) == 0
     said = capsys.readouterr()
     assert said.out.startswith(files(world)[0]) and said.out.count("\n") == 1
@@ -212,9 +176,18 @@ def test_names_that_are_not_utf_8_and_names_that_look_like_formulas(world, tmp_p
     assert json.loads(os.fsdecode(written))[0]["path"] == os.fsdecode(odd)
 
 
-def test_a_damaged_image_on_standard_input_is_one_line(world, capsys, monkeypatch):
-    for data in (Path(files(world)[0]).read_bytes()[:-30], b"\0\1\n\2\n"):
+def test_standard_input_is_an_image_a_list_of_paths_or_one_line_of_error(world, capsys, monkeypatch):
+    def given(data, *more):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-        assert main(["predict", world.folder, "-", files(world)[0], "--device", "cpu"]) == 0
-        said = capsys.readouterr().err
+        assert main(["predict", world.folder, "-", *more, "--device", "cpu", "--csv", "-"]) == 0
+        said = capsys.readouterr()
+        return [(row["path"], row["class"]) for row in csv.DictReader(io.StringIO(said.out))], said.err
+
+    names = files(world)[:2]
+    first, second = world.learner.predict(names)
+    image = Path(names[0]).read_bytes()
+    assert given(image)[0] == [("standard input", first)]
+    assert given("\n".join(names).encode())[0] == list(zip(names, (first, second), strict=True))
+    for damaged in (image[:-30], b"\0\1\n\2\n"):
+        said = given(damaged, names[0])[1]
         assert said.count("cannot be read") == 1 and "standard input cannot be read: " in said

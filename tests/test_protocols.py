@@ -148,18 +148,6 @@ def test_imagenet_100_draws_its_order_over_synsets_and_takes_names_from_a_file(h
         stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags[:-1])))
 
 
-@pytest.mark.parametrize("name", ["a-cub200", "a-imagenet-r"])
-def test_published_lists_are_read_from_a_path(name, hundred, tmp_path):
-    order = np.random.default_rng(0).permutation(100)
-    (tmp_path / "order.txt").write_text("\n".join(map(str, order)), encoding="utf-8")
-    counts = ("--expected-classes", 100, "--expected-train", 200, "--expected-test", 100)
-    flags = ("--data", hundred, *counts, "--class-names", "")
-    listed = settings_from(name, *flags, "--class-order", tmp_path / "order.txt")
-    assert classes_of(stream_tasks(pick(StreamArguments, listed))) == order.tolist()
-    with pytest.raises(FileNotFoundError, match="_class_order.txt' is neither 'icarl' nor a file"):
-        stream_tasks(pick(StreamArguments, settings_from(name, *flags)))
-
-
 # ---------------------------------------------------------------------- what stops a run
 
 

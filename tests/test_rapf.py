@@ -7,7 +7,9 @@ import math
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.rapf import RapfClassifier, fused, gaussians
+from dulbe_peft.classifiers import rapf
+from dulbe_peft.classifiers.fitting import gaussians
+from dulbe_peft.classifiers.rapf import RapfClassifier, fused
 
 DIM = 6
 
@@ -28,19 +30,14 @@ def ranked(rows, labels):
     return rows[order], labels[order]
 
 
-def test_shrunk_gaussians_are_the_literal_ones():
+def test_gaussians_are_the_literal_ones():
     x, y = features(2, 9, 0)
-    means, factors = gaussians(x, y, 2, 1e-3, shrinkage=True)
+    means, factors = gaussians(x, y, 2, 1e-3)
     for c in range(2):
         own = x[y == c].double()
         mean = sum(own) / len(own)
         sigma = sum(torch.outer(row - mean, row - mean) for row in own) / (len(own) - 1)
         sigma += 1e-3 * torch.eye(DIM)
-        beside = [float(sigma[i, j]) for i in range(DIM) for j in range(DIM) if i != j]
-        variance = sum(float(sigma[i, i]) for i in range(DIM)) / DIM
-        for i in range(DIM):
-            for j in range(DIM):
-                sigma[i, j] += variance if i == j else sum(beside) / len(beside)
         torch.testing.assert_close(means[c].double(), mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
 
@@ -130,8 +127,19 @@ def test_two_tasks_equal_the_literal_version():
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_of_many_hard_pairs_each_step_draws_some(monkeypatch):
+    steps, push_apart = [], rapf.push_apart
+    monkeypatch.setattr(rapf, "push_apart", lambda z, e, pairs: (steps.append(pairs), push_apart(z, e, pairs))[1])
+    monkeypatch.setattr(rapf, "MOST_PAIRS", 2)
+    classifier, texts = RapfClassifier(DIM, epochs=4, draws=0.5, pair_distance=2.0), normal(5, DIM, seed=8)
+    classifier.add_classes(["a", "b", "c"], *features(3, 13, 0), texts[:3])
+    classifier.add_classes(["d", "e"], *features(2, 8, 4), texts)
+    assert {len(pairs) for pairs in steps} == {2 * 10}
+    assert 2 < len(torch.cat(steps).unique(dim=0)) <= 6
+
+
 def test_gaussians_move_with_the_features():
-    classifier = RapfClassifier(DIM, epochs=1, shrinkage=True)
+    classifier = RapfClassifier(DIM, epochs=1)
     classifier.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
     matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
     means, factors, map_ = classifier.means.double(), classifier.factors.double(), classifier.map.clone()

@@ -32,7 +32,6 @@ def adapter(base, tmp_path_factory):
         f"from transformers import CLIPModel; import dulbe_peft; {NATIVE}",
         "import dulbe_peft, importlib.util; importlib.util.find_spec('peft'); "
         f"from transformers import CLIPModel; from peft import PeftModel; {LOAD}",
-        f"from dulbe_peft.training import state; from transformers import CLIPModel; {NATIVE}",
     ],
 )
 def test_a_saved_adapter_loads(code, adapter):

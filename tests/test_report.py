@@ -18,13 +18,8 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-    class_incremental_tasks,
-    load_clip,
-)
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft import class_incremental_tasks as tasks_of
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DigitImages, demo_model_folder
@@ -32,21 +27,13 @@ from dulbe_peft.metrics.accuracy import METHODS
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_effects, read_run, write_report
 from dulbe_peft.report.class_map import plane
-from dulbe_peft.report.confusion_matrix import confusion_matrix
-from dulbe_peft.report.html import percent, points
+from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import write_pictures
-from dulbe_peft.report.plots import (
-    SERIES,
-    accuracy_figure,
-    counts_figure,
-    inline_svg,
-    matrix_figure,
-    reliability_figure,
-)
-from dulbe_peft.report.run_groups import best_results, group_results, group_runs, setting_differences
-from dulbe_peft.report.shares import ClassRow, Share, class_rows, data_name, reliability, sure_answers
+from dulbe_peft.report.plots import SERIES, accuracy_figure, counts_figure, inline_svg, reliability_figure
+from dulbe_peft.report.run_groups import GroupResult, MeanSpread, best_results, group_results, group_runs
+from dulbe_peft.report.shares import ClassRow, Share, class_rows, confusion_matrix, reliability, sure_answers
 from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
-from dulbe_peft.report.verdict import best_other, leaderboard, next_steps
+from dulbe_peft.report.verdict import clearly_better, leaderboard, next_steps
 from dulbe_peft.streams.tasks import Task
 
 NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")
@@ -68,7 +55,7 @@ def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3)
     model = get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8)) if strategy == "dulbe" else clip
     args = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, seed=seed)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
-    stream = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
+    stream = tasks_of(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
     stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
     results = learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
     write_pictures(output, [task.test for task in stream[:tasks]], results, ["2 files are no <images>"])
@@ -133,66 +120,28 @@ class Page(HTMLParser):
 
 
 def rows_of(path):
+    """The rows of a table, with texts as they were before they were made safe for spreadsheets."""
     with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        return [{k: v.removeprefix("'") for k, v in row.items()} for row in csv.DictReader(file)]
 
 
-def plain(text):
-    """A cell as it was before it was made safe for spreadsheets."""
-    return text.removeprefix("'") if text.startswith("'=") else text
-
-
-# ---------------------------------------------------------------------- what a run writes
+def json_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_run_leaves_what_people_look_at(runs):
-    names = {path.name for path in runs["one"].iterdir()}
-    assert {"predictions.csv", "accuracy.png", "tasks.png", "pictures", "results.json", "timings.json"} <= names
-    newest = runs["one"] / "task-003" / "predictions.csv"
-    assert (runs["one"] / "predictions.csv").read_bytes() == newest.read_bytes()
-    for name in ("accuracy.png", "tasks.png"):
-        assert (runs["one"] / name).read_bytes().startswith(b"\x89PNG")
-    assert [len(rows_of(runs["one"] / f"task-00{t}" / "predictions.csv")) for t in (1, 2, 3)] == [20, 40, 60]
-    for task in json.loads((runs["one"] / "timings.json").read_text())["tasks"]:
-        assert task["peak_memory"] > 2**20
-
-
-def test_the_results_equal_loops_over_the_predictions(runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
-    tables = [rows_of(runs["one"] / f"task-00{t}" / "predictions.csv") for t in (1, 2, 3)]
-    columns = {"bridge": "predicted", **{name: f"predicted_{name}" for name in ("lda", "text", "class_means")}}
-    for name, column in columns.items():
-        block = results["classifiers"].get(name) or results[name]
-        for t, table in enumerate(tables):
-            right = [row[column] == row["class"] for row in table]
-            assert block["overall"][t] == pytest.approx(sum(right) / len(right)), name
-            for i in range(t + 1):
-                part = [r for r, row in zip(right, table, strict=True) if row["task"] == str(i + 1)]
-                assert block["matrix"][t][i] == pytest.approx(sum(part) / len(part))
-    for name in ("bridge", "lda"):
-        accuracies = []
-        for table in tables:
-            images, right = Counter(), Counter()
-            for row in table:
-                images[plain(row["class"])] += 1
-                right[plain(row["class"])] += row[columns[name]] == row["class"]
-            accuracies.append({label: right[label] / images[label] for label in images})
-        figures = results["classes"][name]
-        assert figures["accuracy"] == pytest.approx(accuracies[-1])
-        earlier = {label: [a[label] for a in accuracies[:-1] if label in a] for label in NAMES[:4]}
-        assert figures["forgetting"] == pytest.approx({n: max(v) - accuracies[-1][n] for n, v in earlier.items()})
-
-
-def test_the_results_say_what_each_task_showed(runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
+    run, results = runs["one"], json_of(runs["one"] / "results.json")
+    assert (run / "predictions.csv").read_bytes() == (run / "task-003" / "predictions.csv").read_bytes()
+    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in ("accuracy.png", "tasks.png"))
+    assert [len(rows_of(run / f"task-00{t}" / "predictions.csv")) for t in (1, 2, 3)] == [20, 40, 60]
+    assert all(task["peak_memory"] > 2**20 for task in json_of(run / "timings.json")["tasks"])
     assert [task["images"] for task in results["tasks"]] == [dict.fromkeys(NAMES[t : t + 2], 6) for t in (0, 2, 4)]
     for task in results["tasks"]:
-        assert len(task["loss"]) == 1 and task["loss"][0] > 0
-        assert 0 < task["shared_capture"] < 1 and 0 < task["residual_capture"] < 1 and 0 < task["expected_depth"] < 1
-    head = ClassIncrementalLearner.from_pretrained(runs["one"] / "task-003").head
+        assert len(task["loss"]) == 1 and 0 < task["shared_capture"] < 1 and 0 < task["residual_capture"] < 1
+    head = ClassIncrementalLearner.from_pretrained(run / "task-003").head
     depths = (head.reliability * head.depths).sum(dim=1).reshape(3, 2).mean(dim=1)
     assert [task["expected_depth"] for task in results["tasks"]] == pytest.approx(depths.tolist())
-    frozen = json.loads((runs["frozen"] / "results.json").read_text())["tasks"][0]
+    frozen = json_of(runs["frozen"] / "results.json")["tasks"][0]
     assert frozen["loss"] == [] and frozen["shared_capture"] is None and frozen["residual_capture"] is None
 
 
@@ -213,10 +162,11 @@ def shown(right, images):
 
 
 def test_every_figure_of_the_page_is_the_run_s(page, runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
+    results = json_of(runs["one"] / "results.json")
     blocks = {name: results[name] for name in ("zero_shot", "text", "class_means")} | results["classifiers"]
     board = {name: row for row in page.table("classifier", "what it is") for name in row[0].split(", ")}
-    assert set(board) == set(blocks)
+    assert set(board) == set(blocks) and all(METHODS[name] in page.words for name in blocks)
+    assert {name for name, cls in CLASSIFIERS.items() if cls.__module__.startswith("dulbe_peft.")} <= set(METHODS)
     for name, block in blocks.items():
         assert board[name][1] == shown(round(60 * block["last_accuracy"]), 60)
         assert name not in ("bridge", "lda") or (float(board[name][2]) >= 0 and float(board[name][3]) >= 0)
@@ -241,9 +191,9 @@ def test_every_figure_of_the_page_is_the_run_s(page, runs):
 
 
 def test_the_classes_and_the_confusion_matrix_equal_a_loop_over_the_predictions(page, runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
+    results = json_of(runs["one"] / "results.json")
     rows = rows_of(runs["one"] / "predictions.csv")
-    pairs = Counter((plain(row["class"]), plain(row["predicted"])) for row in rows)
+    pairs = Counter((row["class"], row["predicted"]) for row in rows)
     table = page.table("class", "right", "forgotten (points)")
     assert {row[0] for row in table} == set(NAMES)
     for name, right, pictures, taken, learned, lost in table:
@@ -261,7 +211,7 @@ def test_the_classes_and_the_confusion_matrix_equal_a_loop_over_the_predictions(
 
 
 def test_pictures_have_their_words(page, runs):
-    index = json.loads((runs["one"] / "pictures" / "index.json").read_text())
+    index = json_of(runs["one"] / "pictures" / "index.json")
     alternatives = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
     assert Counter(e["class"] for e in index["classes"]) == dict.fromkeys(NAMES, 3)
     classes, examples = alternatives[:18], alternatives[18:]
@@ -324,7 +274,7 @@ def test_a_task_of_a_run_and_a_saved_learner(runs, tmp_path):
     learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
     task = Page(write_report(runs["frozen"] / "task-002", tmp_path / "task.html"))
     self_contained(task)
-    whole = json.loads((runs["frozen"] / "results.json").read_text())
+    whole = json_of(runs["frozen"] / "results.json")
     rows = {name: row[1:] for row in task.table("right (%) after") for name in row[0].split(", ")}
     assert rows["lda"] == [percent(value, 1) for value in whole["classifiers"]["lda"]["overall"][:2]]
     learner.forget_class("four" if "four" in learner.class_names else learner.class_names[0])
@@ -345,7 +295,7 @@ def test_an_unfinished_run(runs, tmp_path):
     self_contained(page)
     assert "not finished" in page.words and "the 2 tasks that it has" in page.words
     assert "learned 4 classes in 2 tasks" in page.words
-    whole = json.loads((runs["one"] / "results.json").read_text())
+    whole = json_of(runs["one"] / "results.json")
     rows = {name: row[1:] for row in page.table("right (%) after") for name in row[0].split(", ")}
     for name, block in (("bridge", whole["head"]), ("zero_shot", whole["zero_shot"])):
         assert rows[name] == [percent(value, 1) for value in block["overall"][:2]]
@@ -379,51 +329,40 @@ def test_a_run_of_a_learner_that_had_learned_before(runs, tmp_path):
     """Its first two tasks were learned elsewhere: no test images of theirs are here."""
     learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
     learner.folder = None
-    last = class_incremental_tasks(digits(0, 6), digits(6, 16), increment=2)[2]
+    last = tasks_of(digits(0, 6), digits(6, 16), increment=2)[2]
     learner.run([last], tmp_path / "run")
     page = Page(write_report(tmp_path / "run", tmp_path / "page.html"))
     assert [row["task"] for row in rows_of(tmp_path / "run" / "predictions.csv")] == ["3"] * 20
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results = json_of(tmp_path / "run" / "results.json")
     bridge = next(row for row in page.table("right (%) after", "task 3") if "bridge" in row[0].split(", "))
     assert bridge[1:] == ["", "", percent(results["head"]["overall"][2], 1)]
     assert page.words.count("training images, 6 a class") == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "error", "words"),
+    ("file", "content", "words"),
     [
-        (None, FileNotFoundError, "is no folder"),
-        ("", ValueError, "nothing to report"),
-        ("[]", ValueError, "results.json is"),
-        ("{}", ValueError, "class_names: Field"),
+        (None, None, "is no folder"),
+        (None, {}, "holds neither results.json"),
+        ("results.json", [], "results.json is damaged or foreign"),
+        ("results.json", {}, "results.json is damaged or foreign: class_names: Field"),
+        ("results.json", {"classifiers": {"bridge": {}}}, "results.json is damaged or foreign: classifiers"),
+        ("timings.json", {"tasks": [{"seconds": "long"}]}, "timings.json is damaged or foreign: tasks"),
+        ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),
     ],
 )
-def test_other_folders_are_refused_by_name(tmp_path, content, error, words):
-    if content is not None:
-        (tmp_path / "x").mkdir()
-    if content:
-        (tmp_path / "x" / "results.json").write_text(content)
-    with pytest.raises(error, match=words) as caught:
-        write_report(tmp_path / "x", tmp_path / "page.html")
-    assert str(tmp_path / "x") in str(caught.value) and not (tmp_path / "page.html").exists()
-    with pytest.raises(ValueError, match="no run is given"):
-        write_report([])
-
-
-@pytest.mark.parametrize(
-    ("file", "key", "value"),
-    [
-        ("results.json", "classifiers", {"bridge": {}}),
-        ("timings.json", "tasks", [{"seconds": "long"}]),
-        ("pictures/index.json", "hits", [{"file": "../../private.jpg"}]),
-    ],
-)
-def test_a_damaged_run_is_named_with_its_file_and_field(runs, file, key, value, tmp_path):
-    bad = shutil.copytree(runs["one"], tmp_path / "bad")
-    (bad / file).write_text(json.dumps(json.loads((bad / file).read_text()) | {key: value}))
-    with pytest.raises(ValueError, match=f"{re.escape(str(bad / file))} is damaged or foreign: {key}"):
+def test_what_is_no_run_or_a_damaged_one_is_refused_by_name(runs, file, content, words, tmp_path):
+    bad = tmp_path / "bad"
+    if content and isinstance(content, dict):
+        shutil.copytree(runs["one"], bad)
+        content = json_of(bad / file) | content
+    elif content is not None:
+        bad.mkdir()
+    if file:
+        (bad / file).write_text(json.dumps(content))
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(str(bad))) as caught:
         write_report([runs["two"], bad], tmp_path / "page.html", tmp_path / "a.csv", tmp_path / "a.tex")
-    assert not list(tmp_path.glob("*.*"))
+    assert words in str(caught.value) and not list(tmp_path.glob("*.*"))
 
 
 # ---------------------------------------------------------------------- several runs
@@ -432,7 +371,7 @@ def test_a_damaged_run_is_named_with_its_file_and_field(runs, file, key, value, 
 def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
     copies = [shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()]
     for copy, value in zip(copies, (0.5, 0.6, 0.9, 0.7), strict=True):  # their own figures are almost the same
-        results = json.loads((copy / "results.json").read_text())
+        results = json_of(copy / "results.json")
         results["classifiers"]["lda"]["last_accuracy"] = value
         (copy / "results.json").write_text(json.dumps(results))
     read = [read_run(folder) for folder in copies]
@@ -453,42 +392,23 @@ def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
     assert settings["strategy.name"] == ["dulbe", "dulbe", "dulbe", "frozen"] and "arguments.epochs" not in settings
     assert settings["adapter"] == ["yes", "yes", "yes", "none"], "what is not there at all is one row"
     assert not [name for name in settings if name.startswith("adapter.")]
+    read[1].fingerprints["data"][0] = ["other images", "the same"]
+    assert len(group_runs(read[:2])) == 2
 
 
-def test_settings_of_an_adapter_are_compared_among_the_runs_that_have_one(runs):
-    one, two, frozen = (read_run(runs[name]) for name in ("one", "two", "frozen"))
-    two.settings["adapter"]["support_rank"] = 4
-    del frozen.settings["classifiers"]  # nobody noted them
-    found = dict(setting_differences([one, two, frozen]))
-    assert found["adapter"] == ["yes", "yes", "none"] and found["adapter.support_rank"] == ["8", "4", "–"]
-    assert found["classifiers.lda"] == ["yes", "yes", "–"] and "classifiers.lda.shrinkage" not in found
+def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
+    rows = [GroupResult((f"{n}",), "", "", {"last_accuracy": MeanSpread(n, None)}) for n in (0.91234, 0.91231, 0.9)]
+    assert best_results(rows) == rows[:2] and best_results(rows[1:]) == rows[1:2]
 
 
-def with_last(folder, target, **lasts):
-    """A copy of a run whose classifiers have other accuracies after the last task."""
-    copy = shutil.copytree(folder, target)
-    results = json.loads((copy / "results.json").read_text())
-    for name, value in lasts.items():
-        (results if name in results else results["classifiers"])[name]["last_accuracy"] = value
-    (copy / "results.json").write_text(json.dumps(results))
-    return copy
-
-
-def test_a_tie_is_said(runs, tmp_path):
-    lower = dict.fromkeys(("zero_shot", "text", "class_means"), 0.1)
-    one = with_last(runs["one"], tmp_path / "one", bridge=0.5, lda=0.91234, **lower)
-    frozen = with_last(runs["frozen"], tmp_path / "frozen", bridge=0.91231, lda=0.4, **lower)
-    text = Page(write_report([one, frozen], tmp_path / "page.html")).words
-    assert "“lda” in one and “bridge” in frozen name most test images right, and equally many: 91.23 %." in text
-    frozen = with_last(runs["frozen"], tmp_path / "worse", bridge=0.9, lda=0.4, **lower)
-    rows = best_results(group_results(group_runs([read_run(one), read_run(frozen)])))
-    assert [(row.runs, row.method) for row in rows] == [(("one",), "lda")]
-
-
-def test_runs_on_other_data_are_not_one_row(runs):
-    one, two = read_run(runs["one"]), read_run(runs["two"])
-    two.fingerprints["data"][0] = ["other images", "the same"]
-    assert len(group_runs([one, two])) == 2
+def test_the_terminal_s_table_explains_itself(runs):
+    results = json_of(runs["one"] / "results.json")
+    head, *rows = format_summary(results).splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
+    bridge = results["classifiers"]["bridge"]
+    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
+    assert max(map(len, [head, *rows])) <= 80
+    assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
 
 
 def test_the_table_as_csv_and_latex(runs, tmp_path):
@@ -496,9 +416,9 @@ def test_the_table_as_csv_and_latex(runs, tmp_path):
     folders = [runs["one"], runs["two"], copy]
     write_report(folders, tmp_path / "page.html", csv=tmp_path / "t.csv", latex=tmp_path / "t.tex")
     rows = rows_of(tmp_path / "t.csv")
-    lda = json.loads((runs["frozen"] / "results.json").read_text())["classifiers"]["lda"]
+    lda = json_of(runs["frozen"] / "results.json")["classifiers"]["lda"]
     found = next(row for row in rows if row["method"] == "lda" and row["strategy"] == "frozen")
-    assert found["runs"] == "'=50%_of & {all}" and found["n"] == "1" and found["last_accuracy_std"] == ""
+    assert found["runs"] == "=50%_of & {all}" and found["n"] == "1" and found["last_accuracy_std"] == ""
     assert float(found["last_accuracy"]) == lda["last_accuracy"], "in full"
     assert [row["n"] for row in rows[:5]] == ["2"] * 5 and rows[0]["runs"] == "one; two"
     latex = (tmp_path / "t.tex").read_text()
@@ -509,7 +429,7 @@ def test_the_table_as_csv_and_latex(runs, tmp_path):
 def test_the_command(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(runs["one"]), "--output", "a.html", "--csv", "a.csv", "--latex", "a.tex"]) == 0
-    assert capsys.readouterr().out.split() == ["written:", "a.html", "written:", "a.csv", "written:", "a.tex"]
+    assert capsys.readouterr().out.split()[:6] == ["written:", "a.html", "written:", "a.csv", "written:", "a.tex"]
     assert len(rows_of("a.csv")) == 5
     shutil.copytree(runs["one"], "run")
     assert main(["report", "run"]) == 0 and Path("run/report.html").is_file()
@@ -518,13 +438,17 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
     assert "gone is no folder" in capsys.readouterr().err
 
 
-def test_the_page_says_what_a_run_left_out(digit_folders, tmp_path):
+def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
     photos = shutil.copytree(digit_folders(4, 4, 2), tmp_path / "photos")
     (photos / "train" / "zero" / "notes.txt").write_text("mine")
-    flags = ["--model", "demo", "--data", str(photos), "--classifiers", "lda", "--device", "cpu"]
-    assert main(["run", *flags, "--output", str(tmp_path / "out")]) == 0
-    page = Page(write_report(tmp_path / "out"))
-    assert "What was left out" in page.words and "notes.txt" in page.words
+    flags = ["--data", str(photos), "--device", "cpu", "--output", str(tmp_path / "june")]
+    assert main(["run", "--model", "demo", "--classifiers", "lda", "--max-tasks=1", "--increment=2", *flags]) == 0
+    (photos / "train" / "two" / "broken.png").write_bytes(b"no image")
+    flags[-1] = str(tmp_path / "july")
+    assert main(["learn", str(tmp_path / "june"), *flags, "--skip-unreadable", "--no-update"]) == 0
+    for folder, name in (("june", "notes.txt"), ("july", "broken.png")):
+        page = Page(write_report(tmp_path / folder))
+        assert "What was left out" in page.words and name in page.words
 
 
 # ---------------------------------------------------------------------- parts
@@ -537,45 +461,14 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
         Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
     ]
     rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
-    assert format_text(columns, rows).splitlines() == [
-        "name              share",
-        "a_b        0.1 ± 2 → -1",
-        r"\~^<>|#$&",
-    ]
-    assert format_markdown(columns, rows).splitlines()[:3] == [
-        "| name | share (%) |",
-        "| --- | ---: |",
-        "| a_b | 0.1 ± 2 → -1 |",
-    ]
+    lines = format_text(columns, rows).splitlines()
+    assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
+    assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
     write_table_csv(columns, rows, tmp_path / "t.csv")
     assert (tmp_path / "t.csv").read_text().splitlines()[:2] == ["name,full", "a_b,0.123456"]
     write_table_latex(columns, rows, tmp_path / "t.tex")
-    assert (tmp_path / "t.tex").read_text().splitlines()[2:6] == [
-        r"name & share (\%) \\",
-        r"\hline",
-        r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\",
-        r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\",
-    ]
-
-
-def test_names_of_data_and_numbers():
-    def images(*names):
-        return [ImageResult(name, Path(name).parent.name, "x", 1.0, 1, 0, {}) for name in names]
-
-    june = images("/a/b/photos/test/x/1.png", "/a/b/photos/test/y/1.png")
-    assert data_name(june) == "photos/test"
-    july = images("/a/b/july/test/z/1.png")
-    assert data_name(june + july) == "photos/test and july/test", "not the folder around both"
-    assert data_name(images("/a/photos/x/1.png", "/a/photos/y/1.png")) == "/a/photos"
-    nested = [ImageResult("/a/b/photos/x/deep/1.png", "x", "x", 1.0, 1, 0, {})]
-    assert data_name(nested) == "b/photos"
-    renamed = [ImageResult(f"/a/b/photos/n0{i}/1.png", f"class {i}", "x", 1.0, 1, 0, {}) for i in range(4)]
-    assert data_name(renamed) == "b/photos"
-    assert data_name([r for i in range(4) for r in images(f"/{i}/data/test/x/1.png")]) is None, "too many to name"
-    assert data_name(images(*(f"/a/b/c.npz[{i}]" for i in range(3)))) == "b/c.npz"
-    assert data_name(images(*(f"item {i}" for i in range(3)))) is None and data_name([]) is None
-    assert (percent(0.63237), percent(None), percent(-0.00001), percent(0.5, 1)) == ("63.24", "", "0.00", "50.0")
-    assert (points(0.1), points(-0.1), points(0.000001), points(None)) == ("+10.00", "-10.00", "0.00", "")
+    hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
+    assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
 
 
 # ---------------------------------------------------------------------- what predictions amount to
@@ -636,7 +529,7 @@ def test_the_next_step_is_the_most_useful_one(runs):
     assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
     better = [ImageResult(f"{i}", "a", "b" if i < 30 else "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
     assert steps(better)[0][1] == "dulbe-peft predict 'my run' PHOTOS --classifier lda"
-    assert best_other(dataclasses.replace(run, predictions=better[26:])).clear is False, "4 to 0 may be luck"
+    assert clearly_better(dataclasses.replace(run, predictions=better[26:])) is None, "4 to 0 may be luck"
     crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
     found = steps(crabs, {"crab": 3, "a": 50})
     assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
@@ -651,7 +544,7 @@ def test_rows_that_are_the_same_stand_once(runs):
     assert next(row for row in rows if "text" in row.names).names == ("zero_shot", "text")
     lda = next(row for row in rows if "lda" in row.names)
     assert lda.size == (runs["frozen"] / "task-003" / "lda.safetensors").stat().st_size
-    timings = json.loads((runs["frozen"] / "timings.json").read_text())["tasks"]
+    timings = json_of(runs["frozen"] / "timings.json")["tasks"]
     assert lda.seconds == pytest.approx(sum(task["phases"]["teach lda"] for task in timings))
 
 
@@ -662,31 +555,13 @@ def test_classes_by_their_training_images():
     assert axes.get_xscale() == "log" and axes.get_ylim() == (0, 100)
 
 
-def test_every_classifier_is_explained(page):
-    own = {name for name, cls in CLASSIFIERS.items() if cls.__module__.startswith("dulbe_peft.")}
-    assert own <= set(METHODS)
-    assert all(METHODS[name] in page.words for name in ("zero_shot", "text", "class_means", "bridge", "lda"))
-
-
-def test_the_terminal_s_table_explains_itself(runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
-    head, *rows = format_summary(results).splitlines()
-    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
-    bridge = results["classifiers"]["bridge"]
-    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
-    assert max(map(len, [head, *rows])) <= 80 and len(rows) == 7
-    for word in (*head.split()[1:4], "backward transfer"):
-        assert word.lower() in " ".join(rows[5:]).lower()
-
-
 def test_pictures_of_a_page_take_its_colours(runs):
-    results = json.loads((runs["one"] / "results.json").read_text())
+    results = json_of(runs["one"] / "results.json")
     svg = inline_svg(accuracy_figure(results), "x")
     assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
     assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
     assert svg == inline_svg(accuracy_figure(results), "x"), "the same results give the same picture"
     assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
-    assert matrix_figure(results).axes[0].images[0].get_clim() == (0, 100)
     for plot in (plot_results, plot_matrix):
         with pytest.raises(ValueError, match="no test data"):
             plot({"class_names": [["a"]]}, "x.png")

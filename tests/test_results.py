@@ -71,18 +71,13 @@ def test_figures_by_class_equal_loops_over_the_images(classifier):
         best = max(literal_accuracy(step, name, classifier) for step in steps[first:-1])
         assert value == pytest.approx(best - figures["accuracy"][name])
     assert any(value != 0 for value in figures["forgetting"].values())
-
-
-def test_accuracies_over_tasks_equal_loops_over_the_images():
-    steps = stream()
-    results = results_of(finished(steps))
     for step, tests in enumerate(steps):
-        right = [int((test.classifiers["lda"] == test.truth).sum()) for test in tests]
-        assert results["classifiers"]["lda"]["matrix"][step] == pytest.approx([count / 10 for count in right])
-        assert results["classifiers"]["lda"]["overall"][step] == pytest.approx(sum(right) / (10 * len(tests)))
-    assert results["head"] == results["classifiers"]["bridge"]
-    assert "text" in results and "class_means" not in results
-    assert results["seed"] == 3 and results["tasks"][2]["images"] == {"a": 2}
+        right = [int((test.classifiers[classifier] == test.truth).sum()) for test in tests]
+        block = results["classifiers"][classifier]
+        assert block["matrix"][step] == pytest.approx([count / 10 for count in right])
+        assert block["overall"][step] == pytest.approx(sum(right) / (10 * len(tests)))
+    assert results["head"] == results["classifiers"]["bridge"] and results["seed"] == 3
+    assert "text" in results and "class_means" not in results and results["tasks"][2]["images"] == {"a": 2}
 
 
 def test_tasks_that_were_not_tested_are_no_figures():

@@ -1,16 +1,11 @@
-"""A stream's folder: what a run refuses to go on with, and what is left of it when something breaks."""
+"""A stream's folder: what a run goes on with and what it refuses, and what is left of it when something breaks."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 import shutil
-import signal
-import sys
 
-import numpy as np
 import pytest
 import torch
 from lives import content
@@ -19,49 +14,73 @@ from PIL import Image
 from small_runs import QUICK, tasks_of
 
 from dulbe_peft import (
-    BridgeEnsembleHead,
     CheckpointError,
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
 )
+from dulbe_peft.runs.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.folders import library_versions, read_manifest
+
+NAMES = ["one", "three", "two", "zero", "five", "four"]
 
 
 @pytest.fixture(scope="module")
 def photos(digit_folders):
-    """Handwritten digits zero to three, four images of each to learn from and two to test on."""
-    return digit_folders(4, 4, 2)
+    """Handwritten digits zero to five, four images of each to learn from and two to test on."""
+    return digit_folders(6, 4, 2)
 
 
-def make_learner(base, rank=2, **fields):
+@pytest.fixture
+def root(photos, tmp_path):
+    return shutil.copytree(photos, tmp_path / "photos")
+
+
+def stream(root, tasks=2, names=NAMES):
+    return tasks_of(root, names)[:tasks]
+
+
+def make_learner(base, rank=2, strategy="dulbe", classifiers="bridge", **fields):
     clip, processor = base
     torch.manual_seed(0)
-    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=rank, support_rank=8))
-    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, **fields}))
+    model = copy.deepcopy(clip)
+    if strategy != "frozen":
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=rank, support_rank=8))
+    args = LearnerArguments(**{**QUICK, **fields})
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+
+
+def frozen(base):
+    return make_learner(base, strategy="frozen", classifiers=("bridge", "prototype"))
+
+
+def results_of(output):
+    return json.loads((output / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def finished(base, photos, tmp_path_factory):
+    """A run of two trained tasks."""
     torch.set_num_threads(1)  # as every test has it, but this comes before them
     output = tmp_path_factory.mktemp("finished") / "run"
-    make_learner(base).run(tasks_of(photos), output)
+    make_learner(base).run(stream(photos), output)
     return output
 
 
-class Noisy:
-    """A dataset whose images are other ones each time."""
+@pytest.fixture
+def output(finished, tmp_path):
+    """A copy of it to go on in."""
+    return shutil.copytree(finished, tmp_path / "run")
 
-    def __init__(self, dataset):
-        self.dataset, self.labels = dataset, dataset.labels
 
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        pixels = np.random.default_rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        return {"image": Image.fromarray(pixels), "label": int(self.labels[index])}
+@pytest.fixture(scope="module")
+def whole(base, photos, tmp_path_factory):
+    """A run of three tasks without training."""
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("whole") / "run"
+    frozen(base).run(stream(photos, 3), output)
+    return output
 
 
 class Breaking:
@@ -83,13 +102,8 @@ class Breaking:
 
 
 def breaking(tasks, call, action):
-    return [*tasks[:-1], Task(Breaking(tasks[-1].train, call, action), tasks[-1].test, tasks[-1].class_names)]
-
-
-def assert_first_task_is_intact(output, finished):
-    assert sorted(path.name for path in output.iterdir()) == ["task-001", "timings.json"]
-    files = read_manifest(output / "task-001").files
-    assert files == read_manifest(finished / "task-001").files
+    *first, last = tasks
+    return [*first, Task(Breaking(last.train, call, action), last.test, last.class_names)]
 
 
 # ---------------------------------------------------------------------- what a folder says
@@ -98,16 +112,10 @@ def assert_first_task_is_intact(output, finished):
 def test_a_task_folder_names_its_run(finished):
     manifest = read_manifest(finished / "task-002")
     identity = manifest.notes["identity"]
-    assert manifest.versions == library_versions() and len(manifest.notes["tasks"]) == 2
-    assert identity["classes"] == [["one", "three"], ["two", "zero"]] and identity["arguments"]["seed"] == 0
+    assert manifest.versions == library_versions() and identity["classes"] == [["one", "three"], ["two", "zero"]]
     assert not {"num_workers", "device", "progress"} & identity["arguments"].keys()
     kept = ["predictions.csv", "results.json", "task-001", "task-002", "timings.json"]
     assert sorted(path.name for path in finished.iterdir()) == kept
-    assert "finished" not in json.loads((finished / "results.json").read_text())
-
-
-def other_head(learner):
-    learner.head = BridgeEnsembleHead(learner.head.embed_dim, depths=[0.5], logit_scale=learner.logit_scale)
 
 
 def other_weight(learner):
@@ -115,52 +123,40 @@ def other_weight(learner):
 
 
 @pytest.mark.parametrize(
-    ("fields", "change", "order", "words"),
+    ("fields", "change", "names", "words"),
     [
-        ({"seed": 1}, None, (0, 1, 2, 3), "seed was 0 and is now 1;"),
-        (
-            {"learning_rate": 0.5, "epochs": 2},
-            None,
-            (0, 1, 2, 3),
-            "epochs was 1 and is now 2, learning_rate was .* 0.5;",
-        ),
-        ({"rank": 3}, None, (0, 1, 2, 3), "residual_rank was 2 and is now 3;"),
-        ({}, other_head, (0, 1, 2, 3), r"classifiers\.bridge\.depths"),
-        ({}, other_weight, (0, 1, 2, 3), "base_model was "),
-        ({}, None, (1, 0, 2, 3), r"task 1 has the classes \['one', 'three'\] there, and \['three', 'one'\] in the"),
-        ({}, None, (0, 1, 3, 2), r"task 2 has the classes \['two', 'zero'\] there, and \['zero', 'two'\] in the"),
+        ({"seed": 1}, None, NAMES, "seed was 0 and is now 1;"),
+        ({"learning_rate": 0.5, "epochs": 2}, None, NAMES, "epochs was 1 and is now 2, learning_rate was .* 0.5;"),
+        ({"rank": 3}, None, NAMES, "residual_rank was 2 and is now 3;"),
+        ({"classifiers": "bridge:depths=0.5"}, None, NAMES, r"classifiers\.bridge\.depths"),
+        ({}, other_weight, NAMES, "base_model was "),
+        ({}, None, ["three", "one", *NAMES[2:]], r"task 1 has the classes \['one', 'three'\] there, and \['three', "),
+        ({}, None, [*NAMES[:2], "zero", "two", *NAMES[4:]], r"task 2 has the classes .* there, and \['zero', 'two'\]"),
     ],
 )
 def test_another_run_is_refused_by_the_names_of_what_differs(
-    base, photos, finished, tmp_path, fields, change, order, words
+    base, photos, finished, output, fields, change, names, words
 ):
-    output, learner = shutil.copytree(finished, tmp_path / "run"), make_learner(base, **fields)
+    learner = make_learner(base, **fields)
     if change:
         change(learner)
     with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
-        learner.run(tasks_of(photos, order), output)
+        learner.run(stream(photos, names=names), output)
     assert content(output) == content(finished)
 
 
-def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, finished, tmp_path):
-    output = shutil.copytree(finished, tmp_path / "run")
-    before = json.loads((output / "timings.json").read_text())["tasks"]
-    make_learner(base).run(tasks_of(photos), output)
-    assert json.loads((output / "timings.json").read_text())["tasks"] == before
+def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, output):
+    def times():
+        return json.loads((output / "timings.json").read_text())["tasks"]
+
+    before = times()
+    make_learner(base).run(stream(photos), output)
+    assert times() == before
     shutil.rmtree(output / "task-002")
     (output / "timings.json").write_text('{"tasks": [')
-    make_learner(base).run(tasks_of(photos), output)
-    first, second = json.loads((output / "timings.json").read_text())["tasks"]
+    make_learner(base).run(stream(photos), output)
+    first, second = times()
     assert first is None and second["seconds"] >= sum(second["phases"].values()) > 0
-
-
-def test_augmented_data_is_known_by_what_does_not_change(base, photos, tmp_path):
-    def tasks():
-        return [Task(Noisy(task.train), task.test, task.class_names) for task in tasks_of(photos)]
-
-    make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "task-002")
-    make_learner(base, teacher="online").run(tasks(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +168,7 @@ def test_augmented_data_is_known_by_what_does_not_change(base, photos, tmp_path)
         ("test", r"test images of task 2, which is finished, differ: 1 changed \(two/4\.png\); put"),
     ],
 )
-def test_other_data_of_a_finished_task_are_refused_by_the_files(base, photos, finished, tmp_path, change, words):
-    root = shutil.copytree(photos, tmp_path / "photos")
+def test_other_data_of_a_finished_task_are_refused_by_the_files(base, root, finished, output, change, words):
     file = root / ("test" if change == "test" else "train") / "two" / ("4.png" if change == "test" else "0.png")
     if change == "name":
         file.rename(file.with_name("9.png"))
@@ -181,118 +176,217 @@ def test_other_data_of_a_finished_task_are_refused_by_the_files(base, photos, fi
         shutil.copy(file, file.with_name("9.png"))
     else:
         Image.new("RGB", (9, 9), "red").save(file)
-    output = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(ValueError, match=f"task-002 belongs to another run: the {words}"):
-        make_learner(base).run(tasks_of(root), output)
+        make_learner(base).run(stream(root), output)
     assert content(output) == content(finished)
 
 
-def test_data_elsewhere_and_another_machine_s_settings_are_the_same_run(base, photos, finished, tmp_path, capsys):
-    root, output = shutil.copytree(photos, tmp_path / "moved"), shutil.copytree(finished, tmp_path / "run")
+def test_without_listings_a_change_is_told_without_names(base, root, output):
+    (output / "task-001" / "data.json").write_text('{"train": [1]}')
+    (root / "train" / "one" / "0.png").unlink()
+    with pytest.raises(ValueError, match="training images of task 1, which is finished, differ; put"):
+        make_learner(base).run(stream(root), output)
+
+
+def test_data_elsewhere_and_another_machine_are_the_same_run(base, root, finished, output, capsys, monkeypatch):
     shutil.rmtree(output / "task-002")
     (output / "results.json").unlink()
-    make_learner(base, pixel_cache_mb=1).run(tasks_of(root), output)
-    assert "resuming after task-001: 2 classes learned" in capsys.readouterr().out
+    other = library_versions() | {"torch": "0.4", "numpy": "0.1"}
+    with monkeypatch.context() as context:
+        context.setattr("dulbe_peft.runs.resume.library_versions", lambda: other)
+        make_learner(base, pixel_cache_mb=1).run(stream(root), output)
+    said = capsys.readouterr().out
+    assert "task-001 was written with other versions of numpy, torch: the last" in said
+    assert "resuming after task-001: 2 classes learned" in said
     assert content(output / "task-002").keys() == content(finished / "task-002").keys()
     assert (output / "results.json").read_bytes() == (finished / "results.json").read_bytes()
 
 
-def test_damaged_folders_are_named_and_stepped_over(base, photos, finished, tmp_path, capsys):
-    output = shutil.copytree(finished, tmp_path / "run")
+def test_damaged_folders_are_named_and_stepped_over(base, photos, finished, output, capsys):
     (output / "task-002" / "statistics.safetensors").write_bytes(b"")
     (output / "task-1000").mkdir()
-    make_learner(base).run(tasks_of(photos), output)
+    make_learner(base).run(stream(photos), output)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"stepping over {output / 'task-1000'}: ")
-    assert (
-        said[1].startswith(f"stepping over {output / 'task-002'}: ") and "statistics.safetensors is damaged" in said[1]
-    )
+    assert said[1].startswith(f"stepping over {output / 'task-002'}: ") and "statistics.safetensors is" in said[1]
     assert said[2] == "resuming after task-001: 2 classes learned"
     (output / "task-1000").rmdir()
     assert content(output) == content(finished)
 
 
-def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, finished, tmp_path):
-    output = shutil.copytree(finished, tmp_path / "run")
+def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, output, tmp_path):
     for name in ("task-001", "task-002"):
         (output / name / "manifest.json").unlink()
-    before = content(output)
-    with pytest.raises(ValueError, match="already holds task-001 and none of them is valid"):
-        make_learner(base).run(tasks_of(photos), output)
-    assert content(output) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tasks.png").write_text("somebody's")
-    with pytest.raises(FileExistsError, match="tasks.png is there, and no task of a run"):
-        make_learner(base).run(tasks_of(photos), tmp_path / "other")
+    before = content(tmp_path)
+    for folder, words in (
+        (output, "already holds task-001 and none of them is valid"),
+        (tmp_path / "other", "tasks.png is there, and no task of a run"),
+    ):
+        with pytest.raises((ValueError, FileExistsError), match=words):
+            make_learner(base).run(stream(photos), folder)
+    assert content(tmp_path) == before
 
 
-def test_other_library_versions_are_said(base, photos, finished, tmp_path, capsys, monkeypatch):
-    output = shutil.copytree(finished, tmp_path / "run")
-    monkeypatch.setattr(
-        "dulbe_peft.runs.resume.library_versions", lambda: {**library_versions(), "torch": "0.4", "numpy": "0.1"}
-    )
-    make_learner(base).run(tasks_of(photos), output)
-    assert "task-002 was written with other versions of numpy, torch: the last" in capsys.readouterr().out
+# ---------------------------------------------------------------------- tasks that follow may be others
 
 
-def test_a_folder_in_use_is_refused(base, photos, tmp_path):
-    def again():
-        make_learner(base).run(tasks_of(photos), tmp_path)
+def test_a_run_goes_on_when_tasks_are_added_as_if_they_had_been_there(base, photos, whole, tmp_path):
+    output, learner = tmp_path / "run", frozen(base)
+    learner.run(stream(photos, 1), output)
+    first = learner.run(stream(photos), output)
+    assert len(first["class_names"]) == 2
+    found = frozen(base).run(stream(photos, 3), output)
+    assert found == results_of(whole) and len(found["zero_shot"]["overall"]) == 3
+    assert None not in found["zero_shot"]["overall"], "those of the third task are measured when it comes"
+    for name in ("manifest.json", "progress.json", "head.safetensors", "data.json"):
+        assert (output / "task-003" / name).read_bytes() == (whole / "task-003" / name).read_bytes(), name
 
-    with pytest.raises(CheckpointError, match=re.escape(f"output_dir {str(tmp_path)!r} is in use")):
-        make_learner(base).run(breaking(tasks_of(photos), 1, again), tmp_path)
+
+@pytest.mark.parametrize("mended", ["train/two/1.png", "train/four/0.png"])
+def test_a_bad_file_of_a_later_task_costs_no_finished_task(base, root, tmp_path, capsys, mended):
+    good = (root / mended).read_bytes()
+    (root / mended).write_bytes(b"no image")
+    with pytest.raises(ValueError, match=mended.rpartition("/")[2]):
+        frozen(base).run(stream(root, 3), tmp_path / "run")
+    newest = "task-001" if "two" in mended else "task-002"
+    assert max(path.name for path in (tmp_path / "run").glob("task-*")) == newest
+    (root / mended).write_bytes(good)
+    shutil.copy(root / "train" / "five" / "0.png", root / "train" / "five" / "extra.png")
+    found = frozen(base).run(stream(root, 3), tmp_path / "run")
+    assert f"resuming after {newest}" in capsys.readouterr().out
+    assert found == frozen(base).run(stream(root, 3), tmp_path / "again")
+
+
+def test_later_classes_may_be_others_and_tests_may_be_missing(base, photos, tmp_path):
+    tasks = stream(photos, 3, [*NAMES[:2], *NAMES[4:], *NAMES[2:4]])
+    for test in (True, False):
+        same = [Task(task.train, task.test if test else None, task.class_names) for task in stream(photos, 1)]
+        frozen(base).run(same, tmp_path / str(test))
+        found = [Task(task.train, task.test if test else None, task.class_names) for task in tasks]
+        results = frozen(base).run(found, tmp_path / str(test))
+        assert results["class_names"] == [["one", "three"], ["five", "four"], ["two", "zero"]]
+        assert ("classifiers" in results) == test
+
+
+# ---------------------------------------------------------------------- a learner that has learned before
+
+
+@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
+def test_a_saved_learner_goes_on_in_a_new_folder_and_nothing_is_invented(base, photos, tmp_path, strategy):
+    tasks = stream(photos, 3)
+    learner = make_learner(base, strategy=strategy)
+    for task in tasks[:2]:
+        learner.learn_task(task.train)
+    learner.save_pretrained(tmp_path / "saved")
+    learner.learn_task(tasks[2].train)
+
+    def load():
+        return ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+
+    loaded = load()
+    found = loaded.run(tasks[2:], tmp_path / "run")
+    assert found["class_names"] == [list(task.class_names) for task in tasks] and found["known_tasks"] == 2
+    matrix = found["head"]["matrix"]
+    assert matrix[:2] == [[None], [None, None]] and matrix[2][:2] == [None, None] and 0 <= matrix[2][2] <= 1
+    assert found["head"]["overall"][:2] == [None, None] and found["head"]["forgetting"] is None
+    assert found["zero_shot"]["overall"][:2] == [None, None] and found["zero_shot"]["last_accuracy"] is not None
+    assert results_of(tmp_path / "run") == found
+    assert sorted(path.name for path in (tmp_path / "run").glob("task-*")) == ["task-003"]
+    for name, classifier in learner.classifiers.items():
+        for key, value in loaded.classifiers[name].state_dict().items():
+            assert torch.equal(value, classifier.state_dict()[key]), (name, key)
+    assert load().run(tasks[2:], tmp_path / "run") == found, "the same call goes on"
+    with pytest.raises(ValueError, match="class that was seen already"):
+        load().run(tasks, tmp_path / "other")
+
+
+def test_rows_of_the_run_that_a_learner_comes_from_stay_and_given_tests_are_run(base, photos, whole, tmp_path):
+    tasks = stream(photos, 3)
+    frozen(base).run(tasks[:2], tmp_path / "june")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
+    found = loaded.run(tasks[2:], tmp_path / "july", known_tests=[task.test for task in tasks[:2]])
+    assert {**found, "known_tasks": None} == {**results_of(whole), "known_tasks": None}
+    timings = json.loads((tmp_path / "july" / "timings.json").read_text())["tasks"]
+    assert len(timings) == 3 and timings[0] == json.loads((tmp_path / "june" / "timings.json").read_text())["tasks"][0]
+
+    def load(folder="june"):
+        return ClassIncrementalLearner.from_pretrained(tmp_path / folder)
+
+    partly = load("june/task-002").run(tasks[2:], tmp_path / "august", known_tests=[None, tasks[1].test])
+    assert partly["head"]["matrix"][:2] == found["head"]["matrix"][:2]
+    assert partly["head"]["matrix"][2] == [None, *found["head"]["matrix"][2][1:]]
+    loaded = load()
+    loaded.forget_class("one")
+    assert all(task.row == Row() for task in known_tasks(loaded)), "what was measured was of other classes"
+    with pytest.raises(ValueError, match="known_tests has 1 entries, the learner had learned 2 tasks"):
+        load().run(tasks[2:], tmp_path / "x", known_tests=[None])
+
+
+def test_a_learner_without_a_new_task_is_committed_and_tested_again(base, photos, tmp_path):
+    tasks = stream(photos, 3)
+    frozen(base).run(tasks[:2], tmp_path / "june")
+    for _ in range(2):  # the second time, the folder is there
+        learner = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
+        learner.update_classes(tasks[1].test)
+        found = learner.run([], tmp_path / "july", known_tests=[task.test for task in tasks[:2]])
+        assert found["head"]["matrix"][0] == results_of(tmp_path / "june")["head"]["matrix"][0]
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "july").head.counts.tolist() == [4, 4, 6, 6]
+    changed = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
+    with pytest.raises(ValueError, match="a run that began with another learner of the same classes"):
+        changed.run([], tmp_path / "july", known_tests=[None, None])
+    with pytest.raises(ValueError, match="tasks is empty"):
+        frozen(base).run([], tmp_path / "x")
+
+
+def test_what_a_learner_took_in_since_is_not_thrown_away_in_silence(base, photos, tmp_path):
+    tasks, learner = stream(photos, 3), make_learner(base)
+    learner.run(tasks[:2], tmp_path / "run")
+    learner.update_classes(tasks[1].test)
+    with torch.no_grad():
+        next(learner.model.shared_parameters()).add_(1)
+    counts, model = learner.head.counts.clone(), copy.deepcopy(learner.model.state_dict())
+    with pytest.raises(ValueError, match="this learner is not the one in .*task-002.* by update_classes for instance"):
+        learner.run(tasks, tmp_path / "run")
+    assert torch.equal(learner.head.counts, counts)
+    assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
+
+
+def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
+    output, learner = shutil.copytree(whole, tmp_path / "run"), frozen(base)
+    with pytest.raises(ValueError, match="task 3 has the classes .* there, and None in the stream now given"):
+        learner.run(stream(photos), output)
+    learner.learn_task(stream(photos)[1].train)
+    with pytest.raises(ValueError, match=r"it holds the tasks .* this learner has learned \[\['two', 'zero'\]\]"):
+        learner.run(stream(photos, 3), output)
+
+
+def test_a_run_s_folder_loads_its_newest_whole_task(whole, tmp_path, capsys):
+    output = shutil.copytree(whole, tmp_path / "run")
+    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 3
+    (output / "task-003" / "head.safetensors").write_bytes(b"")
+    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 2
+    said = capsys.readouterr()
+    assert f"stepping over {output / 'task-003'}: " in said.err and "head.safetensors is damaged" in said.err
+    for name in ("task-001", "task-002"):
+        (output / name / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="none of its tasks is whole: .*task-003.*task-002.*task-001"):
+        ClassIncrementalLearner.from_pretrained(output)
 
 
 # ---------------------------------------------------------------------- what breaks
 
 
-@pytest.fixture
-def sigint():
-    """SIGINT as Python starts with it, also where a shell started the tests in the background and ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def test_ctrl_c_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
 
-
-def test_sigint_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path, sigint):
-    tasks = tasks_of(photos)
     learner = make_learner(base)
     with pytest.raises(KeyboardInterrupt):
-        learner.run(breaking(tasks, 5, lambda: signal.raise_signal(signal.SIGINT)), tmp_path)
+        learner.run(breaking(stream(photos), 5, interrupt), tmp_path)
     assert len(learner.tasks) == 1 and learner.model.history_rank == 3, "the task is taken back"
-    assert_first_task_is_intact(tmp_path, finished)
-    make_learner(base).run(tasks, tmp_path)
-    assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "to_all", "error"),
-    [
-        (0, False, ValueError),
-        (signal.SIGKILL, False, ChildProcessError),
-        (signal.SIGINT, True, KeyboardInterrupt),  # as a terminal's Ctrl-C
-        (signal.SIGTERM, True, SystemExit),  # as a scheduler's; the program decides what it means
-    ],
-)
-def test_what_befalls_processes_that_read_images_leaves_the_last_commit(
-    base, photos, finished, tmp_path, number, to_all, error, sigint
-):
-    def befall():
-        # A process that answers SIGINT itself never gets to the second line; one that answers SIGTERM ends.
-        own, main = os.getpid(), os.getppid()
-        for process in ((main, own) if number == signal.SIGTERM else (own, main))[: 2 if to_all else 1]:
-            if number:
-                os.kill(process, number)
-        raise ValueError("image 7 (a/b.jpg) cannot be read")
-
-    words = {ValueError: "image 7", ChildProcessError: f"images died.* kept in {re.escape(str(tmp_path))}"}
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with pytest.raises(error, match=words.get(error)):
-            make_learner(base, num_workers=1).run(breaking(tasks_of(photos), 3, befall), tmp_path)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert_first_task_is_intact(tmp_path, finished)
-    make_learner(base, num_workers=1).run(tasks_of(photos), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["task-001", "timings.json"]
+    assert read_manifest(tmp_path / "task-001").files == read_manifest(finished / "task-001").files
+    make_learner(base).run(stream(photos), tmp_path)
     assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()

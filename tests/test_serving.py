@@ -6,11 +6,14 @@ import base64
 import io
 import json
 import shutil
+import socket
+import struct
 import subprocess
 import threading
 import urllib.error
 import urllib.request
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -120,6 +123,10 @@ def test_a_visit(folder, tmp_path):
         ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
         ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
         ("/facts", None, {"Host": "evil.example:80"}, 403, "own address"),
+        ("/facts", None, {"Host": "127.0.0.1.evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "[::1"}, 403, "own address"),
+        ("/undo", {}, {"Origin": "null"}, 403, "own address"),
+        ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
     ],
 )
 def test_what_is_refused(folder, path, content, headers, status, words):
@@ -127,6 +134,57 @@ def test_what_is_refused(folder, path, content, headers, status, words):
         found, answer = ask(url + path, content, **headers)
         assert found == status and words in answer["error"]
         assert ask(f"{url}/facts")[1]["undo"] is None
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"])
+def test_the_page_s_own_addresses(folder, host):
+    with served(folder) as url, urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host})) as answer:
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+
+
+def test_a_name_is_never_a_path(folder, tmp_path):
+    app, name = serving.App(ClassIncrementalLearner.from_pretrained(folder)), "../../etc"
+    app.teach({"class": name, "images": sent(photo(2))})
+    with zipfile.ZipFile(io.BytesIO(app.download())) as archive:
+        assert all(entry.startswith("learner/") and ".." not in entry for entry in archive.namelist())
+        archive.extractall(tmp_path)
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").class_names[-1] == name
+
+
+def test_many_ask_at_once_and_some_go_away(folder, capfd):
+    """Thirty images and ten corrections at once, after uploads that end in the middle: none is lost."""
+    with served(folder) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for reset in (True, False):
+            gone = socket.create_connection(address)
+            gone.sendall(b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            gone.sendall(b'Content-Length: 1000\r\n\r\n{"class": "red", "images": ["')
+            if reset:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        with ThreadPoolExecutor(40) as pool:
+            taught = [pool.submit(ask, f"{url}/teach", {"class": "red", "images": sent(photo(0))}) for _ in range(10)]
+            found = list(pool.map(lambda _: best(url, photo(1)), range(30)))
+            assert found == ["green"] * 30 and [change.result()[0] for change in taught] == [200] * 10
+        for _ in range(10):
+            status, facts = ask(f"{url}/undo", {})
+            assert status == 200
+        assert facts["undo"] is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_photographs_stay_files_until_each_is_encoded():
+    """Two hundred decoded ones may not fit into memory."""
+    large = sent(Image.new("RGB", (2000, 1500), (200, 0, 0)))
+    files = serving.pictures({"images": large * 5}, 5)
+    assert sum(len(file.getvalue()) for file in files) < 2**20
+
+
+def test_the_last_changes_alone_can_be_undone(folder):
+    app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
+    for _ in range(serving.MOST_UNDOS + 2):
+        app.teach({"class": "red", "images": sent(photo(0))})
+    assert len(app.before) == serving.MOST_UNDOS
 
 
 def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
@@ -145,6 +203,10 @@ def test_the_command_prints_the_address(folder, monkeypatch, capsys):
     monkeypatch.setattr(serving.PageServer, "serve_forever", stopped)
     assert main(["serve", str(folder), "--port", "0"]) == 0
     assert "open http://127.0.0.1:" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(folder), "--port", port]) == 2
+    assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -6,19 +6,16 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import randn
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.checkpoints import loading
+from dulbe_peft.subspaces.allocation import historical_support
 from dulbe_peft.subspaces.decompositions import cut
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.subspaces.support import historical_support
 from dulbe_peft.utils.folders import CheckpointError
 
 WIDTH, ROWS = 60, 16
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 TASKS = {
@@ -136,12 +133,12 @@ def test_a_learner_keeps_sketches_saves_them_and_goes_on_bit_for_bit(tmp_path):
         loading.restore(other.state, tmp_path / "one")
     assert other.memory is None and not other.tasks
     lives.learn(0)(other)
-    for name, matrix in other.statistics.items():
-        factor, _ = cut(matrix.double(), len(whole.statistics[name]), name)
-        torch.testing.assert_close(whole.statistics[name], factor.float(), rtol=0, atol=1e-6 * float(matrix.max()))
+    for name, matrix in other.memory.items():
+        factor, _ = cut(matrix.double(), len(whole.memory[name]), name)
+        torch.testing.assert_close(whole.memory[name], factor.float(), rtol=0, atol=1e-6 * float(matrix.max()))
     resumed = ClassIncrementalLearner.from_pretrained(tmp_path / "one", base_model=copy.deepcopy(lives.tiny_base()[0]))
     for learner in (whole, resumed):
-        assert all(len(matrix) == learner.statistics.sketch_rows for matrix in learner.statistics.values())
+        assert all(len(matrix) == learner.memory.sketch_rows for matrix in learner.memory.values())
         lives.learn(1)(learner)
-    assert all(torch.equal(whole.statistics[name], resumed.statistics[name]) for name in whole.statistics)
-    assert whole.statistics.errors == resumed.statistics.errors
+    assert all(torch.equal(whole.memory[name], resumed.memory[name]) for name in whole.memory)
+    assert whole.memory.errors == resumed.memory.errors

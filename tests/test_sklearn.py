@@ -22,10 +22,7 @@ from dulbe_peft.sklearn import FeatureClassifier
 NO_DIRECTION = {"check_estimators_dtypes": "a feature of zeros has no direction, and is refused"}
 
 
-@parametrize_with_checks(
-    [FeatureClassifier("lda")],
-    expected_failed_checks=lambda made: NO_DIRECTION,
-)
+@parametrize_with_checks([FeatureClassifier("lda")], expected_failed_checks=lambda made: NO_DIRECTION)
 def test_scikit_learn_s_own_checks(estimator, check):
     check(estimator)
 
@@ -57,6 +54,14 @@ def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, 
         assert made.decision_function(X).shape == (600, 10)
 
 
+@pytest.mark.parametrize("spec", ["lda", "ranpac:features=500", "ridge"])
+def test_an_image_alone_has_the_answer_that_it_has_in_a_batch_but_for_rounding(digits, spec):
+    X, y, _ = digits
+    made = FeatureClassifier(spec).fit(X, y)
+    alone = np.concatenate([made.decision_function(row[None]) for row in X[:50]])
+    np.testing.assert_allclose(alone, made.decision_function(X[:50]), rtol=0, atol=1e-6 * np.abs(alone).max())
+
+
 def test_pipelines_and_cross_validation_take_it(digits):
     X, _, words = digits
     scores = cross_val_score(make_pipeline(Normalizer(), FeatureClassifier("ridge")), X, words, cv=3)
@@ -83,30 +88,25 @@ def test_a_saved_estimator_answers_in_a_fresh_process(digits, tmp_path):
     made = FeatureClassifier("bayes", text_embeds=texts(X, words)).fit(X, words)
     (tmp_path / "made.pickle").write_bytes(pickle.dumps(made))
     np.save(tmp_path / "X.npy", X)
-    code = (
-        "import pickle, sys, numpy as np; made = pickle.load(open(sys.argv[1] + '/made.pickle', 'rb'));"
-        "np.save(sys.argv[1] + '/found.npy', made.predict_proba(np.load(sys.argv[1] + '/X.npy')))"
-    )
+    code = "import pickle, sys, numpy as np; made = pickle.load(open(sys.argv[1] + '/made.pickle', 'rb'));"
+    code += "np.save(sys.argv[1] + '/found.npy', made.predict_proba(np.load(sys.argv[1] + '/X.npy')))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), made.predict_proba(X))
 
 
-@pytest.mark.parametrize(
-    ("spec", "labels", "message"),
-    [
+def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
+    X, y, _ = digits
+    for spec, labels, message in (
         ("lda", ["a", "b"], r"y must hold labels like \[0\], got \['a'\]"),
         ("gda", [3, 9], "'gda' needs texts, and text_embeds has none of class 9"),
         ("rapf:epochs=1", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
         ("lda", [0, 1, 2], "inconsistent numbers of samples"),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_changes_nothing(digits, spec, labels, message):
-    X, y, _ = digits
-    text = {c: row for c, row in texts(X, y).items() if c != 9 or "rapf" in spec}
-    made = FeatureClassifier(spec, text_embeds=text).fit(X[y < 9], y[y < 9])
-    before = made.predict_proba(X)
-    with pytest.raises(ValueError, match=message):
-        made.partial_fit(X[:2], labels)
-    np.testing.assert_array_equal(made.predict_proba(X), before)
+    ):
+        text = {c: row for c, row in texts(X, y).items() if c != 9 or "rapf" in spec}
+        made = FeatureClassifier(spec, text_embeds=text).fit(X[y < 9], y[y < 9])
+        before = made.predict_proba(X)
+        with pytest.raises(ValueError, match=message):
+            made.partial_fit(X[:2], labels)
+        np.testing.assert_array_equal(made.predict_proba(X), before)
     with pytest.raises(ValueError, match="'lad'; did you mean"):
         FeatureClassifier("lad").fit(X, y)

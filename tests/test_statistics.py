@@ -1,15 +1,14 @@
+import copy
+
 import pytest
 import reference
 import torch
+from reference import randn
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import FORMAT, OccupationStatistics
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Block(nn.Module):
@@ -42,27 +41,23 @@ class Tower(nn.Module):
         return hidden
 
 
-def batches(count=3, size=4, tokens=5):
-    return [randn(size, tokens, 6, seed=seed) for seed in range(count)]
+def batches(count=3):
+    return [randn(4, 5, 6, seed=seed) for seed in range(count)]
 
 
 def run(model, batch):
     return model(batch)
 
 
+@torch.no_grad()
 def inputs_of(model, data):
     """What every layer reads, by a second, independent recording."""
     seen = {name: [] for name in model.dual_mode_layers()}
-    handles = [
+    twin = copy.deepcopy(model).eval()
+    for name, layer in twin.dual_mode_layers().items():
         layer.register_forward_hook(lambda _m, args, _o, name=name: seen[name].append(args[0].clone()))
-        for name, layer in model.dual_mode_layers().items()
-    ]
-    model.eval()
-    with torch.no_grad():
-        for batch in data:
-            model(batch)
-    for handle in handles:
-        handle.remove()
+    for batch in data:
+        twin(batch)
     return {name: torch.cat(tensors) for name, tensors in seen.items()}
 
 
@@ -100,19 +95,19 @@ def test_layers_updated_together_share_one_matrix(width):
     ],
 )
 def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
-    stats = OccupationStatistics()
+    stats, other = OccupationStatistics(), OccupationStatistics()
     stats.update(("k", "v"), randn(7, 4))
     stats.update(("fc1", "w"), randn(7, 4))
     before = {name: matrix.clone() for name, matrix in stats.items()}
-    with pytest.raises(ValueError) as raised:
-        stats.update(names, tokens)
-    assert message in str(raised.value)
+    acts = [lambda: stats.update(names, tokens)]
     if message == "share one matrix":
-        other = OccupationStatistics()
         other.update("new", randn(7, 4))
         other.update(names, tokens)
-        with pytest.raises(ValueError, match=message):
-            stats.merge(other)
+        acts.append(lambda: stats.merge(other))
+    for act in acts:
+        with pytest.raises(ValueError) as raised:
+            act()
+        assert message in str(raised.value)
     assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from lives import images_of, stream, tiny_base, tiny_learner
+from lives import content, images_of, stream, tiny_base, tiny_learner
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_encoders import save_encoder
@@ -22,18 +23,23 @@ from dulbe_peft.strategies.lora import kaiming_bases
 IMAGES = images_of(0, 1, 2, 3, seed=9)
 
 
+SPECS = {"zscl": "zscl:reference_images=$REFERENCES"}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _named_base(tmp_path_factory):
-    """The base model lies in a folder, so that saved learners find it."""
+def _named_base(tmp_path_factory, digit_folders):
+    """The base model lies in a folder, so that saved learners find it, and so do images that a strategy refers to."""
+    os.environ["REFERENCES"] = str(digit_folders(2, 2, 0))
     model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
     model.name_or_path = model.config.name_or_path = folder
     yield
     model.name_or_path = model.config.name_or_path = ""
+    del os.environ["REFERENCES"]
 
 
 def make_learner(name):
     few = [f"{key}:features=50" if key == "ranpac" else key for key in make_strategy(name).classifiers]
-    return tiny_learner(name, tuple(few), drift="linear", epochs=2)
+    return tiny_learner(SPECS.get(name, name), tuple(few), drift="linear", epochs=2)
 
 
 def learn(learner, index):
@@ -136,6 +142,31 @@ def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair(lives
     assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
     layers = lives("lora")[0].state.layers.values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
+
+
+def test_first_session_learns_the_first_task_as_lora_does_and_then_trains_nothing():
+    learner, lora = make_learner("first_session"), make_learner("lora")
+    for one in (learner, lora):
+        learn(one, 0)
+    first = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    assert all(torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
+    for index in (1, 2):
+        learn(learner, index)
+        assert all(torch.equal(tensor, first[name]) for name, tensor in learner.model.state_dict().items())
+        assert learner.record.loss == [] and all(
+            len(c.class_names) == 2 * index + 2 for c in learner.classifiers.values()
+        )
+    learn(lora, 1)
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["first_session", "sgcl", "slca", "zscl"])
+def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
+    make_learner(name).run(stream(3), tmp_path / "whole")
+    make_learner(name).run(stream(2), tmp_path / "stopped")
+    make_learner(name).run(stream(3), tmp_path / "stopped")
+    whole, stopped = (content(tmp_path / folder / "task-003") for folder in ("whole", "stopped"))
+    assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
 
 @pytest.mark.parametrize("name", ["inflora", "keeplora"])

@@ -11,7 +11,7 @@ import torch
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_class_name, format_prompts
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
-from dulbe_peft.streams.tasks import Task, class_incremental_tasks, select_classes
+from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 
 
 class Pairs:
@@ -60,10 +60,6 @@ def letters(count: int) -> list[str]:
     return [chr(ord("a") + index) for index in range(count)]
 
 
-def sizes(tasks: list[Task]) -> list[int]:
-    return [len(task.class_names) for task in tasks]
-
-
 def test_every_image_arrives_once_in_its_class_and_order():
     labels = np.random.RandomState(0).permutation(np.arange(40) % 5).tolist()
     train, test = Labelled(labels), Labelled(labels[:20])
@@ -89,17 +85,20 @@ def test_every_image_arrives_once_in_its_class_and_order():
         assert sorted(found) == sorted(image for image, _ in source.items)
 
 
-def test_increments():
-    data = Labelled(list(range(10)))
-    assert sizes(class_incremental_tasks(data, increment=2)) == [2] * 5
-    assert sizes(class_incremental_tasks(data, increment=1, initial_increment=5)) == [5, 1, 1, 1, 1, 1]
-    assert sizes(class_incremental_tasks(data, increment=4)) == [4, 4, 2]
-    assert sizes(class_incremental_tasks(data, increment=4, initial_increment=1)) == [1, 4, 4, 1]
-    assert sizes(class_incremental_tasks(data, increment=3, initial_increment=10)) == [10]
-    assert sizes(class_incremental_tasks(data, increment=np.int64(10))) == [10]
-    assert class_incremental_tasks(data, increment=10)[0].test is None
-    labels = list(range(100))
-    assert sizes(class_incremental_tasks(Labelled(labels), increment=10, initial_increment=50)) == [50] + [10] * 5
+@pytest.mark.parametrize(
+    ("count", "increment", "first", "expected"),
+    [
+        (10, 2, None, [2] * 5),
+        (10, 1, 5, [5, 1, 1, 1, 1, 1]),
+        (10, 4, None, [4, 4, 2]),
+        (10, 4, 1, [1, 4, 4, 1]),
+        (10, np.int64(10), None, [10]),
+        (100, 10, 50, [50] + [10] * 5),
+    ],
+)
+def test_increments(count, increment, first, expected):
+    tasks = class_incremental_tasks(Labelled(list(range(count))), increment=increment, initial_increment=first)
+    assert [len(task.class_names) for task in tasks] == expected and tasks[0].test is None
 
 
 def test_orders():
@@ -148,19 +147,16 @@ def test_what_no_stream_can_be_made_of(arguments, error, message):
 
 
 def test_labels_are_read_without_images_where_they_can_be():
-    assert labelled_images(Decoy(labels=np.array([2, 0], np.int16))).labels.tolist() == [2, 0]
-    assert labelled_images(Decoy(targets=[1, 0, 1])).labels.tolist() == [1, 0, 1]
-    pairs = Pairs([1, np.int32(0), np.uint8(3)])
-    assert labelled_images(pairs).labels.tolist() == [1, 0, 3]
-    assert pairs.reads == 3
-
-
-def test_torch_subsets_and_labels():
     decoy = Decoy(labels=torch.tensor([4, 3, 2]), classes=letters(5))
     subset = torch.utils.data.Subset(torch.utils.data.Subset(decoy, [2, 1]), [1, 0])
-    assert labelled_images(subset).labels.tolist() == [3, 2]
     assert labelled_images(subset).class_names == tuple("abcde")
-    assert labelled_images(Pairs([torch.tensor(1), torch.tensor(0)])).labels.tolist() == [1, 0]
+    for data, labels in (
+        (Decoy(labels=np.array([2, 0], np.int16)), [2, 0]),
+        (Decoy(targets=[1, 0, 1]), [1, 0, 1]),
+        (subset, [3, 2]),
+        (Pairs([1, np.int32(0), np.uint8(3), torch.tensor(1)]), [1, 0, 3, 1]),
+    ):
+        assert labelled_images(data).labels.tolist() == labels
 
 
 def test_hugging_face_datasets_give_labels_and_names_without_decoding():
@@ -204,11 +200,7 @@ def test_malformed_datasets_are_refused(dataset, error, message):
 
 def test_select_classes_relabels_by_name():
     subset = select_classes(Labelled([0, 1, 2, 1], letters(3)), ["c", "b"])
-    assert [(sample["image"], sample["label"]) for sample in subset] == [
-        ("image 1", 1),
-        ("image 2", 0),
-        ("image 3", 1),
-    ]
+    assert [(item["image"], item["label"]) for item in subset] == [("image 1", 1), ("image 2", 0), ("image 3", 1)]
     with pytest.raises(ValueError, match="no class 'z'"):
         select_classes(Labelled([0, 1]), ["z"])
 

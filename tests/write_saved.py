@@ -57,7 +57,9 @@ def answers(learner: ClassIncrementalLearner) -> list:
 def write(folder: Path) -> None:
     torch.set_num_threads(1)
     tasks = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:1]
-    frozen = learner_of("frozen", "bridge", "prototype", "lda", "ridge", "ranpac:features=16", "bayes", "text")
+    frozen = learner_of(
+        "frozen", "bridge", "prototype", "lda", "ridge", "ranpac:features=16", "bayes:features=16", "text"
+    )
     frozen.learn_task(tasks[0].train)
     frozen.save_pretrained(folder / "frozen")
     frozen.head.save_pretrained(folder / "head")
@@ -86,7 +88,7 @@ def read(folder: Path) -> dict[str, Any]:
     further = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:2]
     again = learner_of("dulbe", "bridge")
     again.run(further, folder / "run")  # goes on after the saved task
-    assert again.tasks == [task.class_names for task in further] and len(running.statistics) == 1
+    assert again.tasks == [task.class_names for task in further] and len(running.memory) == 1
     return found
 
 

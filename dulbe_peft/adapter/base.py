@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.quantization_utils import resolve_quantization_backend
 from torch import nn
 
-from dulbe_peft.adapter.linear import Updates, add_updates
+from dulbe_peft.adapter.linear import add_updates
 
 
 def quantization(layer: nn.Module) -> Any:
-    """What PEFT knows of a quantised layer; None where it is not one, or PEFT is older than 0.21."""
-    try:
-        from peft.utils.quantization_utils import resolve_quantization_backend
-    except ImportError:
-        return None
+    """What PEFT knows of a quantised layer; None where it is not one."""
     # Only a merge needs torchao's own function, and none takes place here.
     return resolve_quantization_backend(layer, get_apply_tensor_subclass=object)
 
@@ -32,6 +29,9 @@ def is_linear(layer: nn.Module) -> bool:
 
 class DualModeLayer(BaseTunerLayer, nn.Module):
     """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it.
+
+    A layer has `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter)`, the same as a matrix,
+    (d_out, d_in), in at least float32; and `scaled(adapter, scale)`, a block in which W_0 + scale * dW is used.
 
     Attributes:
         packed: whether the base layer computes otherwise than x W' + bias from a plain weight, as quantised ones do.
@@ -67,18 +67,6 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         if not weight.is_floating_point() or weight.shape != (self.out_features, self.in_features):
             raise ValueError(f"the weight of a {type(self._linear).__name__} cannot be unpacked, and is needed here")
         return weight
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """The whole update of `adapter`, (d_out, d_in) in at least float32."""
-        raise NotImplementedError
-
-    def updates(self, adapter: str) -> Updates:
-        """The whole update of `adapter` as factors."""
-        raise NotImplementedError
-
-    def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
-        """Use W_0 + scale * dW, with dW as `get_delta_weight` has it, while a block runs; inner blocks win."""
-        raise NotImplementedError
 
     def adapters_here(self, names: Iterable[str]) -> list[str]:
         """The adapters among `names` that this layer has."""

@@ -6,7 +6,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
     """Configuration of [`DualModeLoraModel`]: frozen-basis shared and residual modes in a CLIP vision tower.
 
     Raises:
-        TypeError: a value is of another type, such as a rank that is not an int.
-        ValueError: a rank is negative, both visual ranks are zero, or fields contradict each other.
+        TypeError: a value is of another type.
+        ValueError: a value is out of its limits, or fields contradict each other.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".
@@ -96,10 +96,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
-        """As PEFT's, which reads it before all else: an adapter that is a pickle or damaged ends here.
-
-        `adapter_model.bin`, as `safe_serialization=False` writes it, is read where it can hold nothing but tensors.
-        """
+        """As PEFT's, which reads it first: an adapter that is damaged, or a pickle of more than tensors, ends here."""
         where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
         source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
         if (
@@ -135,8 +132,3 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data, sets as sorted lists, so that the same adapter gives the same file."""
         return {key: sorted(value) if isinstance(value, set) else value for key, value in super().to_dict().items()}
-
-    @classmethod
-    def own_fields(cls) -> list[Any]:
-        """The dataclass fields a user sets, without PEFT's bookkeeping and without `history_rank`."""
-        return list(fields(AdapterSettings))

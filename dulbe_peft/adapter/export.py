@@ -28,7 +28,7 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
     """Write the active adapter as PEFT's own LoRA: A = stacked bases, B = stacked up-projections, alpha = rank.
 
     History, current modes, text LoRA and `modules_to_save` are included, also while the adapter is merged or
-    disabled. Without `compress_to` the factors are this adapter's, bit for bit; no decomposition takes place.
+    disabled. Without `compress_to` the factors are this adapter's, bit for bit.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
@@ -37,8 +37,7 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
             `compression.json` with the relative errors |dW - dW_k|_F / |dW|_F of all layers together and of each.
 
     Raises:
-        ValueError: `compress_to` is below 1, an update to compress is not finite, or not exactly one adapter is
-            active. Nothing is written then.
+        ValueError: an update to compress is not finite, or not exactly one adapter is active.
         FileExistsError: the folder lies in a saved learner or holds something that no export wrote.
     """
     commit_folder(Path(folder), "export", lambda temporary: write_lora(model, temporary, compress_to))

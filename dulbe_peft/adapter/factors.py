@@ -1,4 +1,4 @@
-"""The whole update of every layer as a pair of factors, and its best approximation of a lower rank.
+"""The whole update of every layer as a pair of factors, its best approximation of a lower rank, and sums of adapters.
 
 B = Q_B R_B,  P = Q_P R_P,  R_B R_P' = U S V'
 dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')      the best approximation of rank k, by a small SVD
@@ -6,14 +6,18 @@ dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')      the best approximation of rank
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
+from dulbe_peft.utils.checks import check_int, check_number
 
 
 class Factors(NamedTuple):
@@ -54,3 +58,71 @@ def best_of_rank(factors: Factors, rank: int, name: str) -> tuple[Factors, torch
         short_up, short_down = left @ (u[:, :rank] * root), (root[:, None] * vh[:rank]) @ right.T
         factors = Factors(short_down.to(factors.down.dtype), short_up.to(factors.up.dtype), factors.scale)
     return factors, factors.scale * values
+
+
+def add_weighted_adapter(
+    tuner: Any,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    svd_rank: int | None = None,
+) -> None:
+    """Add an adapter whose update is the weighted sum of others' updates; it is not made active.
+
+    Args:
+        adapters: names of adapters in the same layers.
+        weights: one number for each.
+        adapter_name: the new adapter's name. Its history is the sum, and its modes are new.
+        combination_type: "cat" is exact; "svd" takes the best approximation of a rank in every layer.
+        svd_rank: that rank; None takes the highest rank among the adapters.
+
+    Raises:
+        ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
+    """
+    configs = tuner.peft_config
+    parts = _summable(configs, tuner.model, adapters, weights, adapter_name, combination_type, svd_rank)
+    total = {}
+    for name in parts[0]:
+        ups = [weight * part[name].scale * part[name].up for weight, part in zip(weights, parts, strict=True)]
+        total[name] = Factors(torch.cat([part[name].down for part in parts]), torch.cat(ups, dim=1), 1.0)
+        if combination_type == "svd":
+            rank = svd_rank or max(len(part[name].down) for part in parts)
+            total[name] = best_of_rank(total[name], rank, name)[0]
+    config = replace(configs[adapters[0]], history_rank=0, history_pattern={})
+    text_ranks = [len(factors.down) for name, factors in total.items() if in_text_tower(name)]
+    if text_ranks:  # the same in all layers
+        config = replace(config, text_rank=text_ranks[0], text_alpha=float(text_ranks[0]))
+    configs[adapter_name] = config
+    tuner.inject_adapter(tuner.model, adapter_name)
+    for name, factors in total.items():
+        layer: Any = tuner.model.get_submodule(name)
+        if isinstance(layer, DualModeLinear):
+            layer.set_history(adapter_name, factors.down.T, factors.up)
+        else:
+            layer.dulbe_text_A[adapter_name].data.copy_(factors.down)
+            layer.dulbe_text_B[adapter_name].data.copy_(factors.up)
+
+
+def _summable(
+    configs: Any, model: nn.Module, adapters: Any, weights: Any, adapter_name: str, kind: str, svd_rank: Any
+) -> list[dict[str, Factors]]:
+    """The factors of each adapter, after a check that they can be added."""
+    if not adapters or not configs.keys() >= set(adapters):
+        raise ValueError(f"adapters must be some of {list(configs)}, got {list(adapters)}")
+    if len(weights) != len(adapters):
+        raise ValueError(f"there are {len(adapters)} adapters and {len(weights)} weights")
+    for weight in weights:
+        check_number("weights", weight)
+    if adapter_name in configs:
+        raise ValueError(f"the model already has the adapter {adapter_name!r}: take another name")
+    if kind not in ("cat", "svd"):
+        raise ValueError(f"combination_type must be 'cat' or 'svd', got {kind!r}")
+    if svd_rank is not None:
+        check_int("svd_rank", svd_rank, 1)
+    if any(configs[name].modules_to_save for name in adapters):
+        raise ValueError(f"one of the adapters {list(adapters)} has modules_to_save, which have no weighted sum")
+    parts = [all_factors(model, name) for name in adapters]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise ValueError(f"the adapters {list(adapters)} stand in different layers, so they have no sum")
+    return parts

@@ -17,26 +17,21 @@ from dulbe_peft.utils.devices import evaluating
 def probe_gradients(
     model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 ) -> dict[str, torch.Tensor]:
-    """Gradient of the data set's mean loss with respect to every adapted layer's effective weight, without a step.
-
-    The model runs in evaluation mode, history and current modes on, and is left as it was.
+    """Gradient of a data set's mean loss by every adapted layer's weight, in evaluation mode and without a step.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
         batches: any iterable; each element is handed to `loss_fn`.
-        loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples. A
-            short last batch is weighted by its size.
+        loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples.
 
     Returns:
         Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device.
 
     Raises:
         ValueError: there is no batch, a loss is not finite, or no loss depends on an adapted layer.
-        TypeError: the model is no such model, or `loss_fn` returns no pair.
 
     Reference:
-        Section "Gradient-Demand Dual-Mode Subspace Allocation", the prospective gradient; appendix
-        "Prospective-gradient estimation".
+        Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
     if not hasattr(model, "dual_mode_layers"):
         raise TypeError(f"model must come from get_peft_model, got {type(model).__name__}")
@@ -54,9 +49,8 @@ def probe_gradients(
             held.enter_context(layer.holding(weights[name]))
         for batch in batches:
             result = loss_fn(model, batch)
-            if not isinstance(result, tuple) or len(result) != 2:
-                kind = type(result).__name__
-                raise TypeError(f"loss_fn must return the pair (mean loss, batch size), got a {kind}")
+            if not isinstance(result, tuple):
+                raise TypeError(f"loss_fn must return (mean loss, batch size), a pair, got a {type(result).__name__}")
             loss, size = result
             (loss * size).backward(inputs=list(weights.values()))
             losses.append(loss.detach())
@@ -89,8 +83,8 @@ def route_gradients(
         structure_weight: lambda, at least 0.
 
     Raises:
-        ValueError: a loss is not a scalar, or (on the CPU, where looking is free) not finite, a loss has no gradient
-            where it is meant to have one, or the weight is negative. No gradient is touched then.
+        ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
+            is free) is not finite. No gradient is touched then.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".

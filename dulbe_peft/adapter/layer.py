@@ -40,7 +40,7 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 
 
 class _Held(NamedTuple):
@@ -245,16 +245,7 @@ class DualModeLinear(DualModeLayer):
         self._folded = None
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Resize the history to the length in the state before its values are copied in."""
         self._folded = None
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
@@ -263,12 +254,12 @@ class DualModeLinear(DualModeLayer):
                 saved = state_dict.get(f"{prefix}{attribute}.{name}")
                 if saved is not None and saved.ndim == 2 and saved.shape[0] == size:
                     buffers[name] = buffers[name].new_zeros(saved.shape)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, up in self.dulbe_history_B.items():
             down = self.dulbe_history_P[name]
             if not fit(down, up):
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-                errors.append(f"{prefix}: dulbe_history_P.{name} and dulbe_history_B.{name} do not fit: {shapes}")
+                args[-1].append(f"{prefix}: dulbe_history_P.{name} and dulbe_history_B.{name} do not fit: {shapes}")
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 
 # Pairs P, (d_in, r), and B, (d_out, r), of updates B P'; with None for P, B is (d_out, d_in) and the whole update.
 Update = tuple[torch.Tensor | None, torch.Tensor]

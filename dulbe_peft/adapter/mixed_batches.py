@@ -27,7 +27,17 @@ Rows = Sequence[str] | Mapping[str, Sequence[str]]
 def rows_with_adapters(tuner: DualModeLoraModel, names: Rows) -> Iterator[None]:
     """Give each row of a forward pass the adapter of its name, by one list, or one for each of INPUTS."""
     rows = names if isinstance(names, Mapping) else dict.fromkeys(INPUTS, names)
-    _check(tuner, rows)
+    if set(rows) != set(INPUTS):
+        raise ValueError(f"adapter_names must be a list, or a mapping with the keys {INPUTS}, got {list(rows)}")
+    known = [*tuner.peft_config, BASE]
+    unknown = sorted({name for own in rows.values() for name in own}.difference(known))
+    if unknown:
+        raise ValueError(f"adapter_names has {unknown}, the model {known}")
+    if tuner.training:
+        raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
+    tuner.check_unmerged()
+    if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
+        raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
     with ExitStack() as hooks:
         for name, module in tuner.model.named_modules():
             if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):
@@ -38,17 +48,3 @@ def rows_with_adapters(tuner: DualModeLoraModel, names: Rows) -> Iterator[None]:
 
 def _add_names(names: list[str], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, kwargs | {"adapter_names": names}
-
-
-def _check(tuner: DualModeLoraModel, rows: Mapping[str, Sequence[str]]) -> None:
-    if set(rows) != set(INPUTS):
-        raise ValueError(f"adapter_names must be a list, or a mapping with the keys {INPUTS}, got {list(rows)}")
-    known = [*tuner.peft_config, BASE]
-    unknown = sorted({name for names in rows.values() for name in names}.difference(known))
-    if unknown:
-        raise ValueError(f"adapter_names has {unknown}, the model {known}")
-    if tuner.training:
-        raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
-    tuner.check_unmerged()
-    if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
-        raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -15,8 +15,8 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, regis
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.combination import add_weighted_adapter
 from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
 from dulbe_peft.adapter.registration import DULBE, PREFIX
@@ -36,6 +36,7 @@ class DualModeLoraModel(BaseTuner):
     in the model given to `get_peft_model`.
     """
 
+    add_weighted_adapter = add_weighted_adapter
     prefix = PREFIX
     tuner_layer_cls = DualModeLayer
     target_module_mapping: dict[str, Any] = (
@@ -65,21 +66,14 @@ class DualModeLoraModel(BaseTuner):
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         check_targets(peft_config, model)  # before the first layer is replaced: a refused one changes nothing
 
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
+    def _create_and_replace(  # type: ignore[override]
+        self, config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, current_key: str, **_: Any
     ) -> None:
         if isinstance(target, (DualModeLinear, TextLoraLinear)):
-            target.update_layer(adapter_name, peft_config, current_key)
+            target.update_layer(adapter_name, config, current_key)
             return
         kind = TextLoraLinear if in_text_tower(current_key) else DualModeLinear
-        layer = kind(target, adapter_name, peft_config, current_key)
+        layer = kind(target, adapter_name, config, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained before it is made active
         self._replace_module(parent, target_name, layer, target)
@@ -93,7 +87,7 @@ class DualModeLoraModel(BaseTuner):
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
-        """Merge and unload as PEFT does; a `safe_merge` that is refused leaves every layer as it was."""
+        """The same of PEFT's `merge_and_unload`."""
         if safe_merge:
             self._check_finite(adapter_names)
         return super().merge_and_unload(progressbar, safe_merge, adapter_names)
@@ -130,28 +124,6 @@ class DualModeLoraModel(BaseTuner):
     ) -> AbstractContextManager[None]:
         return nullcontext() if adapter_names is None else rows_with_adapters(self, adapter_names)
 
-    def add_weighted_adapter(
-        self,
-        adapters: Sequence[str],
-        weights: Sequence[float],
-        adapter_name: str,
-        combination_type: str = "svd",
-        svd_rank: int | None = None,
-    ) -> None:
-        """Add an adapter whose update is the weighted sum of others' updates; it is not made active.
-
-        Args:
-            adapters: names of adapters in the same layers.
-            weights: one number for each.
-            adapter_name: the new adapter's name. Its history is the sum, and its modes are new.
-            combination_type: "cat" is exact; "svd" takes the best approximation of a rank in every layer.
-            svd_rank: that rank; None takes the highest rank among the adapters.
-
-        Raises:
-            ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
-        """
-        add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, svd_rank)
-
     def unload(self) -> nn.Module:
         """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
         for layer in self._layers():
@@ -178,11 +150,8 @@ class DualModeLoraModel(BaseTuner):
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
         """Name -> layer for every adapted layer of the vision tower, in the model's order."""
         adapter = self.adapter_name
-        return {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, DualModeLinear) and adapter in module.dulbe_P
-        }
+        layers = {n: module for n, module in self.model.named_modules() if isinstance(module, DualModeLinear)}
+        return {name: layer for name, layer in layers.items() if adapter in layer.dulbe_P}
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """B_S of every adapted layer, each (d_out, r_S)."""
@@ -195,25 +164,25 @@ class DualModeLoraModel(BaseTuner):
     @property
     def history_rank(self) -> int:
         """The most columns that the folded history of a layer has; 0 where there is none, or every one is a matrix."""
-        return max([0, *(layer.history_rank(self.adapter_name) for layer in self.dual_mode_layers().values())])
+        return max([0, *self._history_ranks().values()])
+
+    def _history_ranks(self) -> dict[str, int]:
+        return {name: layer.history_rank(self.adapter_name) for name, layer in self.dual_mode_layers().items()}
 
     def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
         """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
 
         Args:
             modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
-            orthonormal: refuse bases whose columns are not orthonormal. LoRA's bases, for one, are not.
+            orthonormal: refuse bases whose columns are not orthonormal.
 
         Raises:
-            TypeError: `modes` is no mapping to [`ModeBases`].
             ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed then.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
-        shapes = {
-            name: tuple((layer.in_features, rank) for rank in self.active_config.ranks_of(name))
-            for name, layer in layers.items()
-        }
+        ranks = {name: self.active_config.ranks_of(name) for name in layers}
+        shapes = {n: tuple((layers[n].in_features, rank) for rank in both) for n, both in ranks.items()}
         check_modes(modes, shapes, orthonormal)
         self.fold_task()
         for name, layer in layers.items():
@@ -244,8 +213,7 @@ class DualModeLoraModel(BaseTuner):
 
     def note_history(self) -> None:
         """Bring the configuration in line with the layers' histories."""
-        ranks = {name: layer.history_rank(self.adapter_name) for name, layer in self.dual_mode_layers().items()}
-        self.active_config.set_history(ranks)
+        self.active_config.set_history(self._history_ranks())
 
     def previous_task(self) -> AbstractContextManager[None]:
         """The vision tower as it was when this task began: history on, current modes off. All else stays as it is."""
@@ -260,10 +228,8 @@ class DualModeLoraModel(BaseTuner):
         return _all_of(layer.resting() for layer in layers)
 
     def held_weights(self) -> AbstractContextManager[None]:
-        """Hold the effective weights of now, for the training of one task; later changes of them are not noticed.
-
-        Without held weights code is compiled anew for each rank of the history, and makes the weights in every pass.
-        """
+        """Hold the effective weights of now, for the training of one task; later changes of them are not noticed."""
+        # Else code is compiled anew for each rank of the history, and makes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         frozen = (layer for layer in layers if not (layer.packed or layer.base_layer.weight.requires_grad))
         return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
@@ -277,14 +243,11 @@ class DualModeLoraModel(BaseTuner):
     def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers; not for training.
 
-        dW is all that the adapter has learned: the finished tasks' updates, the current modes and the text LoRA.
-
-        Args:
-            scale: in [0, 1]. 0 is the base model and 1 the model as it has learned, both bit for bit.
+        dW is all that the adapter has learned. Scale 0 is the base model and 1 the model as it has learned, both bit
+        for bit.
 
         Raises:
-            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has replaced whole modules
-                (`modules_to_save`), which a scale does not blend.
+            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
 
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
@@ -322,19 +285,14 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError("the model is scaled for the length of a block: learn before or after it")
 
     @classmethod
-    def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: PeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, torch.Tensor],
-        unwanted_adapter_names: list[str],
-    ) -> dict[str, torch.Tensor]:
+    def _get_adapter_state_dict(  # type: ignore[override]
+        cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
+    ) -> Any:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
         layers = {name: module for name, module in model.named_modules() if isinstance(module, DualModeLinear)}
         ranks = {n: layer.history_rank(adapter_name) for n, layer in layers.items() if adapter_name in layer.dulbe_P}
-        cast(DualModeLoraConfig, config).set_history(ranks)
-        return super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        config.set_history(ranks)
+        return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

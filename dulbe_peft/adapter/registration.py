@@ -24,15 +24,12 @@ def register_peft_type() -> PeftType:
     member._value_ = name
     member.__objclass__ = PeftType
     member._sort_order_ = len(PeftType.__members__)
-    try:
-        PeftType._member_names_.append(name)
-        PeftType._member_map_[name] = member
-        PeftType._value2member_map_[name] = member
-        if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
-            kind._hashable_values_.append(name)
-        type.__setattr__(PeftType, name, member)
-    except (AttributeError, TypeError) as error:  # pragma: no cover - another implementation of enum
-        raise RuntimeError(f"peft.PeftType cannot take the member {name!r}: its internals have changed") from error
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
+        kind._hashable_values_.append(name)
+    type.__setattr__(PeftType, name, member)
     if PeftType(name) is not member or PeftType[name] is not member or name not in list(PeftType):
         raise RuntimeError(f"peft.PeftType does not find its new member {name!r}: its internals have changed")
     return member

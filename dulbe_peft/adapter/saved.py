@@ -13,10 +13,6 @@ from dulbe_peft.adapter.targets import in_text_tower
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _without_vision_model(key: str) -> str:
-    return key.replace("vision_model.", "", 1)
-
-
 def _with_vision_model(key: str) -> str:
     head, dot, tail = key.partition("base_model.model.")
     if in_text_tower(tail) or tail.startswith("vision_model."):
@@ -25,14 +21,15 @@ def _with_vision_model(key: str) -> str:
 
 
 # Between `CLIPModel` and the vision towers that stand alone.
-KEY_RENAMES: tuple[Callable[[str], str], ...] = (str, _without_vision_model, _with_vision_model)
+KEY_RENAMES: tuple[Callable[[str], str], ...] = (
+    str,
+    lambda key: key.replace("vision_model.", "", 1),
+    _with_vision_model,
+)
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
-    """Raise unless a file's tensors are the adapter's: the same keys and shapes, but for the history's length, finite.
-
-    A file without text LoRA fits a model with one. A file with text LoRA fits a model that has no text tower.
-    """
+    """Raise unless a file's tensors are the adapter's, finite; text LoRA may be missing, or the model's text tower."""
     ours = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
     theirs = {key for key in saved if f".{PREFIX}" in key}
     if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):

@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Any
 
-import peft
+from peft import NoMatchingPeftModuleError
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from torch import nn
 
@@ -16,7 +16,6 @@ from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_recor
 
 # The projection of a text's features stands beside the tower, and images do not pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
-_NoTarget: type[ValueError] = getattr(peft, "NoMatchingPeftModuleError", ValueError)  # a name that PEFT 0.21 took up
 
 
 def in_text_tower(key: str) -> bool:
@@ -44,10 +43,7 @@ def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
 
 
 def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
-    """Raise a `ValueError` where a target cannot be adapted, or the vision tower has none.
-
-    "all-linear" becomes a list of names, where it is known which layers belong to the blocks.
-    """
+    """Raise where a target cannot be adapted, or the vision tower has none; "all-linear" becomes a list of names."""
     modules = {name: module for name, module in model.named_modules() if name and ".base_layer" not in name}
     if config.target_modules == "all-linear" and find_record(model) is not None:
         linear = [n for n, m in modules.items() if isinstance(m, DualModeLayer) or is_linear(m)]
@@ -65,7 +61,7 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
             _check_target(config, name, module)
             visual = visual or not in_text_tower(name)
     if not visual and not every and not config.exclude_modules and not config.modules_to_save:
-        raise _NoTarget(_no_target_message(config, list(modules)))
+        raise NoMatchingPeftModuleError(_no_target_message(config, list(modules)))
 
 
 def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> None:

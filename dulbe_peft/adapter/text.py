@@ -1,4 +1,4 @@
-"""Plain LoRA in the text tower."""
+"""Plain LoRA in the text tower: appendix, "Training schedule and text adaptation"."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from dulbe_peft.adapter.linear import Updates, dense
 
 
 class TextLoraLinear(DualModeLayer):
-    """A linear layer of the text tower with plain LoRA: y = W x + (text_alpha / text_rank) B A x.
-
-    A, (text_rank, d_in), and B, (d_out, text_rank), are trained over all tasks.
-
-    Reference:
-        Appendix, "Training schedule and text adaptation".
-    """
+    """A linear layer of the text tower with plain LoRA over all tasks: y = W x + (text_alpha / text_rank) B A x."""
 
     adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
     other_param_names = ("scaling",)

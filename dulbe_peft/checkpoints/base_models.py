@@ -67,11 +67,9 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless a base model is the one that the learner in a folder was made with."""
     found = describe(base, None, None, local=False)
-    facts = [
-        (f"its type is {found.type!r}, the learner was made with {saved.type!r}", found.type == saved.type),
-        (f"its dtype is {found.dtype!r}, the learner was made with {saved.dtype!r}", found.dtype == saved.dtype),
-        (f"its weights are not those of {saved.name!r}, which it was made with", found.digest == saved.digest),
-    ]
-    wrong = [fact for fact, right in facts if not right]
-    if wrong:
-        raise CheckpointError(f"the base model does not belong to the learner in {folder}: {wrong[0]}")
+    for name in ("type", "dtype", "digest"):
+        own, wanted = getattr(found, name), getattr(saved, name)
+        if own != wanted:
+            what = f"its {name} is {own!r}, the learner was made with {wanted!r}"
+            what = f"its weights are not those of {saved.name!r}, which it was made with" if name == "digest" else what
+            raise CheckpointError(f"the base model does not belong to the learner in {folder}: {what}")

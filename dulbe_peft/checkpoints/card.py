@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from importlib import metadata
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,12 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
 
 TEMPLATES = Path(__file__).parent.parent / "assets" / "cards"
-TITLE = "Dual-Mode Low-Rank Learner with Bridge-Prototype Ensemble for Vision-Language Class-Incremental Learning"
-AUTHORS = (
-    "Chiyuan He and Zihuan Qiu and Fanman Meng and Chao Wang and Liangjiang Chen and Linfeng Xu and Qingbo Wu and "
-    "Hongliang Li"
-)
 
 
 def render_card(template: str, **data: Any) -> str:
@@ -50,6 +46,14 @@ def model_card(
     base = state.base_name[0]
     measured = results if results and results.get("classifiers") else None
     rows = [] if measured is None else result_rows(measured)
+    settings: dict[str, Any] = {
+        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
+        "arguments": state.args.portable(),
+        "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},
+    }
+    if state.config is not None:
+        plain = state.config.to_dict()
+        settings["adapter"] = {field.name: plain[field.name] for field in fields(AdapterSettings)}
     return render_card(
         "learner.md",
         header=_header(state, title, count, measured, dataset_name),
@@ -58,7 +62,6 @@ def model_card(
         count=count,
         state=state,
         memory=statistics and state.memory,
-        project=project(),
         base=base,
         base_on_hub=is_repo_id(base),
         source=repr(source),
@@ -68,9 +71,7 @@ def model_card(
         tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
         results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
         dataset_name=dataset_name,
-        settings=_settings(state),
-        paper=TITLE,
-        authors=AUTHORS,
+        settings=json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False),
     )
 
 
@@ -105,32 +106,9 @@ def _header(
     return data.to_yaml().strip()
 
 
-def project() -> str:
-    """The package's name, linked to the address that its metadata has for the project, where there is one."""
-    try:
-        fields = metadata.metadata("dulbe_peft")
-    except metadata.PackageNotFoundError:
-        return "`dulbe_peft`"
-    labelled = [entry.partition(", ")[2] for entry in fields.get_all("Project-URL") or ()]
-    addresses = [address for address in (*(fields.get_all("Home-page") or ()), *labelled) if address]
-    return f"[`dulbe_peft`]({addresses[0]})" if addresses else "`dulbe_peft`"
-
-
 def is_repo_id(name: str | None) -> bool:
     """Whether `name` can be a repository on the Hub, and is no folder here."""
     with suppress(HFValidationError):
         validate_repo_id(name or "")
         return bool(name) and not Path(str(name)).exists()
     return False
-
-
-def _settings(state: LearnerState) -> str:
-    values: dict[str, Any] = {
-        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
-        "arguments": state.args.portable(),
-        "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},
-    }
-    if state.config is not None:
-        plain = state.config.to_dict()
-        values["adapter"] = {field.name: plain[field.name] for field in state.config.own_fields()}
-    return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False)

@@ -49,10 +49,7 @@ _EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
 def locate(
     source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
 ) -> tuple[Path, dict[str, str] | None]:
-    """A learner's folder, of a run the newest whole task, and the repository and commit it was downloaded from.
-
-    Only what the manifest lists is downloaded, and nothing at all where it lists a file of another kind.
-    """
+    """A learner's folder, of a run the newest whole task, and the repository and commit it was downloaded from."""
     if not str(source):
         raise ValueError("the folder or repository to load is '', expected its path or id")
     if Path(source).is_dir():
@@ -107,7 +104,8 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
-        if ADAPTER_CONFIG_FILE in files:
+        adapted = ADAPTER_CONFIG_FILE in files
+        if adapted:
             found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
             if found != DULBE:
                 raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
@@ -116,16 +114,18 @@ def loaded_state(
             raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
-    _check_base_model(base_model)
+    if not isinstance(base_model, nn.Module):
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
+    if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in base_model.modules()):
+        raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
+    check_encoder(base_model)
     base_models.check(base_model, saved.base_model, folder)
     with load_errors(folder):
         _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
         processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
     with _restored_on_error(base_model):
-        model: nn.Module = base_model
-        if ADAPTER_CONFIG_FILE in files:
-            with load_errors(folder):
-                model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True)
+        with load_errors(folder):
+            model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True) if adapted else base_model
         yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
 
 
@@ -214,11 +214,3 @@ def _restored_on_error(base_model: nn.Module) -> Iterator[None]:
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
         raise
-
-
-def _check_base_model(base_model: Any) -> None:
-    if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
-    if isinstance(base_model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in base_model.modules()):
-        raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
-    check_encoder(base_model)

@@ -69,6 +69,7 @@ def push(
     **commit: Any,
 ) -> Any:
     """See `ClassIncrementalLearner.push_to_hub`."""
+    commit = {"commit_message": "Upload class-incremental learner", **commit}
     if isinstance(results, (str, Path)):
         results = read_json(results)
     tasks = [list(task) for task in state.tasks]

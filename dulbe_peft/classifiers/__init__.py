@@ -15,6 +15,7 @@ from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
 from dulbe_peft.classifiers.rapf import RapfClassifier
 from dulbe_peft.classifiers.ridge import RidgeClassifier
+from dulbe_peft.classifiers.slca import SlcaClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec
@@ -58,7 +59,7 @@ def make_classifier(
 ) -> Classifier:
     """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
 
-    `defaults` are for settings that the text leaves out, and only for classifiers that have them.
+    `defaults` are for settings that the text leaves out.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, metric=cosine, classes=0)
@@ -80,7 +81,7 @@ def make_classifiers(
     logit_scale: float = 100.0,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Classifier]:
-    """Empty classifiers by name, at least one and no two of one name; the arguments are those of `make_classifier`."""
+    """Empty classifiers by name, at least one and no two of one name; see `make_classifier`."""
     made: dict[str, Classifier] = {}
     for one in specs:
         classifier = make_classifier(one, embed_dim, logit_scale, defaults)
@@ -108,7 +109,7 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa")  # of one strategy each
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca")  # of one strategy each
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -121,5 +122,6 @@ for _cls in (
     VisualAgentClassifier,
     RapfClassifier,
     BofaClassifier,
+    SlcaClassifier,
 ):
     register_classifier(_cls)

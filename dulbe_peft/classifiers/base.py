@@ -11,27 +11,42 @@ Works on any model's image and text features, and needs neither peft nor transfo
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, temperature, threshold
-from dulbe_peft.classifiers.checks import check_alike, check_labels, needing_no_text, unit_features
-from dulbe_peft.classifiers.files import load_classifier, save_classifier
-from dulbe_peft.classifiers.formula import affine, linear
+from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, temperature, threshold
+from dulbe_peft.classifiers.checks import check_alike, check_labels, unit_features
 from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils import hub
-from dulbe_peft.utils.checks import check_int, check_number
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 
-MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+MOST_SCORES = 2**24  # for a temperature; of more held-back images, some are taken, spread evenly over their ranks
+TOLERANCE, ROWS = 1e-5, 256  # of the largest score, and by how many features two sets of scores are compared
+
+
+def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): a matrix and a bias."""
+    return z @ weight.T + bias
+
+
+def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """The same random unit features at every call, (256, width), float32."""
+    rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+    return F.normalize(rows, dim=1).to(device)
+
+
+def same_scores(found: Tensor, expected: Tensor) -> bool:
+    """Whether two sets of scores differ by rounding alone."""
+    if found.shape != expected.shape or not torch.isfinite(found).all():
+        return False
+    largest = max(1.0, float(expected.abs().max()))
+    return float((found - expected).abs().max()) <= TOLERANCE * largest
 
 
 class Classifier(GrowingState):
@@ -45,38 +60,25 @@ class Classifier(GrowingState):
 
     Attributes:
         name: key of the classifier in the registry.
-        needs_text: whether `add_classes` needs text embeddings.
-        file_stem: how the names of its files begin; the name where a class does not set it.
-        source: `repo_id` and `commit` on the Hub that it was loaded from, or None; kept when it is saved.
+        needs_text: whether `add_classes` needs text embeddings; the rows `text_embeds` then hold them.
+        file_stem: how the names of its files begin; usually the name.
+        source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
     """
 
-    name: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
-    file_stem: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "name" in vars(cls):
-            cls.file_stem = vars(cls).get("file_stem", cls.name)
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        super().__init__()
-        check_number("logit_scale", logit_scale, positive=True, most=MOST_LOGIT_SCALE)
-        self.embed_dim = check_int("embed_dim", embed_dim, 2)
-        self.logit_scale = float(logit_scale)
-        self.source: dict[str, str] | None = None
+        super().__init__(embed_dim, logit_scale)
+        if self.needs_text:
+            self.register_rows("text_embeds", embed_dim)
 
-    @abstractmethod
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        """The buffers' new values for a task of new classes; changes nothing itself.
+        """The buffers' new values for a task of new classes, but for `text_embeds`; changes nothing itself.
 
-        Args:
-            names: the new classes.
-            images: (n, d), float32, unit features, on the classifier's device.
-            labels: (n,), integers that index `names`; every class has at least one image.
-            texts: (C_seen, d), float32, unit embeddings of all seen classes, the old ones' first, or None.
+        `images` are (n, d) unit features in float32; `labels` index `names`, and every class has an image. `texts`,
+        (C_seen, d), are unit embeddings of all seen classes, the old ones' first, or None.
         """
-        raise NotImplementedError
+        return self.added(images, labels + len(self._class_names), names)
 
     @abstractmethod
     def logits(self, images: Tensor) -> Tensor:
@@ -85,24 +87,30 @@ class Classifier(GrowingState):
 
     def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The buffers' new values for further images of known classes; `labels` index all seen classes."""
+        return self.added(images, labels, [])
+
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        """Both of these, for a rule to which `new` classes are known ones without images, see `with_new_rows`."""
         raise NotImplementedError
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """The buffers' new values with what another classifier of the same settings has learned.
 
-        The classes are this one's, then those that only the other one knows. `places`, (C_other,), says where among
-        them the other one's classes stand, so `with_new_rows(new)["sums"].index_add(0, places, other.sums)` adds
-        sums. The caller checks that the two fit, and merges `text_embeds`.
+        The classes are this one's, then those that only the other one knows; `places`, (C_other,), says where among
+        them the other one's stand. `text_embeds` are merged by the caller.
         """
         raise NotImplementedError
 
+    def merged_sums(self, other: Self, places: Tensor, *names: str) -> dict[str, Tensor]:
+        """The rows of some buffers, with those of another classifier added to them; see `merged`."""
+        rows = self.with_new_rows(int((places >= len(self._class_names)).sum()))
+        theirs = {name: other.tensors()[name].to(rows[name]) for name in names}
+        return {name: rows[name].index_add(0, places.to(rows[name].device), theirs[name]) for name in names}
+
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Buffers whose values are chosen on held-back images; called on a copy that learned without these images.
+        """Buffers whose values are chosen on held-back images of new classes; called on a copy without these images.
 
-        `images` are (n, d) unit features of new classes, and `labels` index all seen classes.
-
-        Raises:
-            ValueError: the copy has learned too little; the task is then left out of the temperature.
+        A `ValueError` says that the copy has learned too little; the task is then left out of the temperature.
         """
         return {}
 
@@ -123,22 +131,22 @@ class Classifier(GrowingState):
         """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
         return {}
 
+    @torch.no_grad()
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
 
-        The function stands in a module and uses `torch` alone. It takes z, unit features (n, d), and the tensors by
+        The function stands in a module, uses `torch` alone, and takes unit features z, (n, d), and the tensors by
         name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
-
-        Raises:
-            ValueError: the logits are no such map.
         """
-        return linear, affine(self)
-
-    @classmethod
-    def setting_defaults(cls) -> dict[str, Any]:
-        """The constructor's own parameters, those beside `embed_dim` and `logit_scale`, with their defaults."""
-        parameters = list(inspect.signature(cls).parameters.values())
-        return {p.name: p.default for p in parameters if p.name not in ("embed_dim", "logit_scale")}
+        bias = self.logits(torch.zeros(1, self.embed_dim, device=self.device))[0]
+        weight = (self.logits(torch.eye(self.embed_dim, device=self.device)) - bias).T
+        features = random_features(self.embed_dim, self.device)
+        if not same_scores(linear(features, weight, bias), self.logits(features)):
+            raise ValueError(
+                f"the {self.name!r} classifier is not linear in the features, and {type(self).__name__} has "
+                "no formula() of its own: write one, or export as onnx, which needs none"
+            )
+        return linear, {"weight": weight, "bias": bias}
 
     @classmethod
     def follows_drift(cls, settings: Mapping[str, Any]) -> bool:
@@ -148,17 +156,8 @@ class Classifier(GrowingState):
     @classmethod
     def check_update(cls) -> None:
         """Raise a ValueError where `update_classes` cannot take further images of known classes."""
-        if cls.learn_more is Classifier.learn_more:
+        if cls.learn_more is Classifier.learn_more and cls.added is Classifier.added:
             raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
-
-    @classmethod
-    def file_names(cls) -> tuple[str, str]:
-        """Names of the configuration and of the tensors."""
-        return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
-
-    def settings(self) -> dict[str, Any]:
-        """The constructor's own arguments as plain values; an attribute of the same name holds each of them."""
-        return {name: getattr(self, name) for name in self.setting_defaults()}
 
     @torch.no_grad()
     def add_classes(
@@ -172,20 +171,21 @@ class Classifier(GrowingState):
 
         Args:
             class_names: the new classes.
-            image_embeds: (n, d), features of the task's images, a tensor or a NumPy array; normalised here.
+            image_embeds: (n, d), features of the task's images, normalised here.
             labels: (n,), integers that index `class_names`; every class needs at least one image.
-            text_embeds: (C_seen, d), of all seen classes, the old ones' rows first, in the order they came;
-                normalised here. None will do where `needs_text` is False.
+            text_embeds: (C_seen, d), of all seen classes in the order they came, where `needs_text` is set.
 
         Raises:
-            ValueError: a name is known, a class has no image, a row is zero or not finite, or shapes do not fit.
-            TypeError: a name is not a string, or labels are not integers.
+            ValueError, TypeError: names, features or labels do not fit, or a class has no image.
         """
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
         texts = None
         if text_embeds is None and self.needs_text:
-            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {needing_no_text()}")
+            from dulbe_peft.classifiers import CLASSIFIERS
+
+            others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
+            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
         if text_embeds is not None:
             texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         indices = check_labels(labels, len(images), len(names)).to(images.device)
@@ -194,24 +194,20 @@ class Classifier(GrowingState):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
         known, twin = len(self._class_names), self.fork()
         with without_autocast(images):
-            twin.install(twin.learn(names, images, indices, texts))
+            twin._take(names, images, indices, texts)
             twin._class_names = self._class_names + names
             scores = twin.judge(images, indices + known)
             if scores is None and type(self).judge is Classifier.judge:
                 choices, scores = self._held_back(names, images, indices, texts)
                 twin.install(choices)
-        twin._calibrate(scores)
-        self._adopt(twin)
+        self._adopt(twin, scores)
 
     @torch.no_grad()
     def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
-        """Take in further images, (n, d), of known classes, which `labels` index.
+        """Take in further images, (n, d), of known classes, which `labels` index, as if seen with the others.
 
-        The result is that of having seen them with the others, up to what the classifier's own documentation says.
-        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`).
-
-        Raises:
-            ValueError: this classifier does not keep what is needed, or the images or labels do not fit.
+        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`). A
+        classifier that does not keep what is needed raises a `ValueError`.
         """
         self.check_update()
         images = self._unit(image_embeds, "image_embeds")
@@ -220,33 +216,25 @@ class Classifier(GrowingState):
             twin = self.fork()
             with without_autocast(images):
                 twin.install(twin.learn_more(images, indices))
-                twin._calibrate(twin.judge(images, indices))
-            self._adopt(twin)
+                scores = twin.judge(images, indices)
+            self._adopt(twin, scores)
 
     @torch.no_grad()
     def merge(self, other: Classifier) -> Self:
-        """Take in what another classifier has learned: its classes and its images, of this one's classes as well.
+        """Take in what another classifier has learned, as if this one had seen all images; returns this classifier.
 
-        The result is that of having seen all images at once, up to what the classifier's own documentation says.
-        `other` stays as it is.
-
-        Returns:
-            This classifier.
-
-        Raises:
-            ValueError: this classifier does not keep what is needed, or the settings or the texts of a class differ.
-            TypeError: `other` is no classifier of the same kind.
+        The two must be of one kind, which keeps what is needed, with equal settings and texts.
         """
         if type(self).merged is Classifier.merged:
             raise ValueError(f"the {self.name!r} classifier cannot be merged: what it keeps does not add up")
         check_alike(self, other)
-        names = self._class_names + [name for name in other._class_names if name not in set(self._class_names)]
+        names = list(dict.fromkeys(self._class_names + other._class_names))
         place = {name: index for index, name in enumerate(names)}
         places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
         changes = self.merged(cast(Self, other), places)
         if "text_embeds" in self._rows:
-            new = [name not in self._class_names for name in other._class_names]
-            changes["text_embeds"] = torch.cat([self.text_embeds, other.text_embeds[new].to(self.text_embeds)])
+            new = other.text_embeds[places >= len(self._class_names)]
+            changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
         self.install(changes)
         self._class_names = names
         self.calibration += other.calibration
@@ -257,9 +245,6 @@ class Classifier(GrowingState):
         """Drop a class: its row of every buffer that has one row a class.
 
         What its images added to a sum over all classes stays there, and so does the temperature.
-
-        Raises:
-            ValueError: there is no such class.
         """
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
@@ -280,6 +265,12 @@ class Classifier(GrowingState):
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
 
+    def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> None:
+        """Install the texts where this classifier needs them, and then what `learn` gives."""
+        if self.needs_text and texts is not None:
+            self.install({"text_embeds": texts})
+        self.install(self.learn(names, images, labels, texts))
+
     def _held_back(
         self, names: list[str], images: Tensor, labels: Tensor, texts: Tensor | None
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
@@ -289,30 +280,25 @@ class Classifier(GrowingState):
         if not held.any() or known + len(names) < 2:
             return {}, None
         try:
-            twin.install(twin.learn(names, images[~held], labels[~held], texts))
+            twin._take(names, images[~held], labels[~held], texts)
             choices = twin.choose(images[held], labels[held] + known)
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, None
         if choices:
             twin.install(choices)
-        return choices, (twin.logits(images[held]), labels[held] + known)
+        rows = held.nonzero()[:, 0]
+        if (step := len(rows) * (known + len(names)) // MOST_SCORES + 1) > 1:
+            rows = rows[ranking(images[rows]).argsort()][::step]
+        return choices, (twin.logits(images[rows]), labels[rows] + known)
 
-    def _calibrate(self, scores: tuple[Tensor, Tensor] | None) -> None:
-        """Fit a temperature to the scores and labels of images that they have not learned."""
+    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None) -> None:
+        """Become what a fork has become, with a temperature for scores and labels of images it has not learned."""
         if scores is not None:
             self.calibration = calibrated(self.calibration, *scores)
-
-    def _adopt(self, twin: Self) -> None:
-        """Become what a fork of this one has become."""
-        self._buffers, self._class_names = twin._buffers, twin._class_names
-        self._derived, self.calibration = twin._derived, twin.calibration
+        self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here.
-
-        Raises:
-            ValueError: there is no class yet, the features do not fit, or a score is not finite.
-        """
+        """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here."""
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
         images = self._unit(image_embeds, "image_embeds")
@@ -334,9 +320,7 @@ class Classifier(GrowingState):
     def rejection_threshold(self, share: float) -> float:
         """The probability below which an image is taken for none of the classes.
 
-        Args:
-            share: false alarms that are accepted, in (0, 1): an image of the known classes, like those of the newest
-                tasks, is refused with at most this chance.
+        An image of known classes like those of the newest tasks is refused with at most the chance `share`.
 
         Raises:
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
@@ -351,47 +335,11 @@ class Classifier(GrowingState):
         """The classes that each image may be of, (n, C) booleans, by split-conformal prediction.
 
         With a chance of `coverage`, the right one is among them, for images of known classes like those of the newest
-        tasks. The most likely one always is.
-
-        Raises:
-            ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
+        tasks. The most likely one always is. Too few images to promise it are a `ValueError`, as above.
         """
         least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         found = self.probabilities(image_embeds)
         return (found >= least) | (found == found.amax(dim=1, keepdim=True))
 
-    @property
-    def class_names(self) -> list[str]:
-        """All seen classes, in the order they came."""
-        return list(self._class_names)
-
-    def extra_repr(self) -> str:
-        settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
-        return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
-
     def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
-        save_classifier(self, Path(folder))
-
-    @classmethod
-    def from_pretrained(
-        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
-    ) -> Self:
-        """Load what `save_pretrained` wrote, onto the CPU, from a folder or from a repository on the Hub.
-
-        Raises:
-            FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
-            ValueError: a file is damaged, of another format, or the two do not fit each other.
-        """
-        return load_classifier(cls, source, revision, token, cache_dir)
-
-    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
-        """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.
-
-        `options` are `private`, `token`, `revision` and `create_pr` of huggingface_hub.
-        """
-        message = commit_message or f"Upload {self.name} classifier"
-        return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)

@@ -18,35 +18,40 @@ Many images of a class make it LDA, a large kappa the text classifier, and n_c d
 
 S is then S + rho times the ridge that OAS has, and a is fitted once more with it. kappa and rho are those with which
 images that are left out are right, see `BayesClassifier.choice`.
+
+x is z, or with M random features [z, relu(z R) / sqrt(M)] with the layer R of `ranpac`; texts have zeros there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import ranking
+from dulbe_peft.classifiers.base import Classifier, linear
+from dulbe_peft.classifiers.calibration import places_among, ranking
 from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.covariance import oas_shrinkage
+from dulbe_peft.classifiers.lda import oas_shrinkage
+from dulbe_peft.classifiers.ranpac import random_layer
+from dulbe_peft.utils.checks import check_int
 
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.3, 1.0, 3.0, 10.0, 30.0)
 TEMPERATURES = tuple(2.0**power for power in range(0, -4, -1))  # each is half of the one before
-CHUNK = 2**16  # scores in memory at a time
+NEVER = 1e300  # an error that no number of images makes the least
+CHUNK, LEAST_ROWS = 2**19, 64  # scores in memory at a time, but of so many images in any case
 MOST_JUDGED = 256  # images of a task that are left out; of more, each class gives as many
 
 # Chosen on held-back training images of handwriting, printed characters and photographs, with 1 to 80 images a class.
 USUAL_KAPPA, USUAL_IMAGES, ROUNDS = 4.0, 10, 3  # the kappa of w_c, what R counts for in S, rounds of a, R and S
 MIDDLE = 10.0  # the rho that counts as the usual one
-# Of so many classes the usual kappa counts half. Names that explain less of the means are taken to say nothing.
-USUAL_CLASSES, LEAST_EXPLAINED = 10, 0.02
-NEAR = 0.5  # standard errors: what is no further behind the best is as good
+LEAST_LEFT = 0.05  # of S in the direction of a class that is left out of R
+LEAST_EXPLAINED = 0.02  # names that explain less of the means are taken to say nothing
 # With one image a class nothing can be left out: rho, and kappa = 0.2 / the share of the means that texts explain.
 LONE_RHO, LONE_SHARE, LONE_KAPPAS = 100.0, 0.2, (4.0, 64.0)
 
@@ -115,24 +120,24 @@ class Fit:
         return weights, offsets + weights @ self.centre
 
     def usual_kappa(self) -> float:
-        """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average.
+        """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average, each class left out of b and of R.
 
-        Few classes leave little of r_c that S has not taken in, so theirs is drawn to 4. Names that say nothing pull
-        all means to the same place, which costs classes with few images most: there it is the least of the grid.
+        A class puts t r_c r_c' into S. Without it q = r_c'P r_c is q / (1 - t q) (Sherman and Morrison), and r_c is
+        C / (C - 1) times as long. Names that say nothing pull all means to the same place, which costs classes with
+        few images most: there it is the least of the grid.
         """
-        noise, prior = self.noise(MIDDLE), self.prior(MIDDLE)
-        left = self.means - prior
-        excess = (left.square() / noise).sum(dim=1, keepdim=True) - (self.values / noise).sum() / self.counts
+        noise, prior, classes = self.noise(MIDDLE), self.prior(MIDDLE), len(self.counts)
+        found = ((self.means - prior).square() / noise).sum(dim=1, keepdim=True)
+        own = USUAL_IMAGES / self.images / classes * self.weights * found
+        left = found / (1 - own).clamp_min(LEAST_LEFT) * (classes / max(1, classes - 1)) ** 2
+        excess = left - (self.values / noise).sum() / self.counts
         inverse = 1 / USUAL_KAPPA
         for _ in range(4):
             weights = (inverse + 1 / self.counts) ** -2
             inverse = float((weights * excess).sum() / weights.sum()) / len(noise)
             inverse = min(1 / KAPPAS[0], max(1 / KAPPAS[-1], inverse))
         explained = float((prior.square() / noise).sum()) / prior.numel()
-        if explained < LEAST_EXPLAINED * (explained + inverse):
-            return KAPPAS[0]
-        share = USUAL_CLASSES / (USUAL_CLASSES + len(self.counts))
-        return USUAL_KAPPA**share / inverse ** (1 - share)
+        return KAPPAS[0] if explained < LEAST_EXPLAINED * (explained + inverse) else 1 / inverse
 
     def lone_kappa(self) -> float:
         """kappa where every class has one image."""
@@ -188,19 +193,23 @@ class BayesClassifier(Classifier):
     Args:
         kappa: how many images a text counts for, positive. "auto": see `choice`.
         rho: how far the covariance goes to a multiple of the identity, positive; 1 is as far as OAS. "auto": likewise.
+        features: M. Images that are left out then say whether the random features help. They do where classes have
+            many images and no planes between them; else, and after `move`, scores are affine. 0, or a fixed kappa and
+            rho: none.
         exact_forgetting: keep each class's share of W, so that `forget_class` leaves nothing of it. It takes
             8 min(n_c - 1, d) d bytes a class: 2 MiB with d = 512 from 513 images on. False: the share stays in W.
             What the class's images said of kappa and rho stays in the table either way.
 
     Attributes:
-        sums: n_c m_c, (C, d), float64.
+        sums: n_c m_c, (C, d), float64; d is `embed_dim` + M here and below.
         counts: n_c, (C,), int64.
-        text_embeds: e_c, (C, d), unit vectors.
+        text_embeds: e_c, (C, embed_dim), unit vectors.
         scatter: W, (d, d), float64, sum of (x - m_c)(x - m_c)' over all images.
         freedom: f, int64, images less classes.
         factors: F_c for one class after another, (rows, d), float64; F_c'F_c is the class's share of W.
         factor_rows: rows of each F_c, (C,), int64.
-        losses: (kappas, rhos, temperatures, 2), float64: what images that were left out say, see `choice`.
+        losses: (1 or 2, kappas, rhos, temperatures), float64: what images that were left out say, see `choice`; the
+            second table is with the random features.
         judged: sum of the weights of these images and of the weights' squares, (2,), float64.
 
     Reference:
@@ -218,22 +227,27 @@ class BayesClassifier(Classifier):
         kappa: float | Literal["auto"] = "auto",
         rho: float | Literal["auto"] = "auto",
         exact_forgetting: bool = True,
+        features: int = 500,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
+        self.features = check_int("features", features, 0, 10**6)
         self.kappa = kappa if kappa == "auto" else positive("kappa", kappa)
         self.rho = rho if rho == "auto" else positive("rho", rho)
         self.exact_forgetting = exact_forgetting
-        self.register_rows("sums", embed_dim, dtype=torch.float64)
+        self._random = features if "auto" in (kappa, rho) else 0
+        width = embed_dim + self._random
+        self.register_rows("sums", width, dtype=torch.float64)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("text_embeds", embed_dim)
-        self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+        self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
         if exact_forgetting:
             self.register_rows("factor_rows", dtype=torch.int64)
-            self.register_ragged("factors", embed_dim, dtype=torch.float64)
+            self.register_ragged("factors", width, dtype=torch.float64)
         self._kappas = KAPPAS if self.kappa == "auto" else (float(self.kappa),)
         self._rhos = RHOS if self.rho == "auto" else (float(self.rho),)
-        shape = len(self._kappas), len(self._rhos), len(TEMPERATURES), 2
+        self._features = (0, self._random) if self._random else (0,)
+        shape = len(self._features), len(self._kappas), len(self._rhos), len(TEMPERATURES)
         self.register_buffer("losses", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("judged", torch.zeros(2, dtype=torch.float64))
 
@@ -249,7 +263,7 @@ class BayesClassifier(Classifier):
         kept = self.with_new_rows(len(new))
         sums, counts = kept["sums"], kept["counts"]
         order = labels.argsort(stable=True).to(sums.device)
-        images, labels = images.to(sums)[order], labels.to(sums.device)[order]
+        images, labels = self.lifted(images.to(sums))[order], labels.to(sums.device)[order]
         place = places_among(labels)
         before = images.cumsum(dim=0) - images  # of all images, and then of those of the class that came before
         before = before - before[torch.arange(len(labels)).to(place) - place] + sums[labels]
@@ -257,7 +271,7 @@ class BayesClassifier(Classifier):
         rows = (number / (number + 1)).sqrt() * (images - before / number.clamp_min(1))
         again = number[:, 0] > 0
         sums = sums.index_add(0, labels, images)
-        check_directions(sums[len(sums) - len(new) :], new)
+        check_directions(sums[len(sums) - len(new) :, : self.embed_dim], new)
         return {
             "sums": sums,
             "counts": counts + labels.bincount(minlength=len(counts)),
@@ -273,10 +287,10 @@ class BayesClassifier(Classifier):
         owners = torch.cat([torch.arange(classes).to(labels).repeat_interleave(kept["factor_rows"]), labels])
         order, sizes = owners.argsort(stable=True), owners.bincount(minlength=classes)
         factors = torch.cat([self.factors, rows])[order]
-        if (sizes > self.embed_dim).any():
+        if (sizes > rows.shape[1]).any():
             parts = factors.split(sizes.tolist())
-            parts = [part if len(part) <= self.embed_dim else torch.linalg.qr(part, mode="r").R for part in parts]
-            factors, sizes = torch.cat(parts), sizes.clamp(max=self.embed_dim)
+            parts = [part if len(part) <= part.shape[1] else torch.linalg.qr(part, mode="r").R for part in parts]
+            factors, sizes = torch.cat(parts), sizes.clamp(max=rows.shape[1])
         return changes | {"factors": factors, "factor_rows": sizes}
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
@@ -307,37 +321,43 @@ class BayesClassifier(Classifier):
         } | self._spread(kept, rows, labels, scatter)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W."""
-        matrix = matrix.to(self.sums.device)
+        """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W.
+
+        No map follows random features: their sums become 0, and an error that no choice takes.
+        """
+        width = self.embed_dim + self._random
+        matrix = F.pad(matrix, (0, width - len(matrix), 0, width - len(matrix))).to(self.sums.device)
         changes = {"sums": self.sums @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
-        return changes | ({"factors": self.factors @ matrix} if self.exact_forgetting else {})
+        losses = self.losses.clone()
+        losses[1:] = NEVER
+        return changes | {"losses": losses} | ({"factors": self.factors @ matrix} if self.exact_forgetting else {})
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add to the table what every kappa and rho says of the images, each left out; scores by those then chosen."""
-        images, labels = images.to(self.sums), labels.to(self.sums.device)
+        images, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
         chosen = self._judged(images, labels)
         if not len(chosen) or len(self._class_names) < 2:
             return None
-        fit, losses = self.derived("fit", self._fit), self.losses.clone()
-        every = labels.bincount(minlength=len(self.counts))
+        counts, losses = self.counts.to(images), self.losses.clone()
+        every = labels.bincount(minlength=len(counts))
         images, labels = images[chosen], labels[chosen]
         judged = labels.bincount(minlength=len(every))
-        weights = every / fit.counts[:, 0] / judged.clamp_min(1)
+        weights = every / counts / judged.clamp_min(1)
         # Those of fewest images stand for the classes with one, which nobody can leave out.
-        fewest = (judged > 0) & (fit.counts[:, 0] == fit.counts[labels].min())
-        weights = torch.where(
-            fewest, weights * (1 + (every[fit.counts[:, 0] == 1] > 0).sum() / fewest.sum()), weights
-        )[labels]
-        weights = weights * len(self._class_names)  # the more classes it stood against, the more an image says
-        rows = max(1, CHUNK // len(self._class_names))
+        fewest = (judged > 0) & (counts == counts[labels].min())
+        weights = torch.where(fewest, weights * (1 + (every[counts == 1] > 0).sum() / fewest.sum()), weights)[labels]
+        weights = weights * len(counts)  # the more classes it stood against, the more an image says
+        rows = max(LEAST_ROWS, CHUNK // len(counts))
         for part, own, weight in zip(images.split(rows), labels.split(rows), weights.split(rows), strict=True):
-            for place, rho in enumerate(self._rhos):
-                for number, scores in enumerate(fit.left_out(part, own, rho, self._kappas)):
-                    losses[number, place] += soft_errors(scores, own, weight)
+            for table, features in zip(losses, self._features, strict=True):
+                for place, rho in enumerate(self._rhos):
+                    left_out = self._fit(features).left_out(self._seen(part, features), own, rho, self._kappas)
+                    for number, scores in enumerate(left_out):
+                        table[number, place] += soft_errors(scores, own, weight)
         self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
-        self._derived = {"fit": fit}
-        kappa, rho = self.choice
-        return next(fit.left_out(images, labels, rho, [kappa])), labels
+        self._derived.pop("choice", None)
+        kappa, rho, features = self.choice
+        return next(self._fit(features).left_out(self._seen(images, features), labels, rho, [kappa])), labels
 
     def _judged(self, images: Tensor, labels: Tensor) -> Tensor:
         """Rows of the images that can be left out, the first ones of every class by `ranking`."""
@@ -348,69 +368,93 @@ class BayesClassifier(Classifier):
         return rows[places_among(labels[rows]).argsort(stable=True)[:MOST_JUDGED]]
 
     @property
-    def choice(self) -> tuple[float, float]:
-        """kappa and rho: the pair with which images of the seen classes are right that are left out.
+    def choice(self) -> tuple[float, float, int]:
+        """kappa, rho and 0 or M: those with which images of the seen classes are right that are left out.
 
         The images of a task, or 256 of them, and further ones are scored against all classes of then, each as if it
         had not been learned. An image's error is 1 less the probability of its own class, at the best of
         `TEMPERATURES`. It weighs C / n_c, with the C classes of then, so that classes weigh alike, and late tasks more
-        than early ones; those with fewest images weigh for those of the task that have one. Among the pairs within
-        half a standard error of the best, it is the one that is nearest, in logarithms, to rho = 10 and the kappa by
-        which the texts are as far from the means as they are. Where no class has two images, rho is 100 and kappa
-        depends on how much of the means the texts explain.
+        than early ones; those with fewest images weigh for those of the task that have one. They have the least of
+
+            n L(kappa, rho) + log(kappa / usual)^2 + log(rho / 10)^2
+
+        with the mean error L and the effective number n of the images; the usual kappa is that by which the texts are
+        as far from the means as they are. So few images leave the choice to it. Where no class has two images, rho is
+        100, kappa depends on how much of the means the texts explain, and there are no random features.
         """
         return self.derived("choice", self._choose)
 
-    def _choose(self) -> tuple[float, float]:
-        fit: Fit = self.derived("fit", self._fit)
+    def _choose(self) -> tuple[float, float, int]:
         total, squares = self.judged.tolist()
         if not total:
-            kappa = fit.lone_kappa() if self.kappa == "auto" else float(self.kappa)
-            return kappa, LONE_RHO if self.rho == "auto" else float(self.rho)
-        means, at = (self.losses[..., 0] / total).min(dim=2)
-        second = self.losses[..., 1].gather(2, at[..., None])[..., 0] / total
-        best = means.argmin()
-        deviation = ((second - means.square()).clamp_min(0) * squares).sqrt().flatten()[best] / total
-        kappas, rhos = (torch.tensor(grid).to(means).log() for grid in (self._kappas, self._rhos))
-        away = (kappas[:, None] - math.log(fit.usual_kappa())) ** 2 + (rhos - math.log(MIDDLE)) ** 2
-        place = int(away.where(means <= means.min() + NEAR * deviation, torch.inf).argmin())
-        return self._kappas[place // len(rhos)], self._rhos[place % len(rhos)]
+            kappa = self._fit(0).lone_kappa() if self.kappa == "auto" else float(self.kappa)
+            return kappa, LONE_RHO if self.rho == "auto" else float(self.rho), 0
+        errors = total**2 / squares * (self.losses / total).amin(dim=3)
+        usual = torch.tensor([self._fit(features).usual_kappa() for features in self._features]).to(errors)
+        kappas, rhos = (torch.tensor(grid).to(errors) for grid in (self._kappas, self._rhos))
+        away = (kappas / usual[:, None]).log()[..., None] ** 2 + (rhos / MIDDLE).log() ** 2
+        table, number, place = torch.unravel_index((errors + away).argmin(), errors.shape)
+        return self._kappas[number], self._rhos[place], self._features[table]
 
     @property
     def temperature(self) -> float:
         """T of `probabilities`; where no class has two images, the one at which texts weigh as in zero-shot CLIP."""
         if self.calibration or not self._class_names:
             return super().temperature
-        kappa, rho = self.choice
-        fit: Fit = self.derived("fit", self._fit)
-        return fit.slope(rho) * kappa / (1 + kappa) or 1.0
+        kappa, rho, features = self.choice
+        return self._fit(features).slope(rho) * kappa / (1 + kappa) or 1.0
 
-    def _fit(self) -> Fit:
-        texts = self.logit_scale * self.text_embeds.to(self.sums)
-        counts = self.counts.to(self.sums)
-        return Fit.of(self.sums / counts[:, None], counts, self.scatter, int(self.freedom), texts)
+    def _fit(self, features: int) -> Fit:
+        """The fit of the unit features and of so many random ones."""
+        return self.derived(f"fit {features}", lambda: self._fitted(self.embed_dim + features))
+
+    def _fitted(self, width: int) -> Fit:
+        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, width - self.embed_dim))
+        counts, sums, scatter = self.counts.to(self.sums), self.sums[:, :width], self.scatter[:width, :width]
+        return Fit.of(sums / counts[:, None], counts, scatter, int(self.freedom), texts)
 
     def solution(self) -> tuple[Tensor, Tensor]:
         """The scores of x are x times the first, (C, d), less the second, (C,); float64."""
-        return self.derived("solution", lambda: self.derived("fit", self._fit).solution(*self.choice))
+        kappa, rho, features = self.choice
+        return self.derived("solution", lambda: self._fit(features).solution(kappa, rho))
 
     def logits(self, images: Tensor) -> Tensor:
         weights, offsets = self.derived("rounded", lambda: [part.to(images).float() for part in self.solution()])
-        return images @ weights.T - offsets
+        return (self.lifted(images) if self.choice[2] else images) @ weights.T - offsets
+
+    def lifted(self, images: Tensor) -> Tensor:
+        """x of z, (n, d), with the random features."""
+        if not self._random:
+            return images
+        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))
+        return torch.cat([images, (images @ layer).relu()], dim=1)
+
+    def _layer(self) -> Tensor:
+        """R / sqrt(M)."""
+        return random_layer(0, self.embed_dim, self._random) / math.sqrt(self._random)
+
+    def _seen(self, images: Tensor, features: int) -> Tensor:
+        return images[:, : self.embed_dim + features]
+
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        weights, offsets = (part.float() for part in self.solution())
+        tensors = {"weight": weights, "bias": -offsets}
+        if self.choice[2]:
+            return random_and_linear, tensors | {"projection": self._layer().to(weights)}
+        return linear, tensors
 
 
-def places_among(labels: Tensor) -> Tensor:
-    """How many of the labels before each one are equal to it, (n,)."""
-    ordered, order = labels.sort(stable=True)
-    places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
-    return torch.empty_like(order).scatter_(0, order, places)
+def random_and_linear(
+    z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): a random layer beside them, a matrix and a bias."""
+    return torch.cat([z, (z @ projection).relu()], dim=1) @ weight.T + bias
 
 
 def soft_errors(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of 1 - p(own class) and of its square at every temperature, (temperatures, 2); ruins `scores`."""
+    """Weighted sum of 1 - p(own class) at every temperature, (temperatures,); ruins `scores`."""
     powers, sums = scores.sub_(scores.amax(dim=1, keepdim=True)).div_(TEMPERATURES[0]).exp_(), []
     for _ in TEMPERATURES:
-        errors = 1 - powers.gather(1, labels[:, None])[:, 0] / powers.sum(dim=1)
-        sums.append(torch.stack([weights @ errors, weights @ errors.square()]))
+        sums.append(weights @ (1 - powers.gather(1, labels[:, None])[:, 0] / powers.sum(dim=1)))
         powers.square_()  # half the temperature
     return torch.stack(sums)

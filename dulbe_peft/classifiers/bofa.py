@@ -34,7 +34,6 @@ class BofaClassifier(PrototypeClassifier):
     def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
         super().__init__(embed_dim, logit_scale)
         self.grid = check_int("grid", grid, 2)
-        self.register_rows("text_embeds", embed_dim)
         self.register_buffer("image_weight", torch.zeros(()))
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
@@ -46,7 +45,7 @@ class BofaClassifier(PrototypeClassifier):
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
             best = (right == right.max()).nonzero()[:, 0]
             changes["image_weight"] = weights[best[len(best) // 2]]
-        return changes | {"text_embeds": texts}
+        return changes
 
     merged = Classifier.merged  # the two sides have chosen two weights
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.covariance import Whitening, added_scatter, shrunk_covariance, whitening_matrix
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
+from dulbe_peft.classifiers.lda import added_scatter, shrunk_covariance
 from dulbe_peft.utils.checks import check_int
 
 MAX_DEPTHS = 1000
@@ -38,17 +38,14 @@ class BridgeEnsembleHead(Classifier):
         num_depths: K_b, evenly spaced from 0 to 1, both ends included.
         depths: the depths themselves, each in [0, 1]; where given, `num_depths` has no effect.
         reliability_temperature: beta.
-        metric: "cosine", as in the paper; "whitened": cosines under the classes' shared covariance, see `Whitening`.
+        metric: "cosine", as in the paper; "whitened": cosines under the classes' shared covariance.
 
     Attributes:
-        visual_prototypes: v_c, (C, d), unit vectors; `move` and `update_classes` alone change them later.
-        text_embeds: e_c, (C, d), unit vectors.
-        reliability: pi_c, (C, K_b), rows sum to 1; `update_classes` alone changes them after the class has arrived.
-        counts: n_c, (C,), int64, images of each class.
-        lengths: l_c, (C,), float64, length of the sum of each class's unit features.
+        visual_prototypes, text_embeds: v_c and e_c, (C, d), unit vectors.
+        reliability: pi_c, (C, K_b), rows sum to 1.
+        counts, lengths: n_c, images of each class, and l_c, length of the sum of their unit features, (C,).
         depths: alpha_k, (K_b,); 0 is the visual end.
-        scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' with the mean of each image's class; "whitened" alone.
-        freedom: its degrees of freedom, int64, forgotten classes included; "whitened" alone.
+        scatter, freedom: W, (d, d), and its degrees of freedom as in `LdaClassifier`; "whitened" alone.
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble".
@@ -74,7 +71,6 @@ class BridgeEnsembleHead(Classifier):
         self.reliability_temperature = positive("reliability_temperature", reliability_temperature, tiny=True)
         values = _depths(num_depths, depths)
         self.register_rows("visual_prototypes", embed_dim)
-        self.register_rows("text_embeds", embed_dim)
         self.register_rows("reliability", len(values))
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("lengths", dtype=torch.float64)
@@ -87,42 +83,24 @@ class BridgeEnsembleHead(Classifier):
     def num_depths(self) -> int:
         return len(self.depths)
 
-    @property
-    def state_size(self) -> int:
-        """Numbers kept beside the text embeddings, C * d + C * K_b, as the paper's overhead table counts them."""
-        shared = self.scatter.numel() + 1 if self.metric == "whitened" else 0
-        return self.visual_prototypes.numel() + self.reliability.numel() + shared
-
     def settings(self) -> dict[str, Any]:
         """`depths` stand there, as a list, where they are not evenly spaced, and `num_depths` where they are."""
-        if torch.equal(self.depths.cpu().float(), torch.linspace(0, 1, self.num_depths)) and self.num_depths > 1:
-            depths: dict[str, Any] = {"num_depths": self.num_depths}
-        else:
-            # The shortest decimals that give the same float32.
-            depths = {"depths": [float(str(depth)) for depth in self.depths.float().cpu().numpy()]}
-        return depths | {"reliability_temperature": self.reliability_temperature, "metric": self.metric}
+        values, count = self.depths.float().cpu(), self.num_depths
+        even = count > 1 and torch.equal(values, torch.linspace(0, 1, count))
+        # The shortest decimals that give the same float32.
+        depths = {"num_depths": count} if even else {"depths": [float(str(depth)) for depth in values.numpy()]}
+        return {**depths, "reliability_temperature": self.reliability_temperature, "metric": self.metric}
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        """v_c and pi_c of the new classes, and all texts."""
-        assert texts is not None
-        return self._added(images, labels + len(self._class_names), [*self._class_names, *names], texts)
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """v_c and pi_c of the classes that have further images; the other classes stay as they are.
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        """v_c and pi_c of the classes that have images here; the other classes stay as they are.
 
             v_c   direction of l_c v_c + sum of the new unit features            exact
             pi_c  softmax over the depths of (n_c log pi_c + m_c rho_c / beta) / (n_c + m_c)
 
-        m_c is the number of new images, and rho_c is measured on them, with the new v_c, over all seen classes. pi_c
-        is softmax(rho_c / beta), so beta log pi_c is the old rho_c but for a number that no depth changes. The old
-        part is of the prototypes, texts and rivals of its time, and exact where those have not changed.
+        m_c is the number of new images, and rho_c is measured on them, with the new v_c, over all seen classes. The
+        old part is of the prototypes, texts and rivals of its time, and exact where those have not changed.
         """
-        return self._added(images, labels, self._class_names, self.text_embeds.float())
-
-    def _added(self, images: Tensor, labels: Tensor, names: Sequence[str], texts: Tensor) -> dict[str, Tensor]:
-        """The formulas of `learn_more`, for known classes or for new ones, of which n_c and l_c are 0."""
-        new = len(names) - len(self._class_names)
-        kept = self.with_new_rows(new) | {"text_embeds": texts}
+        kept, names = self.with_new_rows(len(new)), [*self._class_names, *new]
         present, rows = labels.unique(return_inverse=True)
         device = self.lengths.device
         features, own, place = images.to(device).double(), rows.to(device), present.to(device)
@@ -134,14 +112,13 @@ class BridgeEnsembleHead(Classifier):
         old, more = kept["counts"][present], torch.bincount(rows).to(self.counts)
         changes = {
             "visual_prototypes": visual,
-            "text_embeds": texts,
             "counts": kept["counts"].index_copy(0, present, old + more),
             "lengths": kept["lengths"].index_copy(0, place, sums.norm(dim=1)),
         }
         if self.metric == "whitened":
             means = sums / (old + more).to(device)[:, None]
             scatter = added_scatter(features, own, self._means(kept)[place], means, old.to(device))
-            changes |= {"scatter": self.scatter + scatter, "freedom": self.freedom + len(images) - new}
+            changes |= {"scatter": self.scatter + scatter, "freedom": self.freedom + len(images) - len(new)}
         images, visual, texts = self._compared(images, changes)
         # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
@@ -163,38 +140,41 @@ class BridgeEnsembleHead(Classifier):
         lengths = values["lengths"]
         return values["visual_prototypes"].to(lengths) * (lengths / values["counts"].clamp_min(1).to(lengths))[:, None]
 
-    def _compared(self, images: Tensor, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _compared(self, images: Tensor, changes: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Unit images, visual prototypes and texts in the space where they are compared, with changed buffers."""
         values = dict(self.tensors()) | dict(changes)
         visual, texts = values["visual_prototypes"].float(), values["text_embeds"].float()
         if self.metric == "cosine":
             return images, visual, texts
-        space = self._whitening(values)
-        means = self._means(values).float().to(images)
-        return space.images(images), space.images(means), space.texts(texts)
+        image_mean, text_mean, matrix = self._space(values)
+        pairs = (images, image_mean), (self._means(values).float().to(images), image_mean), (texts, text_mean)
+        return tuple(F.normalize((rows - mean) @ matrix, dim=1) for rows, mean in pairs)
 
-    def _whitening(self, values: Mapping[str, Tensor]) -> Whitening:
+    def _space(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The mean image and the mean text of the classes, (d,), and Sigma^-1/2, (d, d): images of a class vary alike.
+
+        Images and texts have a mean each, because they lie in different places of the joint space.
+        """
         covariance = shrunk_covariance(values["scatter"], int(values["freedom"]), "oas", 1 / self.logit_scale)
+        variances, directions = torch.linalg.eigh(covariance)
+        matrix = (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T
         image_mean, text_mean = self._means(values).mean(dim=0), values["text_embeds"].double().mean(dim=0)
         if len(values["counts"]) == 1:  # a single class is its own mean
             image_mean, text_mean = torch.zeros_like(image_mean), torch.zeros_like(text_mean)
-        return Whitening(
-            *(part.float().to(self.device) for part in (image_mean, text_mean, whitening_matrix(covariance)))
-        )
+        return tuple(part.float().to(self.device) for part in (image_mean, text_mean, matrix))
 
     def logits(self, images: Tensor) -> Tensor:
         """tau z . w_c: linear in z, so the sum over the depths is folded into one vector per class."""
         if self.metric == "whitened":
-            images = self.derived("whitening", lambda: self._whitening(self.tensors())).images(images)
+            return whitened_cosine(images, **self.formula()[1])
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         if self.metric == "cosine":
             return super().formula()
-        space = self.derived("whitening", lambda: self._whitening(self.tensors()))
-        tensors = {"mean": space.image_mean, "whitening": space.matrix}
-        tensors["weight"] = self.logit_scale * self.ensemble_prototypes.T
-        return whitened_cosine, tensors
+        mean, _, matrix = self.derived("space", lambda: self._space(self.tensors()))
+        weight = self.logit_scale * self.ensemble_prototypes.T
+        return whitened_cosine, {"mean": mean, "whitening": matrix, "weight": weight}
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M, and W to M' W M; texts, reliabilities, numbers of images and lengths stay."""

@@ -3,10 +3,9 @@
     probabilities = softmax(logits / T)
 
 It is fitted on scores of the task's images by a classifier that has not learned them, over all seen classes. Where
-there is no closed form of such scores, the images are a fifth of each class's, and a copy of the classifier learns
-without them. No image of an earlier task is needed. T follows the tasks' temperatures: their logarithm is taken to be
-a line over the logarithm of the number of classes, because ridge regression and LDA need another T for 10 classes than
-for 100. The newest tasks weigh most, because their images have met most classes.
+there is no closed form of such scores, a copy of the classifier learns without a fifth of each class's images. The
+logarithm of T is taken to be a line over that of the number of classes, because ridge regression and LDA need another
+T for 10 classes than for 100. The newest tasks weigh most, because their images have met most classes.
 """
 
 from __future__ import annotations
@@ -121,13 +120,17 @@ def hold_back(images: Tensor, labels: Tensor) -> Tensor:
 
     One of every five in the order of `ranking` is taken, so the order of the images does not matter.
     """
-    held = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
-    ranks = ranking(images)
-    for label in labels.unique():
-        rows = (labels == label).nonzero()[:, 0]
-        ranked = rows[ranks[rows].argsort()]
-        held[ranked[FOLDS // 2 :: FOLDS] if len(rows) >= FOLDS else ranked[1:2]] = True
-    return held
+    order = ranking(images).argsort(stable=True)
+    places = torch.empty_like(labels)
+    places[order] = places_among(labels[order])
+    return torch.where(labels.bincount()[labels] >= FOLDS, places % FOLDS == FOLDS // 2, places == 1)
+
+
+def places_among(labels: Tensor) -> Tensor:
+    """How many of the labels before each one are equal to it, (n,)."""
+    ordered, order = labels.sort(stable=True)
+    places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

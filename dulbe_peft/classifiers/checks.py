@@ -77,15 +77,11 @@ def check_alike(one: Classifier, other: Classifier) -> None:
         mine, theirs = getattr(one, name), getattr(other, name)
         if mine != theirs:
             raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
-    shared = [name for name in one.class_names if name in other.class_names and "text_embeds" in one.tensors()]
-    for name in shared:
-        mine, theirs = (each.text_embeds[each.class_names.index(name)] for each in (one, other))
-        if not torch.allclose(mine, theirs.to(mine), atol=SAME_TEXT):
+    places = [{name: place for place, name in enumerate(each.class_names)} for each in (one, other)]
+    shared = [name for name in places[0] if name in places[1]]
+    if shared and "text_embeds" in one.tensors():
+        mine, theirs = (each.text_embeds[[at[name] for name in shared]] for each, at in zip((one, other), places))
+        differ = ~torch.isclose(mine, theirs.to(mine), atol=SAME_TEXT).all(dim=1)
+        if differ.any():
+            name = shared[int(differ.nonzero()[0])]
             raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
-
-
-def needing_no_text() -> str:
-    """Which classifiers need no texts, in words."""
-    from dulbe_peft.classifiers import CLASSIFIERS
-
-    return f"{', '.join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)} need none"

@@ -5,7 +5,6 @@ logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
@@ -23,12 +22,11 @@ ONE_IMAGE = 0.18  # alpha where nothing can be left out; chosen on training imag
 class GdaClassifier(LdaClassifier):
     """LDA's scores, weighted by alpha, added to the text classifier's.
 
-    Means and scatter are `lda`'s, and as exact. alpha depends on the tasks: each task's images are left out while the
-    classes seen so far compete.
-
     Args:
-        alpha: weight of the images, positive. "auto": from 1e-3 to 100, by images that are left out.
-        shrinkage, prior_images: as for `LdaClassifier`.
+        alpha: weight of the images, positive. "auto": from 1e-3 to 100, by each task's images, which are left out
+            while the classes seen so far compete.
+        shrinkage: as for `LdaClassifier`.
+        prior_images: as for `LdaClassifier`.
 
     Attributes:
         losses: (16, 10), float64, log-loss of each alpha at each of 10 temperatures, over all images left out.
@@ -51,15 +49,8 @@ class GdaClassifier(LdaClassifier):
         prior_images: float = 1.0,
     ) -> None:
         super().__init__(embed_dim, logit_scale, shrinkage, prior_images)
-        if isinstance(alpha, str) and alpha != "auto":
-            raise ValueError(f"alpha must be a positive number or 'auto', got {alpha!r:.100}")
-        self.alpha = alpha if isinstance(alpha, str) else positive("alpha", alpha)
-        self.register_rows("text_embeds", embed_dim)
+        self.alpha = alpha if alpha == "auto" else positive("alpha", alpha)
         self.register_buffer("losses", torch.zeros(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64))
-
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        return super().learn(names, images, labels, texts) | {"text_embeds": texts}
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         return super().merged(other, places) | {"losses": self.losses + other.losses.to(self.losses)}

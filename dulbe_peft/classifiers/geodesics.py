@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 
 
 def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
@@ -15,8 +15,7 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     Finite and of unit norm for every pair; for exactly opposite vectors a fixed great circle is taken.
 
     Args:
-        start: (..., d), unit vectors, d >= 2.
-        end: (..., d), unit vectors; broadcasts with `start`.
+        start, end: (..., d), unit vectors, d >= 2, which broadcast.
         fraction: how far to go, 0 is `start`, 1 is `end`; a number, or a tensor that broadcasts with the vectors and
             whose last dimension is 1.
 
@@ -35,10 +34,7 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     working = torch.promote_types(dtype, torch.float32)
     start = _check_unit(start.to(working), "start")
     end = _check_unit(end.to(working), "end")
-    try:
-        alpha = torch.as_tensor(fraction, device=start.device)
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(f"fraction must be a number or a tensor, got {fraction!r}") from error
+    alpha = torch.as_tensor(fraction if isinstance(fraction, Tensor) else float(fraction), device=start.device)
     if alpha.ndim and alpha.shape[-1] != 1:
         raise ValueError(
             f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
@@ -98,5 +94,6 @@ def reliability(
                 logits = logit_scale * features @ bridges[:, depth].float().T
                 probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
-    confidence = torch.cat(chunks)
-    return torch.stack([confidence[labels == index].mean(dim=0) for index in range(first_class, classes)])
+    confidence, own = torch.cat(chunks), labels - first_class
+    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, own, confidence)
+    return sums / own.bincount(minlength=len(sums))[:, None]

@@ -16,8 +16,6 @@ from torch import Tensor
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.covariance import added_scatter, oas_shrinkage, shrunk_covariance
-from dulbe_peft.classifiers.sums import merged_rows
 from dulbe_peft.utils.checks import check_number, is_number
 
 MOST_JUDGED = 1000  # images of a task that are left out
@@ -26,20 +24,17 @@ MOST_JUDGED = 1000  # images of a task that are left out
 class LdaClassifier(Classifier):
     """Classes as Gaussians with means of their own and one shared, shrunk covariance; all classes equally likely.
 
-    Means and scatter are exact sums in float64, so the result is the one on all data at once, whatever the order of
-    images, classes and tasks.
+    The result is the one on all data at once, whatever the order of images, classes and tasks.
 
     Args:
         logit_scale: tau. The covariance is I / tau while no class has two different images.
         shrinkage: s, how far the covariance goes to its mean variance times the identity, above 0 and at most 1.
             "oas": computed from the covariance and its degrees of freedom.
-        prior_images: k, how many images at b each class is taken to have besides its own. The mean of few images lies
-            too far out, which this takes back relative to the largest class: where all counts are equal, and with 0,
-            m_c = mu_c.
+        prior_images: k, how many images at b each class is taken to have besides its own, relative to the largest
+            class: where all counts are equal, and with 0, m_c = mu_c.
 
     Attributes:
-        means: mu_c, (C, d), float64.
-        counts: (C,), int64, images of each class.
+        means, counts: mu_c, (C, d), float64, and the images of each class, (C,), int64.
         scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' over all images, with the mean of each image's class.
         freedom: f, int64: number of images less number of classes, forgotten ones included.
 
@@ -68,14 +63,7 @@ class LdaClassifier(Classifier):
         self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        return self._added(images, labels + len(self._class_names), names)
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self._added(images, labels, [])
-
-    def _added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        """The scatter grows by that around the new mean, and by what old images lose as their mean moves."""
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         images, labels = images.to(self.means), labels.to(self.means.device)
         kept = self.with_new_rows(len(new))
         old, old_means = kept["counts"].to(labels.device), kept["means"]
@@ -88,7 +76,7 @@ class LdaClassifier(Classifier):
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """Beside the sum, the scatter takes in how far apart the two means of a shared class are."""
-        rows = merged_rows(self, other, places, "counts")
+        rows = self.merged_sums(other, places, "counts")
         kept = self.with_new_rows(len(rows["counts"]) - len(self._class_names))
         places, device = places.to(self.means.device), self.means.device
         theirs = torch.zeros_like(kept["means"]).index_copy(0, places, other.means.to(device))
@@ -169,3 +157,32 @@ class LdaClassifier(Classifier):
         """mu_c to M' mu_c and W to M' W M. What the map leaves over of the drift is not added to the scatter."""
         matrix = matrix.to(self.means.device)
         return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
+
+
+def shrunk_covariance(scatter: Tensor, freedom: int, shrinkage: float | Literal["oas"], otherwise: float) -> Tensor:
+    """Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64; `otherwise` I while all images of a class are equal.
+
+    `scatter` is W, (d, d), float64, with f degrees of `freedom`.
+    """
+    identity = torch.eye(len(scatter), dtype=torch.float64, device=scatter.device)
+    variance = float(scatter.trace()) / max(freedom, 1) / len(scatter)
+    # Rounding leaves a trace of about 1e-32 where all images of each class are equal.
+    if freedom == 0 or variance < 1e-20:
+        return identity * otherwise
+    sample = scatter / freedom
+    share = oas_shrinkage(sample, freedom) if shrinkage == "oas" else float(shrinkage)
+    return (1 - share) * sample + share * variance * identity
+
+
+def added_scatter(images: Tensor, labels: Tensor, old_means: Tensor, means: Tensor, old_counts: Tensor) -> Tensor:
+    """What (n, d) images add to W: their scatter around the new means, and what old images lose as theirs move."""
+    shift, spread = (means - old_means) * old_counts[:, None].sqrt(), images - means[labels]
+    return shift.T @ shift + spread.T @ spread
+
+
+def oas_shrinkage(covariance: Tensor, freedom: int) -> float:
+    """The shrinkage toward the scaled identity of Chen et al., 2010, equation 23."""
+    d = len(covariance)
+    square, trace = float((covariance * covariance).sum()), float(covariance.trace())
+    over = (freedom + 1 - 2 / d) * (square - trace * trace / d)
+    return min(1.0, ((1 - 2 / d) * square + trace * trace) / over) if over > 0 else 1.0

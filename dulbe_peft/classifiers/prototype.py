@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.sums import added_sums, merged_rows
+from dulbe_peft.classifiers.checks import check_directions
 
 
 class PrototypeClassifier(Classifier):
@@ -29,14 +29,14 @@ class PrototypeClassifier(Classifier):
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", embed_dim, dtype=torch.float64)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        return added_sums(self.with_new_rows(len(names)), images, labels + len(self._class_names), names)
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return added_sums(self.tensors(), images, labels)
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        kept, device = self.with_new_rows(len(new)), self.sums.device
+        sums = kept["sums"].index_add(0, labels.to(device), images.to(device).double())
+        check_directions(sums[len(sums) - len(new) :], new)
+        return {"sums": sums, "counts": kept["counts"] + torch.bincount(labels, minlength=len(sums))}
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        return merged_rows(self, other, places, "sums", "counts")
+        return self.merged_sums(other, places, "sums", "counts")
 
     @property
     def visual_prototypes(self) -> Tensor:

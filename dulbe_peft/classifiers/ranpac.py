@@ -22,11 +22,17 @@ def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor
     return (z @ projection).relu() @ weight
 
 
+def random_layer(seed: int, width: int, features: int) -> torch.Tensor:
+    """R, (width, features), float64; the same for a seed in every version of the libraries."""
+    # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
+    return torch.from_numpy(np.random.RandomState(seed).standard_normal((width, features)))
+
+
 class RanpacClassifier(RidgeRegression):
     """Ridge regression from random ReLU features to one-hot classes.
 
-    G and C are sums, so the solution for a lambda is the one on all data at once, but for the rounding of G to
-    float32 when a task ends. `move` leaves it as it is: G is of features behind a ReLU.
+    For a fixed lambda the solution is the one on all data at once, but for the rounding of G to float32 when a task
+    ends. `move` leaves it as it is: G is of features behind a ReLU.
 
     Args:
         features: M, width of the random layer. The paper has 10000; G takes 4 M^2 bytes.
@@ -58,14 +64,12 @@ class RanpacClassifier(RidgeRegression):
         self._keep_sums(features, torch.float32, ridge)
 
     def lifted(self, images: Tensor) -> Tensor:
-        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self.random_layer().to(images))
+        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))
         return (images @ layer).relu()
 
-    def random_layer(self) -> Tensor:
-        """R, (d, M), float64; the same for a seed in every version of the libraries."""
-        # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
-        return torch.from_numpy(np.random.RandomState(self.seed).standard_normal((self.embed_dim, self.features)))
+    def _layer(self) -> Tensor:
+        return random_layer(self.seed, self.embed_dim, self.features)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         weight = self.logit_scale * self.derived("solution", self._solve)
-        return random_ridge, {"projection": self.random_layer().to(weight), "weight": weight}
+        return random_ridge, {"projection": self._layer().to(weight), "weight": weight}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import ValidationError
@@ -13,10 +15,14 @@ from torch import Tensor, nn
 
 from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.records import Record, first_problem
+from dulbe_peft.utils import hub
+from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
+from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, write_tensors
 
 EXTRA_STATE = "_extra_state"
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
+MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
 MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
 
 
@@ -37,6 +43,17 @@ class ExtraState(Record):
             raise ValueError(f"class names in the state are damaged: {first_problem(error)}") from error
 
 
+class SavedClassifier(ExtraState):
+    """`<stem>_config.json`."""
+
+    format: Literal["dulbe-classifier-2"] = "dulbe-classifier-2"
+    name: str
+    embed_dim: int
+    logit_scale: float
+    settings: dict[str, Any]
+    source: dict[str, str] | None
+
+
 class GrowingState(nn.Module):
     """A module whose state is class names, a calibration and buffers, of which some have one row a class.
 
@@ -48,13 +65,49 @@ class GrowingState(nn.Module):
 
         def __getattr__(self, name: str) -> Tensor: ...
 
-    def __init__(self) -> None:
+    name: ClassVar[str] = ""
+    file_stem: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):
+            cls.file_stem = vars(cls).get("file_stem", cls.name)
+
+    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__()
+        check_number("logit_scale", logit_scale, positive=True, most=MOST_LOGIT_SCALE)
+        self.embed_dim = check_int("embed_dim", embed_dim, 2)
+        self.logit_scale = float(logit_scale)
+        self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
         self._rows: set[str] = set()
         self._ragged: set[str] = set()
         self._derived: dict[str, Any] = {}
+
+    @classmethod
+    def setting_defaults(cls) -> dict[str, Any]:
+        """The constructor's own parameters, those beside `embed_dim` and `logit_scale`, with their defaults."""
+        parameters = list(inspect.signature(cls).parameters.values())
+        return {p.name: p.default for p in parameters if p.name not in ("embed_dim", "logit_scale")}
+
+    @classmethod
+    def file_names(cls) -> tuple[str, str]:
+        """Names of the configuration and of the tensors."""
+        return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's own arguments as plain values; an attribute of the same name holds each of them."""
+        return {name: getattr(self, name) for name in self.setting_defaults()}
+
+    @property
+    def class_names(self) -> list[str]:
+        """All seen classes, in the order they came."""
+        return list(self._class_names)
+
+    def extra_repr(self) -> str:
+        settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
+        return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
     def register_rows(self, name: str, *row_shape: int, dtype: torch.dtype = torch.float32) -> None:
         """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow."""
@@ -68,8 +121,7 @@ class GrowingState(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that belong to the state, by name."""
-        left_out = self._non_persistent_buffers_set
-        return {name: tensor for name, tensor in self._buffers.items() if tensor is not None and name not in left_out}
+        return dict(self.named_buffers(recurse=False, remove_duplicate=False))
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` computes from the buffers, kept until a buffer changes."""
@@ -104,19 +156,14 @@ class GrowingState(nn.Module):
         return (classes, *shape[1:]) if name in self._rows else shape
 
     @property
-    def state_size(self) -> int:
-        """Numbers kept."""
-        return sum(tensor.numel() for tensor in self.tensors().values())
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the kept numbers take."""
         return self.nbytes_with(len(self._class_names))
 
     def nbytes_with(self, classes: int) -> int:
         """Bytes that the kept numbers take with so many classes."""
-        shapes = {name: self.shape_with(name, classes) for name in self.tensors()}
-        return sum(math.prod(shapes[name]) * tensor.element_size() for name, tensor in self.tensors().items())
+        tensors = self.tensors().items()
+        return sum(math.prod(self.shape_with(name, classes)) * tensor.element_size() for name, tensor in tensors)
 
     @property
     def device(self) -> torch.device:
@@ -155,17 +202,9 @@ class GrowingState(nn.Module):
 
         return super()._apply(convert, recurse)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resizes to the number of classes in the file; a state that is incomplete or inconsistent changes nothing."""
+        _, _, missing_keys, _, error_msgs = rest
         missing = [prefix + key for key in (*self.tensors(), EXTRA_STATE) if prefix + key not in state_dict]
         if missing:
             missing_keys += missing
@@ -179,9 +218,7 @@ class GrowingState(nn.Module):
         for key, buffer in self.tensors().items():
             self._buffers[key] = buffer.new_zeros(state[key].shape)
         self._derived = {}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
         if class_names:
@@ -197,3 +234,56 @@ class GrowingState(nn.Module):
             if name in UNIT_ROWS and not ((state[name].float().norm(dim=-1) - 1).abs() < 1e-2).all():
                 raise ValueError(f"{name} must hold unit vectors")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "class_names")}
+        config = SavedClassifier(**facts, calibration=self.calibration, settings=self.settings(), source=self.source)
+        config_file, tensors_file = (Path(folder) / name for name in self.file_names())
+        write_tensors(tensors_file, self.tensors(), {"format": config.format})
+        write_record(config_file, config)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+    ) -> Self:
+        """Load what `save_pretrained` wrote, onto the CPU, from a folder or from a repository on the Hub.
+
+        The files are read in order: the configuration, the shapes in the tensors' header, the tensors. No memory is
+        taken for a tensor that does not fit the configuration.
+
+        Raises:
+            FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
+            ValueError: a file is damaged, of another format, or the two do not fit each other.
+        """
+        folder, commit = Path(source), None
+        if not folder.is_dir():
+            folder, commit = hub.fetch(source, cls.file_names(), revision, token, cache_dir)
+        config_file, tensors_file = (folder / name for name in cls.file_names())
+        if not config_file.is_file():
+            raise FileNotFoundError(f"{config_file} does not exist: {folder} holds no saved {cls.__name__}")
+        config = read_record(config_file, SavedClassifier)
+        if config.name != cls.name:
+            raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
+        shapes = tensor_shapes(tensors_file)
+        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
+        try:
+            with torch.device("meta"):
+                cls(**arguments).check_shapes(shapes, len(config.class_names))
+            classifier = cls(**arguments)
+            state: dict[str, Any] = read_tensors(tensors_file)[0]
+            extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
+            classifier.load_state_dict(state | {EXTRA_STATE: extra.to_tensor()})
+        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+            raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
+        classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
+        return classifier.eval()
+
+    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
+        """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.
+
+        `options` are `private`, `token`, `revision` and `create_pr` of huggingface_hub.
+        """
+        message = commit_message or f"Upload {self.name} classifier"
+        return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.classifiers.drift import linear_map
 
 TEACHING = "teach "  # and a classifier's name: what the phase is called in which it takes in a task
 
@@ -29,6 +28,24 @@ class ClosingPass:
     labels: Tensor
     before: Tensor | None = None
     texts: Tensor | None = None
+
+
+def linear_map(before: Tensor, after: Tensor, ridge: float = 0.03) -> Tensor:
+    """The linear map M, (d, d), that takes unit features, (n, d), before a task to those after it.
+
+        M = argmin |Z M - Z_after|^2 + lambda |M - I|^2 = (Z'Z + lambda I)^-1 (Z'Z_after + lambda I)
+
+    `ridge` is lambda over the mean eigenvalue of Z'Z. Directions without images of the task stay as they were.
+
+    >>> linear_map(torch.eye(2), 2 * torch.eye(2), ridge=1e-9).round(decimals=3).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
+    """
+    if before.ndim != 2 or before.shape != after.shape or not len(before):
+        raise ValueError(f"before and after must both be (n, d), got {tuple(before.shape)} and {tuple(after.shape)}")
+    old, new = before.detach().cpu().double(), after.detach().cpu().double()
+    gram = old.T @ old
+    pull = ridge * gram.trace() / len(gram) * torch.eye(len(gram), dtype=torch.float64)
+    return torch.linalg.solve(gram + pull, old.T @ new + pull)
 
 
 @torch.no_grad()

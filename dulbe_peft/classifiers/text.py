@@ -20,15 +20,7 @@ class TextClassifier(Classifier):
     name = "text"
     needs_text = True
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        super().__init__(embed_dim, logit_scale)
-        self.register_rows("text_embeds", embed_dim)
-
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        return {"text_embeds": texts}
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return {}
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:

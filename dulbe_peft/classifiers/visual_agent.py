@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches
+from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
 from dulbe_peft.utils.checks import check_int
 
 
@@ -55,17 +55,16 @@ class VisualAgentClassifier(Classifier):
         self.weight = positive("weight", weight)
         self.seed = check_int("seed", seed, 0)
         self.register_rows("agents", embed_dim)
-        self.register_rows("text_embeds", embed_dim)
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        means = torch.stack([images[labels == index].mean(dim=0) for index in range(len(names))])
+        means = images.new_zeros(len(names), self.embed_dim).index_add(0, labels, images)
+        means /= labels.bincount()[:, None]
         check_directions(means, names)
-        return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)]), "text_embeds": texts}
+        return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)])}
 
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The new classes' agents, (classes, d), after training on the task's features."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + len(self._class_names)) % 2**63)
+        generator = task_generator(self.seed, len(self._class_names))
         with gradients():
             agents, images, labels = agents.clone().requires_grad_(), images.clone(), labels.clone()
             optimizer = torch.optim.Adam([agents], lr=self.learning_rate)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.commands.options import command, option, setting_options
-from dulbe_peft.commands.outputs import check_folder, data_name, overwrite_option, say_next
+from dulbe_peft.commands.outputs import as_flags, check_folder, data_name, overwrite_option, say_next
 from dulbe_peft.runs.settings import given_settings, validated
 
 EXAMPLE = """example:
@@ -81,7 +81,7 @@ def advise(
     listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in left_out.items() if names)
     print(f"not tried: {listed}. `dulbe-peft compare` tries what you name")
     print(f"written: {path}")
-    say_next("run", *_flags(settings | advice.settings), "--output", f"out-{data_name(data)}")
+    say_next("run", *as_flags(settings | advice.settings), "--output", f"out-{data_name(data)}")
     return 0
 
 
@@ -102,17 +102,3 @@ def _steps(number: int) -> Callable[[str], None]:
         print(line, flush=True)
 
     return log
-
-
-def _flags(settings: Mapping[str, Any]) -> list[str]:
-    """The settings as one would type them."""
-    words: list[str] = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name == "prompt_template" and isinstance(value, (list, tuple)):
-            words += [word for text in value for word in (f"--{flag}", text)]
-        else:
-            words += [f"--{flag}", ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
-    return words

@@ -9,60 +9,106 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import argument, command, field_options, option
+from dulbe_peft.commands.options import argument, command, field_options, load_learner, option
 from dulbe_peft.commands.outputs import check_outputs, data_name, overwrite_option, say_next
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
-    from dulbe_peft.data.duplicates import Duplicate
     from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.data.inventory import Duplicate
+    from dulbe_peft.learner import ClassIncrementalLearner
 
-EXAMPLE = """example:
+EXAMPLE = """examples:
   dulbe-peft check photos --page photos.html
+  dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
 
 It decodes every image, and compares all of them with each other. The page has a strip of photographs of each class,
-and shows those that are there twice side by side. The exit status is 2 where images cannot be read.
+and shows those that are there twice side by side. With --check-labels it names the ten images that look most
+like another class than that of their folder. The exit status is 2 where images cannot be read.
 """
 STRIP = 8  # thumbnails of a class
 PAIRS = 100  # duplicates on the page
+DOUBTFUL = 10  # images that look like another class
+DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
+NO_DOUBTS = "no image looks more like another class than like its own"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
 @command(EXAMPLE, "DATA [OPTIONS]")
 @argument("data", "images, as for run")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
+@option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")
+@option("--model", metavar="MODEL", help="whose eyes --check-labels looks with, as for run")
+@option("--device", metavar="TEXT", help="where that model runs")
 @field_options(StreamArguments, ("train_split", "test_split"))
 @overwrite_option
-def check(data: str, page: str | None, overwrite: bool, **splits: str | None) -> int:
+def check(
+    data: str,
+    page: str | None,
+    check_labels: bool,
+    model: str | None,
+    device: str | None,
+    overwrite: bool,
+    **splits: str | None,
+) -> int:
     """Print what there is; returns 2 where images cannot be read."""
     check_outputs(("--page", page, ".html"), overwrite=overwrite)
-    from dulbe_peft.data.duplicates import find_duplicates
+    if check_labels != (model is not None):
+        raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
+    from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
+    learner = None if model is None else load_learner(None, model, {} if device is None else {"device": device})
     named = {name: split for name, split in splits.items() if split is not None}
     train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
     sizes = _sizes(parts.values())
     print("\n".join([found.format(), *sizes]))
+    doubtful = [] if learner is None else _doubtful(parts, learner)
+    if learner is not None:
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *(f"  {name}: {why}" for name, why, _ in doubtful)]))
     if page is not None:
         from dulbe_peft.report.html import write_page
 
-        strips = [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)]
-        pairs = [_pair(parts, row) for row in found.duplicates[:PAIRS]]
         content = {
             "name": data_name(data),
             "found": found,
             "problems": [*found.problems(), *sizes],
-            "strips": strips,
-            "pairs": pairs,
+            "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
+            "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
+            "doubtful": [(name, why, _picture(*place)) for name, why, place in doubtful],
         }
         write_page(Path(page).resolve(), "check.html", content)
         print(f"\nwritten: {page}")
     print()
-    say_next("advise", "--model", "openai/clip-vit-base-patch16", "--data", data)
+    without = ["--skip-unreadable"] if found.unreadable else []
+    say_next("advise", "--model", "openai/clip-vit-base-patch16", "--data", data, *without)
     return 2 if found.unreadable else 0
+
+
+def _doubtful(
+    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner
+) -> list[tuple[str, str, tuple[LabelledImages, int]]]:
+    """The images that look most like another class: the name, what they look like, and where they are."""
+    import numpy as np
+
+    from dulbe_peft.encoders.loading import has_text
+    from dulbe_peft.metrics.labels import doubtful_labels
+
+    names = next(iter(parts.values())).class_names
+    features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
+    labels = np.concatenate([part.labels for part in parts.values()])
+    texts = learner.text_embeds(names).cpu().numpy() if has_text(learner.clip) else None
+    places = [(part, index) for part in parts.values() for index in range(len(part))]
+    rows = []
+    for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale)[:DOUBTFUL]:
+        part, index = places[number]
+        own, taken = printable(names[labels[number]]), printable(names[other])
+        why = f"looks like {taken!r}, not like {own!r} (probability {share:.1%})"
+        rows.append((printable(part.item_name(index)), why, (part, index)))
+    return rows
 
 
 def _sizes(parts: Any) -> list[str]:
@@ -94,9 +140,8 @@ def _strip(images: LabelledImages, label: int) -> tuple[int, list[str]]:
 
 def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]:
     """Two equal images with their names."""
-    both = []
-    for name, split, place in zip(row.names, row.splits, row.places, strict=True):
-        both.append((printable(name), _picture(parts[split], place)))
+    places = zip(row.names, row.splits, row.places, strict=True)
+    both = [(printable(name), _picture(parts[split], place)) for name, split, place in places]
     return {"exact": row.exact, "across": row.splits[0] != row.splits[1], "images": both}
 
 

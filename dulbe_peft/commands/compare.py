@@ -39,9 +39,9 @@ def compare(
     if dry_run:
         trials = [trial for stream in plan.streams for method in plan.choices for trial in plan.trials(stream, method)]
         certain = [cell for cell in plan.cells() if cell.method not in plan.choices]
-        missing = [cell for _, cell in trials if not is_done(cell, folder, [])]
-        missing += [cell for cell in certain if not is_done(cell, folder, plan.rows(cell.method))]
-        print("\n".join(cell.folder for cell in missing))
+        cells = [*((cell, []) for _, cell in trials), *((cell, plan.rows(cell.method)) for cell in certain)]
+        missing = [cell.folder for cell, rows in cells if not is_done(cell, folder, rows)]
+        print("\n".join(missing))
         chosen = len(plan.cells()) - len(certain)
         print(f"{len(missing)} runs are missing" + (f", and {chosen} whose settings are chosen" if chosen else ""))
         return 0

@@ -25,13 +25,10 @@ number of heads: those of the towers are their widths / 64 unless you give other
     "--resize",
     type=click.Choice(("crop", "squash")),
     default="crop",
-    help="short side to size and centre crop, or the whole image to a square (crop)",
+    help="the short side to size and the centre out, or the whole to a square (crop)",
 )
 @option(
-    "--activation",
-    type=click.Choice(("gelu", "quick_gelu")),
-    default="gelu",
-    help="quick_gelu is for OpenAI's weights (gelu)",
+    "--activation", type=click.Choice(("gelu", "quick_gelu")), default="gelu", help="of OpenAI's weights: quick_gelu"
 )
 @option("--vision-heads", type=int, help="attention heads of the vision tower")
 @option("--text-heads", type=int, help="attention heads of the text tower")
@@ -41,14 +38,12 @@ def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, 
 
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)
     vision, text = model.config.vision_config, model.config.text_config
+    for name, tower in (("images", vision), ("texts", text)):
+        blocks = f"{tower.num_hidden_layers} blocks of width {tower.hidden_size}"
+        print(f"{name}: {blocks}, {tower.num_attention_heads} heads, {tower.hidden_act}")
     print(
-        f"images: {vision.image_size} x {vision.image_size}, patches of {vision.patch_size}, "
-        f"{vision.num_hidden_layers} blocks of width {vision.hidden_size}, {vision.num_attention_heads} heads"
+        f"{vision.image_size} x {vision.image_size} pixels, patches of {vision.patch_size}; features: "
+        f"{model.config.projection_dim}"
     )
-    print(
-        f"texts: {text.max_position_embeddings} tokens of {text.vocab_size}, {text.num_hidden_layers} blocks of width "
-        f"{text.hidden_size}, {text.num_attention_heads} heads"
-    )
-    print(f"features: {model.config.projection_dim}; activation: {vision.hidden_act}")
     print(f"written: {output}")
     return 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.options import command, option, setting_options
-from dulbe_peft.commands.outputs import check_outputs, output_file, overwrite_option
+from dulbe_peft.commands.outputs import as_flags, check_outputs, output_file, overwrite_option, say_next
 from dulbe_peft.runs.settings import StreamArguments, given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
@@ -28,7 +29,8 @@ _SHOWN = ("model", "revision", "strategy", "classifiers")
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
 def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, config: str | None, **flags: Any) -> int:
     """Count and print; --json writes the same."""
-    stream, adapter, _ = validated(given_settings(config, flags))
+    settings = given_settings(config, flags)
+    stream, adapter, _ = validated(settings)
     if not stream.model:
         raise ValueError("--model is required")
     check_outputs(("--json", file, ".json"), inputs=[config], overwrite=overwrite)
@@ -59,4 +61,5 @@ def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, con
             opened.write(json.dumps(found, indent=2) + "\n")
     if file != "-":
         print(format_cost(found))
+    say_next("run", *as_flags(settings), "--dry-run", to=sys.stderr if file == "-" else sys.stdout)
     return 0

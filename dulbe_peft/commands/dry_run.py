@@ -96,33 +96,27 @@ def _small_tasks(tasks: Sequence[Any], size: int) -> list[Any]:
 def _estimate(learner: Any, part: Any, args: Any, tasks: Sequence[Any]) -> float:
     """Seconds of the whole run, from the phases of the task that was just learned."""
     from dulbe_peft.encoders.loading import has_text
+    from dulbe_peft.training.trainer import TaskTrainer
 
     spent, size, adapts = learner.profile.seconds, len(part), learner.strategy.adapts
-    read, again = _passes(learner, part)
+    images = learner.encoder.images(part, keep=True)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, images)
+    times = [time.perf_counter()]
+    for collect in (False, learner.strategy.remembers_inputs):  # one that reads the images, one as it closes a task
+        trainer.encode("close", collect)
+        times.append(time.perf_counter())
+    read, again = times[1] - times[0], times[2] - times[1]
     closing = (again if adapts else read) / size
     fixed = spent.get("allocate", 0.0) + max(0.0, spent["close"] - closing * size)
     step = spent.get("train", 0.0) / math.ceil(size / args.batch_size)
     total = tested = 0.0
     for task in tasks:
-        images = len(task.train)
-        steps = args.epochs * math.ceil(images / args.batch_size) if adapts else 0
+        count = len(task.train)
+        steps = args.epochs * math.ceil(count / args.batch_size) if adapts else 0
         tested += 0 if task.test is None else len(task.test)  # after each task, all seen classes
-        total += fixed + steps * step + images * (spent.get("probe", 0.0) / size + closing) + tested * read / size
+        total += fixed + steps * step + count * (spent.get("probe", 0.0) / size + closing) + tested * read / size
     zero_shot = has_text(learner.clip) and all(task.test is not None for task in tasks)
     return total + (tested * read / size if zero_shot else 0.0)
-
-
-def _passes(learner: Any, part: Any) -> tuple[float, float]:
-    """Seconds of a pass that reads the images, and of a second one as it closes a task."""
-    from dulbe_peft.training.trainer import TaskTrainer
-
-    images = learner.encoder.images(part, keep=True)
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale)
-    times = [time.perf_counter()]
-    for collect in (False, learner.strategy.remembers_inputs):
-        trainer.encode(images, "close", collect)
-        times.append(time.perf_counter())
-    return times[1] - times[0], times[2] - times[1]
 
 
 def duration(seconds: float) -> str:

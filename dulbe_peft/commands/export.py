@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option
+from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
 EXAMPLE = """example:
   dulbe-peft export out exported --format onnx
@@ -69,4 +69,5 @@ def export(
         print(f"largest difference of a probability from PyTorch's, on random pixels: {difference:.1e}")
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
+    say_next("serve", learner)
     return 0

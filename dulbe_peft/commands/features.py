@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option
+from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -71,4 +71,6 @@ def features(
     print(f"written: {output}, {counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each", file=sys.stderr)
     if unreadable:
         print("\n".join(["left out, for they cannot be read:", *unreadable_lines(unreadable)]), file=sys.stderr)
+    frozen = ("run", "--model", loaded.state.base_name[0], "--data", output, "--output", f"{output}-run")
+    say_next(*(("evaluate", learner, "--data", data) if loaded.strategy.adapts else frozen), to=sys.stderr)
     return 2 if unreadable else 0

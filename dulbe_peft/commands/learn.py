@@ -10,12 +10,13 @@ from dulbe_peft.commands.options import command, field_options, learner_options,
 from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen_tests, source_of
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.runs.progress import Row
+    from dulbe_peft.runs.progress import FinishedTask, Row
     from dulbe_peft.streams.tasks import Task
 
 EXAMPLE = """example:
@@ -50,76 +51,84 @@ def learn(
     """Add what is new in the data to a learner, in a folder of its own."""
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
-    from dulbe_peft.runs.setup import check_run_folder
     from dulbe_peft.utils.processes import leave, world
 
     check_other_folder(learner, output)
     check_run_folder(data, output)
     check_folder(output, learner, data, overwrite=overwrite)
     loaded = load()
-    given = {name: value for name, value in flags.items() if value is not None}
-    stream = StreamArguments(data=data, output=output, **given)
+    stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
-    train, test = open_source(source)
+    notes: list[str] = []
+    train, test = open_source(source, notes=notes)
     known = [name for name in train.class_names if name in set(loaded.class_names)]
     new = [name for name in train.class_names if name not in set(known)]
     if not new and (not known or no_update):
-        listed = list(train.class_names)[:5]
-        raise ValueError(f"{data!r} has nothing to learn: its classes, {listed} ..., are known")
+        raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     tasks = _tasks(train, test, new, increment) if new else []
     further = train.select(known) if known and not no_update else None
     if stream.engine:
-        from dulbe_peft.runs.encoding import encode_stream
-
-        parts = {"train": [*(task.train for task in tasks)], "test": [task.test for task in tasks if task.test]}
-        parts["train"] += [] if further is None else [further]
-        encode_stream(stream, parts, loaded, partial(load, num_workers=0, progress=False))
+        _encode(stream, tasks, further, loaded, load)
     past = known_tasks(loaded)
-    before = past[-1].row if past else None
+    before = past[-1].row if past and not new else None
     if further is not None:
-        if any(task.source and task.source["data"] == source["data"] for task in past):
-            raise ValueError(
-                f"{learner!r} has learned from {data!r} before, and its images would count twice: "
-                "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
-            )
-        _update(loaded, further)
+        _update(loaded, further, learner, past, source)
     elif known:
         print_once(f"left out: images of known classes ({', '.join(known)})")
     tests = reopen_tests(past, look=loaded.args.teacher == "cached")
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
-        write_pictures(output, [*tests, *(task.test for task in tasks)], results)
-        if results.get("classifiers") and before and not new:
+        write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
+        if before:
             _say_gain(before, known_tasks(loaded)[-1].row)
         say_results(results, output, next(iter(loaded.classifiers)))
     leave()
     return 0
 
 
+def _encode(
+    stream: StreamArguments, tasks: list[Task], further: LabelledImages | None, learner: Any, load: Callable[..., Any]
+) -> None:
+    """Encode all images on the engine that the settings name."""
+    from dulbe_peft.runs.encoding import encode_stream
+
+    trains = [*(task.train for task in tasks), *([] if further is None else [further])]
+    parts = {"train": trains, "test": [task.test for task in tasks if task.test]}
+    encode_stream(stream, parts, learner, partial(load, num_workers=0, progress=False))
+
+
 def _say_gain(before: Row, after: Row) -> None:
     """Print what further images of known classes changed, where both rows are of tests of the same tasks."""
     from dulbe_peft.metrics.accuracy import percent
 
-    def tested(row: Row) -> list[bool]:
-        return [value is not None for score in [*row.classifiers.values()][:1] for value in score.by_task]
-
-    if tested(before) != tested(after) or not tested(before):
-        return
-    rows = [
-        f"{name} {percent(score.accuracy, 2)} % before, {percent(after.classifiers[name].accuracy, 2)} % after"
-        for name, score in before.classifiers.items()
-        if name in after.classifiers
-    ]
-    print(f"with the further images: {'; '.join(rows)}")
+    rows = []
+    for name, score in before.classifiers.items():
+        now = after.classifiers.get(name)
+        if now is None or [value is None for value in score.by_task] != [value is None for value in now.by_task]:
+            return
+        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now.accuracy, 2)} % after")
+    if rows:
+        print(f"with the further images: {'; '.join(rows)}")
 
 
-def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
+def _update(
+    learner: ClassIncrementalLearner,
+    images: LabelledImages,
+    name: str,
+    past: list[FinishedTask],
+    source: dict[str, Any],
+) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.training.updating import check_update
 
+    if any(task.source and task.source["data"] == source["data"] for task in past):
+        raise ValueError(
+            f"{name!r} has learned from {source['data']!r} before, and its images would count twice: "
+            "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
+        )
     try:
         check_update(learner.state, images.class_names)
     except ValueError as error:

@@ -38,7 +38,6 @@ COMMANDS = {
     "cost": "count parameters, multiply-adds and memory",
     "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
     "env": "print versions and the accelerator, for a bug report",
-    "help": "show the help of a command",
 }
 
 
@@ -87,8 +86,7 @@ class Commands(click.Group):
             if terminated:  # the signal ended a process that reads images, too, and its end is this error
                 return _stopped(ctx, signal.SIGTERM)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above
-                error = OSError(f"standard output cannot be written to: {error.strerror}")
+                raise  # it is of standard output
             _complain(f"dulbe-peft: {error}")
             return 2
 
@@ -132,6 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     except click.Abort:  # Ctrl-C before the command was called
         _complain("dulbe-peft: stopped by SIGINT")
         return 128 + signal.SIGINT
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+        _complain(f"dulbe-peft: standard output cannot be written to: {error.strerror}")
+        return 2
 
 
 def _complain(text: str) -> None:

@@ -118,16 +118,15 @@ def field_options(kind: Any, names: Collection[str], group: str = "options", rar
 def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
     default = "" if field.default in (None, "", False) else f" (default: {field.default})"
     facts: dict[str, Any] = {"help": field.metadata["help"] + default, "default": None}
-    kinds = [hint] if get_origin(hint) is Annotated else get_args(hint) or [hint]  # list[int] | None: two kinds
-    flag = field.name.replace("_", "-")
     if hint is bool:
+        flag = field.name.replace("_", "-")
         return facts | {"flag": f"--{flag}/--no-{flag}"}
-    for kind in (hint, kinds[0]):
-        if get_origin(kind) is Literal:
-            return facts | {"type": click.Choice(get_args(kind))}
+    kind = hint if get_origin(hint) in (Annotated, Literal) else (get_args(hint) or [hint])[0]  # of list[int] | None
+    if get_origin(kind) is Literal:
+        return facts | {"type": click.Choice(get_args(kind))}
     if field.metadata.get("repeated"):
         return facts | {"multiple": True, "metavar": "TEXT"}
-    kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is Annotated else kinds[0]
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     shown = {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(kind, "A,B,...")
     return facts | {"type": _Setting(field.name, hint), "metavar": shown}
 
@@ -153,10 +152,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
-    """The learner, and the options of its machine; the command gets `learner`, and `load` to make it.
-
-    Where a learner is `optional`, `--model` alone is a pristine model; `choose` adds `--classifier`.
-    """
+    """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier."""
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
 
     def add(function: Any) -> Any:
@@ -164,7 +160,7 @@ def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
         def call(learner: str | None, model: str | None, **flags: Any) -> int:
             machine = {name: value for name in _MACHINE if (value := flags.pop(name)) is not None}
             first = flags.pop("classifier", None)
-            load = partial(_load_learner, learner, model, machine, first)
+            load = partial(load_learner, learner, model, machine, first)
             status: int = function(learner=learner, load=load, **flags)
             return status
 
@@ -180,9 +176,10 @@ def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
     return add
 
 
-def _load_learner(
-    learner: str | None, model: str | None, machine: dict[str, Any], first: str | None, **defaults: Any
+def load_learner(
+    learner: str | None, model: str | None, machine: dict[str, Any], first: str | None = None, **defaults: Any
 ) -> ClassIncrementalLearner:
+    """A saved learner, or a pristine model that has learned nothing."""
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 

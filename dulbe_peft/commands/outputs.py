@@ -6,7 +6,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -21,11 +21,7 @@ overwrite_option = option(
 def check_outputs(
     *files: tuple[str, str | None, str], inputs: Sequence[str | None] = (), overwrite: bool = False
 ) -> None:
-    """Refuse files that were most likely named by mistake, before any work is done.
-
-    Each file is its flag, path and suffix. A path of None is not written, and "-" is standard output. `inputs` are
-    paths that the command reads.
-    """
+    """Refuse files that were most likely named by mistake; each is its flag, path, None or -, and suffix."""
     read = {Path(path).resolve() for path in inputs if path}
     flags: dict[Path, str] = {}
     for flag, path, suffix in files:
@@ -36,22 +32,22 @@ def check_outputs(
             raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
         if file in flags:
             raise ValueError(f"{flags[file]} and {flag} both name {path}: give each a file of its own")
-        if path != "-":
-            taken = _check_answer_file(path, suffix)
-            _check_writable(path, flag)
-            if taken and not overwrite:
-                raise FileExistsError(f"{path} exists and is no {suffix} file: choose another name, or --overwrite")
-            if taken:
-                _step_aside(path, inputs)
         flags[file] = flag
+        if path == "-":
+            continue
+        _check_answer_file(path, file, suffix)
+        _check_writable(path, flag)
+        if file.is_file() and file.suffix.lower() != suffix:
+            if not overwrite:
+                raise FileExistsError(f"{path} exists and is no {suffix} file: choose another name, or --overwrite")
+            _step_aside(path, inputs)
 
 
-def _check_answer_file(path: str, suffix: str) -> bool:
-    """Whether a file of another kind is at `path`; raises where the path can never be that of an answer."""
+def _check_answer_file(path: str, file: Path, suffix: str) -> None:
+    """Raise where a path can never be that of an answer."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
-    file = Path(path).resolve()
     if not path or file.is_dir():
         raise ValueError(f"{path!r} is no file's name: expected the path of a {suffix} file")
     if not file.parent.is_dir():
@@ -62,7 +58,6 @@ def _check_answer_file(path: str, suffix: str) -> bool:
     of_a_run = file.name == "predictions.csv" and (file.parent / layout.RESULTS_FILE).is_file()
     if file.name in kept or of_a_run:
         raise FileExistsError(f"{path} is where a run or a model keeps its own file: choose another name")
-    return file.is_file() and file.suffix.lower() != suffix
 
 
 def check_folder(output: str, *inputs: str | None, overwrite: bool = False, flag: str = "--output") -> None:
@@ -118,6 +113,20 @@ def data_name(data: str) -> str:
 def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
     """Print the command that one would most likely type now."""
     print(f"next: dulbe-peft {shlex.join(map(str, arguments))}", file=to or sys.stdout)
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The settings as one would type them."""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag, several = name.replace("_", "-"), isinstance(value, (list, tuple))
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name == "prompt_template" and several:
+            words += [word for text in value for word in (f"--{flag}", text)]
+        else:
+            words += [f"--{flag}", ",".join(map(str, value)) if several else str(value)]
+    return words
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,7 +62,6 @@ def predict(
 ) -> int:
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.commands.tables import copy_into, growing_table
-    from dulbe_peft.data.inventory import counted
 
     if coverage is not None and top_k != 1:
         raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
@@ -75,42 +75,49 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
     rows: list[Prediction] = []  # what goes into the JSON file
-    read = unread = refused = 0
+    done, write, counts = set[str](), None, Counter[str]()
     with ExitStack() as opened:
-        done: set[str] = set()
-        write: Callable[[list[list[Any]]], None] | None = None
         if csv:
             settings = [str(loaded.folder or learner), loaded.classifier.name, top_k, reject, coverage]
             write, done = opened.enter_context(growing_table(csv, HEADER, settings, anew=overwrite or bool(json_file)))
         for found in _answers(loaded, images, done, top_k, reject, coverage):
-            for row in found:
-                if row.error is not None:
-                    print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
-                elif not csv and not json_file:
-                    print(_line(row))
+            counts.update(_tell(found, quiet=bool(csv or json_file)))
             good = [row for row in found if row.error is None]
-            sys.stdout.flush()
             if write is not None:
                 write([line for row in good for line in _lines(row)])
-            if sort_into is not None:
-                for row in good:
-                    copy_into(Path(row.image), row.classes[0] if row.known else NONE, Path(sort_into))
+            for row in good if sort_into else ():
+                copy_into(Path(row.image), row.classes[0] if row.known else NONE, Path(sort_into or ""))
             rows += found if json_file else []
-            read, unread = read + len(good), unread + len(found) - len(good)
-            refused += sum(not row.known for row in good)
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     files = [file for file in (csv, json_file, sort_into) if file not in (None, "-")]
-    if csv or json_file or sort_into or unread or reject is not None:
-        parts = [counted(read, "image")]
-        parts += [f"{len(done)} were answered before"] * bool(done)
-        parts += [f"{refused} of them {NONE}"] * (reject is not None)
-        parts += [f"{unread} could not be read"] * bool(unread)
-        print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
+    if csv or json_file or sort_into or counts["unread"] or reject is not None:
+        _sum_up(counts, len(done), reject is not None, files)
     if files and sort_into is None and "-" not in paths:
         say_next("predict", learner, *paths, "--sort-into", "sorted", to=sys.stderr)
-    return 0 if read or done else 2
+    return 0 if counts["known"] or counts["refused"] or done else 2
+
+
+def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
+    """Print answers, unless they go into a file, and what cannot be read; gives what became of each image."""
+    for row in found:
+        if row.error is not None:
+            print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
+        elif not quiet:
+            print(_line(row))
+        yield "unread" if row.error is not None else "known" if row.known else "refused"
+    sys.stdout.flush()
+
+
+def _sum_up(counts: Counter[str], done: int, rejects: bool, files: list[Any]) -> None:
+    from dulbe_peft.data.inventory import counted
+
+    parts = [counted(counts["known"] + counts["refused"], "image")]
+    parts += [f"{done} were answered before"] * bool(done)
+    parts += [f"{counts['refused']} of them {NONE}"] * rejects
+    parts += [f"{counts['unread']} could not be read"] * bool(counts["unread"])
+    print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
 
 
 def _images(paths: Iterable[str]) -> Iterator[Any]:
@@ -130,13 +137,10 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
         file.name = "standard input"
         try:
             open_image(file)
-            listed = False
-        except UnidentifiedImageError:
-            listed = b"\0" not in data  # which no path has
-        if listed:
-            yield from (os.fsdecode(line.rstrip(b"\r")) for line in data.split(b"\n") if line.strip())
-        else:
             yield file
+        except UnidentifiedImageError:
+            lines = [line.rstrip(b"\r") for line in data.split(b"\n") if line.strip()]
+            yield from [file] if b"\0" in data else map(os.fsdecode, lines)  # no path has such a byte
 
 
 def _answers(

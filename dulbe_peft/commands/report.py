@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import check_folder, check_outputs, overwrite_option
+from dulbe_peft.commands.outputs import check_folder, check_outputs, overwrite_option, say_next
 
 EXAMPLE = """example:
   dulbe-peft report out
@@ -62,4 +62,8 @@ def report(
     for path in (output or page, csv, latex, *pictures):
         if path is not None:
             print(f"written: {path}")
+    if comparisons or len(folders) > 1:
+        say_next("report", *folders, "--latex", f"{folders[0]}.tex")
+    else:
+        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers")
     return 0

@@ -26,8 +26,15 @@ def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
     """Serve the page until Ctrl-C."""
     from dulbe_peft.serving import make_server
 
-    server = make_server(load(), host, port)
-    print(f"open http://{host}:{server.server_address[1]} (Ctrl-C ends it)", flush=True)
+    name = f"[{host}]" if ":" in host else host
+    loaded = load()
+    try:
+        server = make_server(loaded, host, port)
+    except OSError as error:
+        raise OSError(
+            f"{name}:{port} cannot be listened on: {error.strerror}; choose another --port or --host"
+        ) from error
+    print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -25,11 +25,7 @@ _UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # what some system doe
 def growing_table(
     path: str, header: Sequence[str], settings: Sequence[Any], anew: bool
 ) -> Iterator[tuple[Callable[[Lines], None], set[str]]]:
-    """A table that is written line by line to PATH.partial, and takes its place at the end; "-" is standard output.
-
-    Gives the function that writes lines, and the first cells of the lines of an interrupted call with the same
-    `settings`, with which it goes on unless `anew`.
-    """
+    """A table at PATH.partial until it is whole: the function that adds lines, and the first cells that it has."""
     if path == "-" or (Path(path).exists() and not Path(path).is_file()):
         with output_file(path) as file:
             write_rows(file, header, [])
@@ -71,10 +67,8 @@ def copy_into(file: Path, class_name: str, folder: Path) -> None:
     place = folder / _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", class_name)
     place.mkdir(parents=True, exist_ok=True)
     names = itertools.chain([file.name], (f"{file.stem}-{number}{file.suffix}" for number in itertools.count(2)))
-    target = next(place / name for name in names if not _other_file(place / name, file))
-    if not target.exists():
-        shutil.copy2(file, target)
-
-
-def _other_file(place: Path, file: Path) -> bool:
-    return place.exists() and not filecmp.cmp(place, file, shallow=False)
+    for target in map(place.joinpath, names):
+        if not target.exists():
+            shutil.copy2(file, target)
+        if filecmp.cmp(target, file, shallow=False):
+            return

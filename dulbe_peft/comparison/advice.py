@@ -1,12 +1,8 @@
 """What to use for one's own images: training-free classifiers, augmentation, and one short probe of training.
 
-Everything is measured on training images that are held back. Test images are never looked at.
-
-    whole stream    the model as it is, every classifier, with and without augmented views     which classifier
-    first tasks     the model as it is, and trained with a few settings                        whether training pays
-
-The classifier that is best on the held-back images is the advice. Training must be clearly better, because it takes
-far longer. How far such advice was below the best that one could have done is in `assets/advice/regret.json`.
+Everything is measured on training images that are held back: every classifier on the whole stream, and a few ways to
+train on its first tasks. What is best there is the advice; training must be clearly better, because it takes far
+longer. How far such advice was below the best that one could have done is in `assets/advice/regret.json`.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ from dulbe_peft.utils.records import Record, read_record
 
 CLASSIFIERS = ("bayes", "gda", "bridge", "prototype", "lda", "ridge", "ranpac:features=1000", "text")
 TRIALS: dict[str, dict[str, Any]] = {
-    f"{name} {rate:g}": {"strategy": strategy, "learning_rate": rate}
-    for name, strategy in (("DuLBE", "dulbe"), ("LoRA", "lora"))
+    f"{name} {rate:g}": {"strategy": name.lower(), "learning_rate": rate}
+    for name in ("DuLBE", "LoRA")
     for rate in (1e-4, 3e-4)
 }
 FROZEN = "frozen"
@@ -65,6 +61,12 @@ class ClassCounts(Record):
     classes: int
     fewest: int
     most: int
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any]) -> ClassCounts:
+        """The counts of a run, from its `results.json`."""
+        images = [count for task in results["tasks"] for count in task["images"].values()]
+        return cls(classes=len(images), fewest=min(images), most=max(images))
 
     @property
     def unequal(self) -> bool:
@@ -135,36 +137,30 @@ def advise(
     whole, probe = advice_plans(settings, classifiers, trials, drifts, seed)
     free, taken = _measured(whole, output, jobs, log)
     ranked = sorted(free, key=lambda row: -free[row].mean())
-    chosen, methods, training = ranked[0], whole.methods, None
-    seconds = {WHOLE: taken[FROZEN]}
+    chosen, training, seconds = ranked[0], None, {WHOLE: taken[FROZEN]}
     lead = _contest(free, ranked[:1], ranked[1], len(ranked) - 1) if len(ranked) > 1 else None
     if trials:
         found, taken = _measured(probe, output, jobs, log)
         trained = [row for row in found if row.method != FROZEN]
         training = _contest(found, trained, Row(FROZEN, chosen.classifier), len(trained))
-        if training:
-            seconds[PROBE] = taken[training.row.method]
-            if training.clear:
-                chosen, methods = training.row, probe.methods
-    use = {**methods[chosen.method], "classifiers": chosen.classifier}
+    if training:
+        seconds[PROBE] = taken[training.row.method]
+        chosen = training.row if training.clear else chosen
+    use = {**(whole.methods | probe.methods)[chosen.method], "classifiers": chosen.classifier}
     if chosen.drift != "none":
         use["drift"] = chosen.drift
+    titles = {row: row.classifier + row.method.removeprefix(FROZEN).replace(" ", ", augment ", 1) for row in ranked}
     results = read_json(output / next(iter(whole.cells())).folder / RESULTS_FILE)
-    images = [count for task in results["tasks"] for count in task["images"].values()]
     return Advice(
         settings=use,
-        classifiers={_title(row): mean_share(free[row]) for row in ranked},
+        classifiers={titles[row]: mean_share(free[row]) for row in ranked},
         lead=lead,
         training=training,
         held_back=len(free[ranked[0]]),
-        counts=ClassCounts(classes=len(images), fewest=min(images), most=max(images)),
+        counts=ClassCounts.of(results),
         zero_shot=results.get("zero_shot", {}).get("last_accuracy"),
         seconds=seconds,
     )
-
-
-def _title(row: Row) -> str:
-    return row.classifier + row.method.removeprefix(FROZEN).replace(" ", ", augment ", 1)
 
 
 def _measured(
@@ -181,10 +177,10 @@ def _measured(
     found: dict[Row, np.ndarray] = {}
     seconds: dict[str, float] = {}
     for cell in plan.cells():
-        done = read_cell(output / cell.folder)
+        folder = output / cell.folder
+        done, weights = read_cell(folder), _weights(folder)
         seconds[cell.method] = done.cost.seconds if done else 0.0
-        weights = _weights(output / cell.folder)
-        shares = {row: shares_of(output / cell.folder, row) for row in plan.rows(cell.method)}
+        shares = {row: shares_of(folder, row) for row in plan.rows(cell.method)}
         # A classifier that needs text is not asked where the model has none.
         found |= {row: share * weights for row, share in shares.items() if share is not None}
     return found, seconds
@@ -192,10 +188,9 @@ def _measured(
 
 def _weights(run: Path) -> np.ndarray:
     """What each held-back image counts, (n,), in the order of the classes' names; unequal classes count the same."""
-    images = [count for task in read_json(run / RESULTS_FILE)["tasks"] for count in task["images"].values()]
     held_back = Counter(row.true for row in read_predictions(run / PREDICTIONS_FILE))
     counts = np.array([held_back[name] for name in sorted(held_back)])
-    if not ClassCounts(classes=len(images), fewest=min(images), most=max(images)).unequal:
+    if not ClassCounts.of(read_json(run / RESULTS_FILE)).unequal:
         return np.ones(counts.sum())
     return np.repeat(counts.sum() / (len(counts) * counts), counts)
 
@@ -204,10 +199,10 @@ def _contest(found: Mapping[Row, np.ndarray], rows: Sequence[Row], against: Row,
     """The best of the rows against another one, at the level 5 % / tried (Bonferroni); None without two images."""
     if not rows or len(found[against]) < 2:
         return None
-    best = max(rows, key=lambda row: found[row].mean())
-    chance = CHANCE / tried
-    gain = mean_interval((found[best] - found[against])[None], level=1 - chance)
-    wins, losses = (int((sign * (found[best] - found[against]) > 0).sum()) for sign in (1, -1))
+    best, chance = max(rows, key=lambda row: found[row].mean()), CHANCE / tried
+    ahead = found[best] - found[against]
+    gain = mean_interval(ahead[None], level=1 - chance)
+    wins, losses = int((ahead > 0).sum()), int((ahead < 0).sum())
     clear = gain.mean > 0 and wins > losses and binomtest(wins, wins + losses).pvalue < chance
     return Contest(row=best, gain=gain, clear=bool(clear))
 

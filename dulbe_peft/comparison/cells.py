@@ -1,10 +1,7 @@
 """One run of a comparison: train a stream once, keep its features, and ask every classifier about them.
 
-FOLDER/task-005        the learner after the last task
-FOLDER/features/       what the classifiers see of each task
-FOLDER/answers/        what each classifier says of the test images
-FOLDER/log.txt         what the run said
-FOLDER/cell.json       settings, cost, what is still known of classes in no stream; written when all is trained
+Beside what every run leaves, its folder holds `answers/`, what each classifier says of the test images; `log.txt`,
+what the run said; and `cell.json`, settings and cost, which is written when all is trained.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ import torch
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
-from dulbe_peft.comparison.plan import Cell, Row
+from dulbe_peft.comparison.plan import Cell, Row, growth
 from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
-from dulbe_peft.metrics.features import Answers, learn_from_features, read_features
+from dulbe_peft.metrics.features import Answers, growing_stream, learn_from_features, read_features
 from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.runs.settings import validated
 from dulbe_peft.runs.setup import set_up
@@ -91,8 +88,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
     """Do what is missing of a cell, in a process of its own; returns None, or why it failed."""
     if threads is not None:
         torch.set_num_threads(threads)
-    folder = output / cell.folder
-    problems = []
+    folder, problems = output / cell.folder, []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
@@ -111,10 +107,9 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     """Whether nothing of a cell is missing."""
     folder = output / cell.folder
     done = read_cell(folder)
-    if done is None:
-        return False
-    _check_same(done, cell, folder)
-    return all(answers_path(folder, row).is_file() for row in _askable(done, rows))
+    if done is not None:
+        _check_same(done, cell, folder)
+    return done is not None and all(answers_path(folder, row).is_file() for row in _askable(done, rows))
 
 
 def _askable(done: CellRecord, rows: Sequence[Row]) -> list[Row]:
@@ -126,9 +121,6 @@ def read_cell(folder: Path) -> CellRecord | None:
     """What `cell.json` holds; None where the cell has not been trained to its end."""
     path = folder / CELL_FILE
     return read_record(path, CellRecord) if path.is_file() else None
-
-
-# ---------------------------------------------------------------------- training
 
 
 def train(cell: Cell, folder: Path) -> CellRecord:
@@ -147,74 +139,71 @@ def train(cell: Cell, folder: Path) -> CellRecord:
 
 
 def _train(cell: Cell, folder: Path) -> CellRecord:
-    setup = set_up({**cell.settings, "classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False})
+    own = {"classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False}
+    if growth(cell.settings):  # the classifiers are shown them bit by bit
+        own["images_per_class"] = None
+    setup = set_up(cell.settings | own)
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
     learner = setup.make_learner(setup.args)
-    source, check = source_of(setup.stream), setup.check_zero_shot
-    ahead = setup.stream.test_ahead
     learner.run(
         setup.tasks,
         folder,
-        source=source,
+        source=source_of(setup.stream),
         keep_features=True,
-        check_zero_shot=check,
-        test_ahead=ahead,
+        check_zero_shot=setup.check_zero_shot,
+        test_ahead=setup.stream.test_ahead,
         class_texts=setup.class_texts(),
     )
-    args, timings = learner.args, read_json(folder / TIMINGS_FILE)["tasks"]
-    trained = trainable_parameters(learner.model, learner.strategy)["total"] if learner.strategy.adapts else 0
+    args, strategy = learner.args, learner.strategy
+    # A run that was killed between a task's commit and its timing does not know that one.
+    timings = [task for task in read_json(folder / TIMINGS_FILE)["tasks"] if task is not None]
     return CellRecord(
         stream=cell.stream,
         method=cell.method,
         seed=cell.seed,
-        settings=_as_json(cell.settings),
-        strategy={"name": learner.strategy.name, **learner.strategy.settings()},
+        settings=as_json(cell.settings),
+        strategy={"name": strategy.name, **strategy.settings()},
         class_names=[list(task) for task in learner.tasks],
         logit_scale=learner.logit_scale,
         text_embeds=args.text_embeds,
         bridge={"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         cost=Cost(
-            # A run that was killed between a task's commit and its timing does not know that one.
-            seconds=sum(task["seconds"] for task in timings if task is not None),
-            cpu_seconds=sum(task.get("cpu_seconds", 0.0) for task in timings if task is not None),
-            trainable_parameters=trained,
+            seconds=sum(task["seconds"] for task in timings),
+            cpu_seconds=sum(task.get("cpu_seconds", 0.0) for task in timings),
+            trainable_parameters=trainable_parameters(learner.model, strategy)["total"] if strategy.adapts else 0,
             kept_bytes=memory_bytes(learner.memory),
         ),
         text=has_text(learner.clip),
         data=data_fingerprint(cell.settings),
         retention=_retention(learner, cell, setup.tasks),
-        retention_of=[cell.retention, *cell.retention_scales],
+        retention_of=list(cell.retention),
         finished=time.strftime("%Y-%m-%d"),
     )
 
 
 def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Task]) -> Retention | None:
     """How well the model tells classes that it never learned by their names, before all tasks and after them."""
-    if cell.retention is None:
+    data, *scales = cell.retention
+    if data is None:
         return None
-    source = {"data": cell.retention, "train_split": "train", "test_split": "test", "test_fraction": None}
+    source = {"data": data, "train_split": "train", "test_split": "test", "test_fraction": None}
     train_images, test_images = open_source(source, report=False)
     images = train_images if test_images is None else test_images
-    learned = [(task.test, task.class_names) for task in tasks] if cell.retention_scales else []
-    found = zero_shot_retention(learner, images, scales=cell.retention_scales, learned=learned)
+    learned = [(task.test, task.class_names) for task in tasks] if scales else []
+    found = zero_shot_retention(learner, images, scales=scales, learned=learned)
     return Retention.model_validate(found if learned else {name: found[name] for name in ("before", "after")})
 
 
-def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+def as_json(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as a JSON file gives them back."""
     return dict(json.loads(json.dumps(settings)))
 
 
-def has_settings_of(done: CellRecord, cell: Cell) -> bool:
-    """Whether a finished run is the one that the cell asks for, as far as its settings tell."""
-    return done.settings == _as_json(cell.settings)
-
-
 def _check_same(done: CellRecord, cell: Cell, folder: Path) -> None:
     """Raise a ValueError where the finished run had other settings or other images than the cell asks for."""
-    asked = _as_json(cell.settings) | {"retention": [cell.retention, *cell.retention_scales]}
-    settings = done.settings | {"retention": done.retention_of}
+    asked, settings = as_json(cell.settings), dict(done.settings)
+    asked["retention"], settings["retention"] = list(cell.retention), done.retention_of
     other = "name another folder as output, remove this one, or give the stream or the method another name"
     for name in sorted({*settings, *asked}):
         before, now = settings.get(name), asked.get(name)
@@ -235,9 +224,6 @@ def _fingerprints(settings: str) -> list[str | None]:
     return [None if part is None else fingerprint(part) for part in parts]
 
 
-# ---------------------------------------------------------------------- classifiers
-
-
 def answers_path(folder: Path, row: Row) -> Path:
     """Where a cell keeps what a classifier said."""
     drift = "" if row.drift == "none" else f" drift={row.drift}"
@@ -252,8 +238,10 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
-    how = (row.drift, cell.text_embeds, cell.settings["seed"], cell.bridge)
-    answers, classifier = learn_from_features(features, row.classifier, cell.logit_scale, *how)
+    if growing := growth(cell.settings):
+        features = growing_stream(features, *growing, seed=cell.settings["draw_seed"])
+    how = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"], cell.bridge)
+    answers, classifier = learn_from_features(features, row.classifier, *how)
     facts = AnswersFacts(
         class_names=[name for task in cell.class_names for name in task],
         nbytes=classifier.nbytes,
@@ -274,7 +262,7 @@ def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
     """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
     cls, settings = parse_classifier(row.classifier, cell.bridge)
     made = {"classifier": [cls.name, cell.logit_scale, settings], "drift": row.drift}
-    return _as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
+    return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
 
 def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers], AnswersFacts]:

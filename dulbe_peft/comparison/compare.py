@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import answers_path, is_done, read_answers, read_cell
-from dulbe_peft.comparison.comparison_file import (
-    COMPARISON_FILE,
-    CSV_FILE,
-    Comparison,
-    Entry,
-    Scope,
-    write_comparison,
-)
-from dulbe_peft.comparison.engine import finish_cells
+from dulbe_peft.comparison.cells import answers_path, finish_cell, is_done, read_answers, read_cell
+from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry, Scope
 from dulbe_peft.comparison.intervals import image_shares, mean_share
 from dulbe_peft.comparison.plan import Cell, Plan, Row
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.engines import BACKENDS, default_jobs
+from dulbe_peft.utils.engines import BACKENDS, default_jobs, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
+from dulbe_peft.utils.records import write_record
 
 Work = list[tuple[Cell, list[Row]]]
 Finish = Callable[[Work], list[str]]  # finishes what is missing; gives what failed, and why
@@ -60,7 +53,7 @@ def compare(
     output = Path(output).absolute()
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
-    for data in (*(settings["data"] for settings in plan.streams.values()), *plan.retentions.values()):
+    for data in (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values())):
         check_run_folder(data, str(output))
 
     def finish(work: Work) -> list[str]:
@@ -84,11 +77,26 @@ def compare(
         entries = make_entries(plan, output, cells)
         output.mkdir(parents=True, exist_ok=True)
         values = {f"{stream}: {method}": values for (stream, method), values in chosen.items()}
-        write_comparison(Comparison(entries=entries, chosen=values, scope=Scope.of(plan)), output)
+        write_record(output / COMPARISON_FILE, Comparison(entries=entries, chosen=values, scope=Scope.of(plan)))
         write_table_csv(COLUMNS, entries, output / CSV_FILE)
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(cells)} runs failed; the first: {failed[0]}")
     return entries
+
+
+def finish_cells(
+    work: Work, output: Path, jobs: int, backend: str, address: str | None
+) -> Iterator[tuple[int, str | None]]:
+    """Finish cells side by side; yields the position of a cell in `work`, and None or why it failed.
+
+    With several machines, all of them must see `output` under this path.
+    """
+    threads = 1 if jobs > 1 or backend != "local" else None
+    calls = [(cell, output, rows, threads) for cell, rows in work]
+    if backend == "local" and (jobs == 1 or len(work) == 1):
+        yield from ((index, finish_cell(*call)) for index, call in enumerate(calls))
+    else:
+        yield from on_engine(finish_cell, calls, jobs, backend, address)
 
 
 def _choose(

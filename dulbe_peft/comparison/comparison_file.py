@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from dulbe_peft.comparison.intervals import Difference, Measure
 from dulbe_peft.comparison.plan import Plan, Row
-from dulbe_peft.utils.records import Fraction, Record, read_record, write_record
+from dulbe_peft.utils.records import Fraction, Record, read_record
 
 COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
 Mean = Annotated[float, Field(ge=-1, le=1)]
@@ -91,13 +91,12 @@ class Comparison(Record):
     def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
         """Stream, row and seeds of what is not finished."""
         done = {(entry.stream, entry.row): entry.seeds for entry in self.entries}
-        found = []
-        for stream in self.scope.streams:
-            for row in self.scope.rows:
-                seeds = tuple(seed for seed in self.scope.seeds if seed not in done.get((stream, row), ()))
-                if seeds:
-                    found.append((stream, row, seeds))
-        return found
+        lacks = {
+            (stream, row): tuple(seed for seed in self.scope.seeds if seed not in done.get((stream, row), ()))
+            for stream in self.scope.streams
+            for row in self.scope.rows
+        }
+        return [(stream, row, seeds) for (stream, row), seeds in lacks.items() if seeds]
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -106,8 +105,3 @@ def read_comparison(folder: Path) -> Comparison:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")
     return read_record(path, Comparison)
-
-
-def write_comparison(comparison: Comparison, folder: Path) -> None:
-    """Write `comparison.json`."""
-    write_record(folder / COMPARISON_FILE, comparison)

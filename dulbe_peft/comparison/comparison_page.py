@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,7 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
             "which is better."
         )
     kind = "better" if found.mean > 0 else "worse"
-    judgement = f"clearly {kind} than" if found.clear else "not distinguishable from"
-    zero = "leaves out" if found.clear else "holds"
+    judgement, zero = (f"clearly {kind} than", "leaves out") if found.clear else ("not distinguishable from", "holds")
     return (
         f"{words} It is {judgement} the reference, {reference.title}, which has {percent(first.means['last'])} %: the "
         f"difference is {signed(found.mean)} percentage points, and its 95 % interval, {signed(found.low)} to "
@@ -149,12 +149,12 @@ def _missing(comparison: Comparison) -> list[dict[str, Any]]:
     for stream, row, seeds in comparison.missing():
         drift = "" if row.drift == "none" else f" (drift {row.drift})"
         groups.setdefault((stream, row.method, seeds), []).append(row.classifier + drift)
-    found = []
-    for (stream, method, seeds), names in groups.items():
-        whole = len(names) == sum(row.method == method for row in comparison.scope.rows)
-        classifiers = "all" if whole else ", ".join(names)
-        found.append({"stream": stream, "method": method, "classifiers": classifiers, "seeds": seeds})
-    return found
+    rows = Counter(row.method for row in comparison.scope.rows)
+    return [
+        {"stream": stream, "method": method, "seeds": seeds}
+        | {"classifiers": "all" if len(names) == rows[method] else ", ".join(names)}
+        for (stream, method, seeds), names in groups.items()
+    ]
 
 
 def _listed(settings: dict[str, Any]) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 from dulbe_peft.comparison.comparison_file import Comparison, Entry
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.report.plots import INK, SERIES, line_style, new_figure, whole_numbers
+from dulbe_peft.report.plots import INK, LEGEND, SERIES, line_style, new_figure, whole_numbers
 
 MOST = 24  # rows that a picture of differences still shows legibly
 _LONGEST = 60  # letters of a line in a picture
+_LAST = "right after the last task (%)"
 
 
 def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
@@ -48,82 +49,68 @@ def best_of_each(comparison: Comparison) -> str:
 
 
 def streams_figure(comparison: Comparison, rows: Sequence[Row]) -> Any:
-    """matplotlib's figure of A_last of some rows over the streams, or over their numbers of images a class."""
+    """A_last of some rows over the streams, or over their numbers of images a class."""
     counts = image_counts(comparison.scope.streams)
     names = sorted(counts, key=counts.__getitem__) if counts else list(comparison.scope.streams)
-    size = 3.0 if counts else 0.8 + 0.45 * len(names)
-    figure, axes = new_figure(size + 0.2 * len(rows))
+    look: dict[str, Any] = {"ylim": (0, 100), "xlabel": "training images of each class", "ylabel": _LAST}
+    if not counts:
+        look = {"ylim": (len(names) - 0.5, -0.5), "xlim": (0, 100), "xlabel": _LAST}
+    figure, axes = new_figure((3.0 if counts else 0.8 + 0.45 * len(names)) + 0.2 * len(rows), **look)
     handles = []
     for number, row in enumerate(rows):
         own = {entry.stream: entry for entry in comparison.entries if entry.row == row}
         found = [own[name] for name in names if name in own]
-        means = [entry.means["last"] for entry in found]
-        shares = [100 * mean for mean in means]
-        spreads = [
-            100 * (entry.intervals["last"].high - m) if entry.intervals else 0.0 for entry, m in zip(found, means)
-        ]
-        look: dict[str, Any] = {**line_style(number), "markersize": 4, "linewidth": 1.5}
+        shares = [100 * entry.means["last"] for entry in found]
+        ends = [100 * one.intervals["last"].high if one.intervals else at for one, at in zip(found, shares)]
+        bars = [end - at for end, at in zip(ends, shares)]
+        style = {**line_style(number), "markersize": 4, "linewidth": 1.5, "elinewidth": 0.8, "capsize": 2}
         if counts:
-            places: list[float] = [counts[entry.stream] for entry in found]
-            handles.append(axes.errorbar(places, shares, yerr=spreads, elinewidth=0.8, capsize=2, **look))
+            handles.append(axes.errorbar([counts[entry.stream] for entry in found], shares, yerr=bars, **style))
         else:  # nothing lies between two streams, so no line joins them; rows stand beside each other
             step = 0.5 * ((number + 0.5) / len(rows) - 0.5)
             places = [names.index(entry.stream) + step for entry in found]
-            look |= {"linestyle": "none"}
-            handles.append(axes.errorbar(shares, places, xerr=spreads, elinewidth=0.8, capsize=2, **look))
-    share = "right after the last task (%)"
+            handles.append(axes.errorbar(shares, places, xerr=bars, **style | {"linestyle": "none"}))
     if counts:
         axes.set_xscale("log")
         axes.set_xticks([counts[name] for name in names], [str(counts[name]) for name in names])
         axes.set_xticks([], minor=True)
-        axes.set_ylim(0, 100)
-        axes.set_xlabel("training images of each class")
-        axes.set_ylabel(share)
     else:
         axes.set_yticks(range(len(names)), [_plain(name, _LONGEST // 3) for name in names])
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlim(0, 100)
-        axes.set_xlabel(share)
     _legend(figure, handles, [row.title for row in rows])
     return figure
 
 
 def curves_figure(entries: Sequence[Entry], rows: Sequence[Row]) -> Any:
-    """matplotlib's figure of one stream: how many test images some rows name right after each task."""
+    """How many test images of one stream some rows name right after each task."""
     own = [entry for row in rows for entry in entries if entry.row == row and entry.curve]
-    figure, axes = new_figure(2.8 + 0.2 * len(own))
+    words = {"xlabel": "task", "ylabel": "right, of all seen classes (%)"}
+    figure, axes = new_figure(2.8 + 0.2 * len(own), ylim=(0, 100), **words)
     handles = []
     for entry in own:
         look: dict[str, Any] = {**line_style(rows.index(entry.row)), "markersize": 4, "linewidth": 1.5}
         handles += axes.plot(range(1, len(entry.curve) + 1), [100 * value for value in entry.curve], **look)
-    axes.set_ylim(0, 100)
     axes.xaxis.set_major_locator(whole_numbers())
-    axes.set_xlabel("task")
-    axes.set_ylabel("right, of all seen classes (%)")
     _legend(figure, handles, [entry.row.title for entry in own])
     return figure
 
 
 def cost_figure(entries: Sequence[Entry]) -> Any:
-    """matplotlib's figure of one stream: A_last of every row against its seconds; a method has one colour and mark."""
+    """A_last of every row on one stream against its seconds; a method has one colour and mark."""
     methods = list(dict.fromkeys(entry.row.method for entry in entries))
-    figure, axes = new_figure(2.8 + 0.2 * len(methods))
+    words = {"xlabel": "seconds, of the CPU where they are known", "ylabel": _LAST}
+    figure, axes = new_figure(2.8 + 0.2 * len(methods), xscale="log", **words)
     handles = []
     for number, method in enumerate(methods):
         own = [entry for entry in entries if entry.row.method == method]
         seconds = [max(entry.seconds if entry.cpu_seconds is None else entry.cpu_seconds, 0.1) for entry in own]
         look: dict[str, Any] = {**line_style(number), "linestyle": "none", "markersize": 5}
         handles += axes.plot(seconds, [100 * entry.means["last"] for entry in own], **look)
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds, of the CPU where they are known")
-    axes.set_ylabel("right after the last task (%)")
     _legend(figure, handles, methods)
     return figure
 
 
 def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    look: Any = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
-    legend = figure.legend(handles, ["row"] * len(names), **look)
+    legend = figure.legend(handles, ["row"] * len(names), **LEGEND)
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_text(_plain(name))  # the legend itself would leave out a name that begins with "_"
 
@@ -135,9 +122,10 @@ def with_difference(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def forest_figure(entries: Sequence[Entry]) -> Any:
-    """matplotlib's figure of differences to the reference with their intervals, of the first `MOST` entries."""
+    """Differences to the reference with their intervals, of the first `MOST` entries."""
     rows = list(entries[:MOST])
-    figure, axes = new_figure(0.8 + 0.36 * len(rows))
+    look = {"ylim": (len(rows) - 0.5, -0.9), "yticks": [], "xlabel": "difference to the reference (percentage points)"}
+    figure, axes = new_figure(0.8 + 0.36 * len(rows), **look)
     axes.axvline(0, color=INK, linewidth=1)
     for place, entry in enumerate(rows):
         found = entry.differences["last"]
@@ -149,10 +137,7 @@ def forest_figure(entries: Sequence[Entry]) -> Any:
         # Above its interval: beside it, a long name would leave no room for the axis on a phone.
         where = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 7.5, "color": INK}
         axes.text(0.0, place - 0.25, _plain(entry.row.title, 90), in_layout=False, **where)
-    axes.set_ylim(len(rows) - 0.5, -0.9)
-    axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("difference to the reference (percentage points)")
     return figure
 
 

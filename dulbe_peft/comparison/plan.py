@@ -1,14 +1,6 @@
-"""What a comparison consists of: a YAML file that names streams, methods, classifiers and seeds.
+"""What a comparison consists of: a YAML file that names streams, methods, classifiers, drifts, seeds and a reference.
 
-streams:                                  name -> settings of `dulbe-peft run`
-  digits: {model: demo, data: demo-digits, increment: 2}
-methods:                                  name -> settings of `dulbe-peft run`, on top of the stream's
-  frozen: {strategy: frozen}
-  DuLBE: {strategy: dulbe, choose: {learning_rate: [1e-4, 1e-3]}}
-classifiers: [bridge, ranpac:features=1000]
-drift: [none, linear]                     of what the classifiers keep of old classes
-seeds: [0, 1, 2]                          of the learner, the class order and the drawn images
-reference: {method: frozen, classifier: bridge}
+A stream's settings are those of `dulbe-peft run`; a method's come on top of them.
 """
 
 from __future__ import annotations
@@ -16,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,10 +40,6 @@ _FIXED = {
 }
 
 
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
 def _different(values: list[Any]) -> list[Any]:
     if len(set(map(str, values))) < len(values):
         raise ValueError(f"the entries must be different, got {values!r:.100}")
@@ -59,6 +47,7 @@ def _different(values: list[Any]) -> list[Any]:
 
 
 Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
+Listed = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 Different = AfterValidator(_different)
 
 
@@ -78,22 +67,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder."""
+    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder.
+
+    `retention` names images of classes in no stream, or None, and then how much of the learned update to use on them.
+    """
 
     stream: str
     method: str
     seed: int
     settings: dict[str, Any]
     folder: str
-    retention: str | None = None
-    retention_scales: tuple[float, ...] = ()
+    retention: tuple[Any, ...] = (None,)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A comparison: streams and methods with their settings, specs of classifiers, drifts, and seeds.
 
-    `choices` has values to choose from on held-back training images, `retentions` a stream's images of other classes.
+    `choices` has values to choose from on held-back training images, `retentions` each stream's `Cell.retention`.
     """
 
     streams: dict[str, dict[str, Any]]
@@ -103,8 +94,7 @@ class Plan:
     seeds: list[int]
     reference: Row | None = None
     choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    retentions: dict[str, str] = field(default_factory=dict)
-    retention_scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    retentions: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Row:
@@ -125,9 +115,7 @@ class Plan:
         for spec in specs:
             cls, settings = parse_classifier(spec)
             moves = strategy.adapts and cls.follows_drift(settings)
-            rows += [Row(method, spec, drift) for drift in self.drifts if moves or drift == "none"]
-            if not moves and "none" not in self.drifts:
-                rows.append(Row(method, spec))
+            rows += [Row(method, spec, drift) for drift in (self.drifts if moves else ["none"])]
         return rows
 
     def cells(self, chosen: Mapping[tuple[str, str], dict[str, Any]] | None = None) -> list[Cell]:
@@ -140,16 +128,14 @@ class Plan:
 
     def trials(self, stream: str, method: str) -> list[tuple[dict[str, Any], Cell]]:
         """The settings that a method may choose from on a stream, each with the run that tries it out."""
-        grid = self.choices.get(method, {})
-        combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-        held_back = {"validation_fraction": CHOICE_FRACTION}
-        found = []
-        for values in combinations if grid else []:
+        grid, found = self.choices[method], []
+        for combination in itertools.product(*grid.values()):
+            values = dict(zip(grid, combination, strict=True))
             name = quote(",".join(f"{key}={value}" for key, value in values.items()), safe=" =,.+")
             if len(name) > 100:
                 name = hashlib.sha256(name.encode()).hexdigest()
-            folder = f"choices/{stream}/{method}/{name}"
-            found.append((values, self._cell(stream, method, self.seeds[0], values | held_back, folder)))
+            more, folder = values | {"validation_fraction": CHOICE_FRACTION}, f"choices/{stream}/{method}/{name}"
+            found.append((values, self._cell(stream, method, self.seeds[0], more, folder)))
         return found
 
     def _cell(self, stream: str, method: str, seed: int, more: dict[str, Any], folder: str) -> Cell:
@@ -161,8 +147,16 @@ class Plan:
         # Features from before each task are kept in any case, so that drift can be asked for later.
         drift = {"drift": "linear"} if self.strategy(method).adapts else {}
         settings = seeds | self.streams[stream] | self.methods[method] | more | drift
-        scales = self.retention_scales.get(stream, ())
-        return Cell(stream, method, seed, settings, folder, self.retentions.get(stream), scales)
+        if growth(settings) and drift:
+            count = settings["images_per_class"]
+            raise ValueError(f"method {method!r} trains: images_per_class {count} is for methods that train nothing")
+        return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
+
+
+def growth(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Of a stream whose classes grow: images of each class when it comes, and further ones of some later."""
+    first, plus, more = str(settings.get("images_per_class")).partition("+")
+    return (int(first), int(more)) if plus else None
 
 
 class _PlanFile(Record):
@@ -170,10 +164,8 @@ class _PlanFile(Record):
 
     streams: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     methods: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
-    classifiers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1), Different] = ["bridge"]
-    drift: Annotated[list[Literal["none", "linear"]], BeforeValidator(_listed), Field(min_length=1), Different] = [
-        "none"
-    ]
+    classifiers: Annotated[list[str], Listed, Field(min_length=1), Different] = ["bridge"]
+    drift: Annotated[list[Literal["none", "linear"]], Listed, Field(min_length=1), Different] = ["none"]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Different] = [0]
     reference: dict[Literal["method", "classifier", "drift"], str] | None = None
 
@@ -183,7 +175,7 @@ class _Own(Record):
 
     choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     retention: str | None = None
-    retention_scales: Annotated[tuple[Fraction, ...], BeforeValidator(lambda value: tuple(_listed(value)))] = ()
+    retention_scales: Annotated[list[Fraction], Listed] = []
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -191,10 +183,9 @@ def read_plan(path: str | Path) -> Plan:
     content = read_yaml(Path(path), "comparison")
     try:
         return make_plan(content)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_problem(error)}") from error
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        words = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path}: {words}") from error
 
 
 def make_plan(content: dict[str, Any]) -> Plan:
@@ -214,8 +205,9 @@ def make_plan(content: dict[str, Any]) -> Plan:
         drifts=list(file.drift),
         seeds=file.seeds,
         choices={name: _choices(name, own.choose) for name, (_, own) in methods.items() if own.choose},
-        retentions={name: _path(own.retention) for name, (_, own) in streams.items() if own.retention},
-        retention_scales={name: own.retention_scales for name, (_, own) in streams.items() if own.retention_scales},
+        retentions={
+            name: (_path(own.retention), *own.retention_scales) for name, (_, own) in streams.items() if own.retention
+        },
     )
     trials = [cell for pair in itertools.product(plan.streams, plan.choices) for _, cell in plan.trials(*pair)]
     for cell in (*plan.cells(), *trials):
@@ -228,34 +220,31 @@ def make_plan(content: dict[str, Any]) -> Plan:
 
 def _split(owner: str, entry: dict[str, Any], own: tuple[str, ...]) -> tuple[dict[str, Any], _Own]:
     """The settings of a run in an entry, and what else it says under the keys `own`."""
-    given = {name: value for name, value in entry.items() if name not in own}
-    _check_free(owner, given, own == ("choose",))
+    settings = _free_settings(owner, {name: entry[name] for name in entry if name not in own}, own == ("choose",))
     try:
         rest = _Own.model_validate({name: entry[name] for name in own if name in entry})
     except ValidationError as error:
         raise ValueError(f"{owner}: {first_problem(error)}") from error
     if rest.retention_scales and rest.retention is None:
         raise ValueError(f"{owner}: retention_scales must stand beside retention")
-    settings = setting_values(given, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}, rest
 
 
-def _check_free(owner: str, names: Iterable[str], method: bool) -> None:
-    """Raise a ValueError where a stream or a method sets what it cannot."""
-    for name in names:
-        if name in _FIXED:
-            raise ValueError(f"{owner} sets {name!r}, which it cannot: {_FIXED[name]}")
+def _free_settings(owner: str, given: dict[str, Any], method: bool) -> dict[str, Any]:
+    """Settings of a run, converted; a ValueError where a stream or a method sets what it cannot."""
+    for name in given:
+        why = _FIXED.get(name)
         if method and name in _STREAM_ONLY:
-            raise ValueError(
-                f"{owner} sets {name!r}, which it cannot: it belongs to a stream, and is the same for all methods"
-            )
+            why = "it belongs to a stream, and is the same for all methods"
+        if why:
+            raise ValueError(f"{owner} sets {name!r}, which it cannot: {why}")
+    return setting_values(given, owner)
 
 
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
-    _check_free(owner, choose, True)
     return {
-        name: _different([setting_values({name: value}, owner)[name] for value in values])
+        name: _different([_free_settings(owner, {name: value}, True)[name] for value in values])
         for name, values in choose.items()
     }
 
@@ -271,9 +260,8 @@ def _path(text: Any) -> str:
 def _reference(plan: Plan, entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
-    row = Row(**entry)
-    titles = {known: known.title for method in plan.methods for known in plan.rows(method)}
-    if row not in titles:
-        known = list(titles.values())
-        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{closest(row.title, known)}")
+    row, rows = Row(**entry), [row for method in plan.methods for row in plan.rows(method)]
+    if row not in rows:
+        hint = closest(row.title, [known.title for known in rows])
+        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{hint}")
     return row

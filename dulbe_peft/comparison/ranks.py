@@ -14,22 +14,14 @@ from dulbe_peft.comparison.plan import Row
 
 
 @dataclass(frozen=True)
-class RankedRow:
-    """A row's mean rank over the streams, 1 is best, and the p-value against the best row; None for itself."""
-
-    row: Row
-    rank: float
-    p: float | None
-
-
-@dataclass(frozen=True)
 class Ranks:
     """The rows that every stream has, the best first; `p` is Friedman's, that all are equally good.
 
+    Beside each row stand its mean rank over the streams, 1 is best, and the p-value against the best row or None.
     `smallest` is the smallest p-value that so many streams can give for one pair of rows.
     """
 
-    rows: list[RankedRow]
+    rows: list[tuple[Row, float, float | None]]
     streams: int
     p: float
     smallest: float
@@ -55,7 +47,7 @@ def ranked(entries: Sequence[Entry]) -> Ranks | None:
     found = _holm([float(wilcoxon(pair).pvalue) if pair.any() else 1.0 for pair in pairs])
     p = float(friedmanchisquare(*values.T).pvalue)
     return Ranks(
-        [RankedRow(rows[place], float(means[place]), p) for place, p in zip(order, [None, *found], strict=True)],
+        [(rows[place], float(means[place]), p) for place, p in zip(order, [None, *found], strict=True)],
         len(streams),
         1.0 if math.isnan(p) else p,
         2.0 ** (1 - len(streams)),

@@ -10,14 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dulbe_peft.comparison.cells import (
-    AnswersFacts,
-    CellRecord,
-    answers_path,
-    has_settings_of,
-    read_answers,
-    read_cell,
-)
+from dulbe_peft.comparison.cells import AnswersFacts, CellRecord, answers_path, as_json, read_answers, read_cell
 from dulbe_peft.comparison.comparison_file import Entry, Retention
 from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
 from dulbe_peft.comparison.plan import Cell, Plan, Row
@@ -44,8 +37,7 @@ def make_entries(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]
     found: dict[tuple[str, Row], dict[int, _CellRow]] = {}
     for cell in cells:
         for row in plan.rows(cell.method):
-            read = _read(output / cell.folder, row, cell)
-            if read is not None:
+            if read := _read(output / cell.folder, row, cell):
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
     for (stream, row), seeds in found.items():
@@ -59,7 +51,7 @@ def make_entries(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]
 
 def _read(folder: Path, row: Row, cell: Cell) -> _CellRow | None:
     done = read_cell(folder)
-    if done is None or not has_settings_of(done, cell) or not answers_path(folder, row).is_file():
+    if done is None or done.settings != as_json(cell.settings) or not answers_path(folder, row).is_file():
         return None
     answers, facts = read_answers(folder, row, done)
     shares = image_shares(answers, facts.class_names)
@@ -138,13 +130,19 @@ def _share(name: Measure) -> Callable[[Entry], str]:
     """How a measure is shown: its mean and interval, in percent."""
 
     def show(entry: Entry) -> str:
-        if name not in entry.means or (name == "forgetting" and len(entry.curve) < 2):
-            return ""
         found = entry.intervals.get(name)
-        interval = "" if found is None else f" ({percent(max(found.low, 0))} to {percent(min(found.high, 1))})"
-        return percent(entry.means[name]) + (interval if name != "forgetting" or found is None else _ends(found))
+        if found is None:
+            return percent(entry.means[name]) if name in entry.means else ""
+        return f"{percent(entry.means[name])} ({percent(max(found.low, 0))} to {percent(min(found.high, 1))})"
 
     return show
+
+
+def _forgetting(entry: Entry) -> str:
+    found, mean = entry.intervals.get("forgetting"), entry.means.get("forgetting")
+    if mean is None or len(entry.curve) < 2:
+        return ""
+    return percent(mean) + ("" if found is None else _ends(found))
 
 
 def _ends(found: Difference) -> str:
@@ -155,10 +153,6 @@ def _interval(found: Difference | None) -> str:
     return "" if found is None else signed(found.mean) + _ends(found)
 
 
-def _known(known: Retention | None) -> str:
-    return "" if known is None else f"{percent(known.before)} → {percent(known.after)}"
-
-
 def _column(
     title: str,
     show: Callable[[Entry], str] | None,
@@ -166,7 +160,7 @@ def _column(
     goodness: Callable[[Entry], float | None] | None = None,
     **paths: str,
 ) -> Column[Entry]:
-    """A column of figures; `paths` say where an entry has the values of the CSV file."""
+    """A column; `paths` say where an entry has the values of the CSV file."""
     values = {name: _value(path) for name, path in paths.items()}
     return Column(title, show, meaning=meaning, values=values, goodness=goodness)
 
@@ -175,18 +169,14 @@ def _name_column(title: str, path: str, meaning: str) -> Column[Entry]:
     return Column(title, _value(path), False, meaning, values={title: _value(path)})
 
 
-_MEASURE_PATHS = {
-    f"{name}{end}": path.format(name)
-    for name in MEASURES
-    for end, path in {
-        "": "means.{}",
-        "_std": "spreads.{}",
-        "_from": "intervals.{}.low",
-        "_to": "intervals.{}.high",
-        "_difference": "differences.{}.mean",
-        "_low": "differences.{}.low",
-        "_high": "differences.{}.high",
-    }.items()
+_FIGURES = {
+    "": "means.{}",
+    "_std": "spreads.{}",
+    "_from": "intervals.{}.low",
+    "_to": "intervals.{}.high",
+    "_difference": "differences.{}.mean",
+    "_low": "differences.{}.low",
+    "_high": "differences.{}.high",
 }
 COLUMNS: list[Column[Entry]] = [
     _name_column("stream", "stream", ""),
@@ -210,7 +200,7 @@ COLUMNS: list[Column[Entry]] = [
         "The percent of all test images that are named right after the last task, with its 95 % interval. The best "
         "figure of a column is bold.",
         lambda entry: entry.means["last"],
-        **_MEASURE_PATHS,
+        **{f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
     ),
     _column(
         "A_bar",
@@ -221,7 +211,7 @@ COLUMNS: list[Column[Entry]] = [
     ),
     _column(
         "forgetting",
-        _share("forgetting"),
+        _forgetting,
         "What the earlier tasks have lost since each was known best, in percentage points, as a mean. Zero is best.",
         lambda entry: None if len(entry.curve) < 2 else -entry.means.get("forgetting", 0.0),
     ),
@@ -274,7 +264,7 @@ COLUMNS: list[Column[Entry]] = [
     ),
     _column(
         "still known",
-        lambda entry: _known(entry.retention),
+        lambda entry: "" if (r := entry.retention) is None else f"{percent(r.before)} → {percent(r.after)}",
         "Images of classes that the model never learned here: the percent that it names right by the class names, "
         "before all tasks → after them.",
         retention_before="retention.before",

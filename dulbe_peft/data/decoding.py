@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import threading
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from typing import IO, Any
 
 import numpy as np
 from PIL import ExifTags, Image, features
 
+Source = str | os.PathLike[str] | IO[bytes]
 _SUFFIXES = {
     "JPEG": (".jpg", ".jpeg", ".jfif"),
     "PNG": (".png",),
@@ -26,29 +27,7 @@ _SUFFIXES = {
     "AVIF": (".avif",),
     "HEIF": (".heic", ".heif"),
 }
-_OPTIONAL = {"WEBP", "AVIF", "HEIF"}  # not in every build of Pillow, and what phones write in a package of its own
-_PRESENT = [name.upper() for name in features.get_supported_modules()]
-try:
-    from pillow_heif import register_heif_opener
-
-    register_heif_opener()
-    _PRESENT.append("HEIF")
-except ImportError:
-    pass
-IMAGE_FORMATS = tuple(name for name in _SUFFIXES if name not in _OPTIONAL or name in _PRESENT)
-IMAGE_SUFFIXES = tuple(suffix for name in IMAGE_FORMATS for suffix in _SUFFIXES[name])
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
-
-
-def why_not_read(suffix: str) -> str:
-    """Why files with a suffix, in lower case, are left out."""
-    if suffix in ARCHIVES:
-        return "it is an archive: unzip it, and name the folder that comes out"
-    if suffix in _SUFFIXES["HEIF"]:
-        return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
-
-
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -63,19 +42,59 @@ _UPRIGHT = {
 # filters stand behind the user's own.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
-_one_at_a_time = threading.Lock()
 MOST_OBLONG = 100  # a processor that resizes the short side makes the long one as many times longer
 _LARGE = 2**25  # pixels; of larger images, all processes that read images decode one at a time, and keep a smaller one
-_one_large = multiprocessing.Lock()
+
+
+class UnreadableImageError(ValueError):
+    """A stored image cannot be read; the message says why."""
+
+
+@cache
+def image_formats() -> tuple[str, ...]:
+    """The formats that are read: WEBP and AVIF are not in every build of Pillow, HEIF has a package of its own."""
+    absent = {"WEBP", "AVIF", "HEIF"} - set(map(str.upper, features.get_supported_modules()))
+    try:
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+        absent.discard("HEIF")
+    except ImportError:
+        pass
+    return tuple(name for name in _SUFFIXES if name not in absent)
+
+
+@cache
+def image_suffixes() -> tuple[str, ...]:
+    """What the names of image files end in, in lower case."""
+    return tuple(suffix for name in image_formats() for suffix in _SUFFIXES[name])
+
+
+@cache
+def one_at_a_time() -> Any:
+    """A lock that processes share which are forked after the first call."""
+    return multiprocessing.Lock()
+
+
+def why_not_read(suffix: str) -> str:
+    """Why files with a suffix, in lower case, are left out."""
+    if suffix in ARCHIVES:
+        return "it is an archive: unzip it, and name the folder that comes out"
+    if suffix in _SUFFIXES["HEIF"]:
+        return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
+    return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits."""
     _check_shape(image)
     large = image.width * image.height > _LARGE
-    with _one_large if large else nullcontext():
+    with one_at_a_time() if large else nullcontext():
         image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
-        turn = _UPRIGHT.get(_orientation(image))
+        try:
+            turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        except Exception:  # damaged EXIF raises almost anything, and the pixels may be whole
+            turn = None
         # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
         plain = type(image) is Image.Image and image.mode == "RGB" and "transparency" not in image.info
         if plain and turn is None and not large:
@@ -105,31 +124,20 @@ def _converted(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _orientation(image: Image.Image) -> Any:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # damaged EXIF raises almost anything, and the pixels may be whole
-        return None
-
-
-def open_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
-    """Open a path or binary file with the decoders of `IMAGE_FORMATS` alone; decodes no pixel."""
+def open_image(source: Source) -> Image.Image:
+    """Open a path or binary file with the decoders of `image_formats` alone; decodes no pixel."""
     try:
         try:
-            return Image.open(source, formats=IMAGE_FORMATS)
+            return Image.open(source, formats=image_formats())
         except Warning:  # where a program makes errors of warnings, it must read the same images
-            with _one_at_a_time, warnings.catch_warnings():
+            with one_at_a_time(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return Image.open(source, formats=IMAGE_FORMATS)
+                return Image.open(source, formats=image_formats())
     except Image.DecompressionBombError as error:  # which is no ValueError
         raise ValueError(str(error)) from error
 
 
-class UnreadableImageError(ValueError):
-    """A stored image cannot be read; the message says why."""
-
-
-def decode_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
+def decode_image(source: Source) -> Image.Image:
     """Open a path or binary file as an upright RGB image; of several frames, the first."""
     try:
         with open_image(source) as image:
@@ -138,12 +146,8 @@ def decode_image(source: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
         raise UnreadableImageError(_reason(error, source)) from error
 
 
-def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = False) -> str | None:
-    """Why an image cannot be read, as far as its header and its length say; None where they say that it can.
-
-    A file that does not end as its format demands is decoded to be sure: it may be truncated, or have other data after
-    the image. With `in_full` every file is decoded.
-    """
+def image_problem(source: Source, in_full: bool = False) -> str | None:
+    """Why an image cannot be read, by its header and its end, or `in_full`; one with a strange end is decoded."""
     try:
         with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:
             file.seek(0)
@@ -159,7 +163,7 @@ def image_problem(source: str | os.PathLike[str] | IO[bytes], in_full: bool = Fa
     return None
 
 
-def _is_whole(image: Image.Image, file: IO[bytes]) -> bool:
+def _is_whole(image: Any, file: IO[bytes]) -> bool:
     """Whether the file reaches to where its format says that it ends."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 64))
@@ -177,28 +181,21 @@ def _is_whole(image: Image.Image, file: IO[bytes]) -> bool:
             return int.from_bytes(head[4:8], "little") + 8 <= size
         case "BMP":
             return 0 < int.from_bytes(head[2:6], "little") <= size
-        case "TIFF":
-            return _tiff_end(image) <= size
+        case "TIFF":  # the last strip or tile ends within the file; where there is none, it is decoded
+            tags, kinds = image.tag_v2, ((273, 279), (324, 325))
+            ends = [a + b for k, n in kinds if k in tags and n in tags for a, b in zip(tags[k], tags[n])]
+            return bool(ends) and max(ends) <= size
     return True
-
-
-def _tiff_end(image: Any) -> int:
-    """Where the last strip or tile of a TIFF ends, in bytes."""
-    for offsets, counts in ((273, 279), (324, 325)):
-        if offsets in image.tag_v2 and counts in image.tag_v2:
-            return max(a + b for a, b in zip(image.tag_v2[offsets], image.tag_v2[counts]))
-    return 2**63  # unknown: decode it
 
 
 def _reason(error: Exception, source: Any) -> str:
     """An error in words that need no path, which the caller gives."""
-    if isinstance(source, (str, os.PathLike)) and os.path.islink(source) and not os.path.exists(source):
-        return f"{os.path.basename(source)} is a link to {os.readlink(os.fspath(source))}, which does not exist"
-    suffix = os.path.splitext(source)[1].lower() if isinstance(source, (str, os.PathLike)) else ""
+    path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"{os.path.basename(path)} is a link to {os.readlink(path)}, which does not exist"
     if isinstance(error, Image.UnidentifiedImageError):
-        if suffix in (*ARCHIVES, *_SUFFIXES["HEIF"]) and suffix not in IMAGE_SUFFIXES:
+        suffix = os.path.splitext(path)[1].lower()
+        if suffix in (*ARCHIVES, *_SUFFIXES["HEIF"]) and suffix not in image_suffixes():
             return why_not_read(suffix)
-        return f"it is none of the formats {', '.join(IMAGE_FORMATS)}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
+        return f"it is none of the formats {', '.join(image_formats())}"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

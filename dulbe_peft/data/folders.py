@@ -7,73 +7,59 @@ from pathlib import Path
 
 import numpy as np
 
-from dulbe_peft.data.decoding import IMAGE_SUFFIXES, why_not_read
+from dulbe_peft.data.decoding import image_suffixes, why_not_read
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import check_class_names, normalized
 
 # Names that people give to the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
-_MOST_DEEP = 100  # folders within each other; photographs are never so deep, and Python's stack ends
 
 
-class FolderContent:
-    """What one folder and those within it hold. Links to folders are followed, and each folder is read once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.images: list[str] = []  # paths below the folder with "/" between the parts, sorted by code point
-        self.left_out: list[tuple[str, str]] = []  # path and reason of other files, and of folders that hold nothing
-        self.seen = 0  # files and folders that are not hidden
-        self._entered: set[tuple[int, int]] = set()
-        self._walk(str(folder), "")
-        self.images.sort()
-
-    def _walk(self, folder: str, prefix: str) -> None:
-        if prefix.count("/") > _MOST_DEEP:
-            self.left_out.append((folder, f"more than {_MOST_DEEP} folders deep"))
-            return
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in self._entered:
-            self.left_out.append((folder, "a link to a folder that is read already"))
-            return
-        self._entered.add((status.st_dev, status.st_ino))
-        for entry in _entries(folder):
-            if entry.name.startswith("."):
-                self.left_out.append((entry.path, "hidden"))
-                continue
-            self.seen += 1
-            suffix = os.path.splitext(entry.name)[1].lower()
-            if _is_folder(entry):
-                before = self.seen
-                self._walk(entry.path, f"{prefix}{entry.name}/")
-                if self.seen == before:
-                    self.left_out.append((entry.path, "an empty folder"))
-            elif suffix not in IMAGE_SUFFIXES:
-                self.left_out.append((entry.path, why_not_read(suffix)))
-            elif (entry.is_symlink() and not os.path.exists(entry.path)) or entry.is_file():
-                self.images.append(prefix + entry.name)  # a link to nothing or to itself, too: reading it says so
+def folder_content(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Sorted paths of the images below a folder, and path and reason of what is left out; links are followed once."""
+    images, left_out, entered = list[str](), list[tuple[str, str]](), set[tuple[int, int]]()
+    start = len(os.path.join(folder, ""))
+    for here, folders, files in os.walk(folder, onerror=_cannot_be_read, followlinks=True):
+        status = os.stat(here)
+        if (status.st_dev, status.st_ino) in entered:
+            left_out.append((here, "a link to a folder that is read already"))
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        left_out += [(os.path.join(here, name), "hidden") for name in sorted(folders + files) if name[0] == "."]
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        seen = sorted(name for name in files if name[0] != ".")
+        if here != str(folder) and not folders and not seen:
+            left_out.append((here, "an empty folder"))
+        for name in seen:
+            path, suffix = os.path.join(here, name), os.path.splitext(name)[1].lower()
+            if suffix not in image_suffixes():
+                left_out.append((path, why_not_read(suffix)))
+            elif os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path)):
+                images.append(path[start:].replace(os.sep, "/"))  # reading says that a link leads to nothing
             else:
-                self.left_out.append((entry.path, "neither a file nor a folder"))
+                left_out.append((path, "neither a file nor a folder"))
+    return sorted(images), left_out
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+def _cannot_be_read(error: OSError) -> None:
+    raise error
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """What lies in a folder, sorted by code point on every system."""
     with os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; `DirEntry.is_dir` raises over a link that leads to itself."""
-    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
-
-
 def subfolders(path: Path) -> list[str]:
     """Names of the folders in `path` that are not hidden, sorted."""
-    return [entry.name for entry in _entries(path) if _is_folder(entry) and not entry.name.startswith(".")]
+    return [entry.name for entry in _entries(path) if os.path.isdir(entry.path) and not entry.name.startswith(".")]
 
 
 def holds_only_folders(path: Path) -> bool:
     """Whether a folder holds folders, and no image beside them."""
-    images = any(entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.is_file() for entry in _entries(path))
+    images = any(entry.name.lower().endswith(image_suffixes()) and entry.is_file() for entry in _entries(path))
     return not images and bool(subfolders(path))
 
 
@@ -88,8 +74,7 @@ class ImageFolder(LabelledImages):
         split: name of the folder of the split; None where there are no splits.
 
     Attributes:
-        left_out: (path, reason) of every file and folder that is no part of the data: other suffixes, hidden ones,
-            empty folders, files beside the class folders.
+        left_out: (path, reason) of every file and folder that is no part of the data.
 
     Raises:
         FileNotFoundError: `root` or the split is not there.
@@ -107,26 +92,26 @@ class ImageFolder(LabelledImages):
         left_out = [
             (entry.path, "hidden" if entry.name.startswith(".") else "not in a class folder")
             for entry in _entries(folder)
-            if entry.name.startswith(".") or not _is_folder(entry)
+            if entry.name.startswith(".") or not os.path.isdir(entry.path)
         ]
         files: list[str] = []
         labels: list[int] = []
         kept: list[str] = []
         for name in names:
-            content = FolderContent(folder / name)
-            odd = [image for image in content.images if image.encode("utf-8", "ignore").decode() != image]
-            images = [image for image in content.images if image not in odd]
-            unnamed = [(image, "the name is not UTF-8") for image in odd]  # no table of a run could name them
-            left_out += content.left_out + unnamed
-            if images:
-                files += [f"{name}/{image}" for image in images]
-                labels += [len(kept)] * len(images)
-                kept.append(name)
-            elif content.seen:
-                _, why = next(row for row in content.left_out + unnamed if row[1] != "hidden")
-                raise ValueError(f"class folder {folder / name} has no {', '.join(IMAGE_SUFFIXES)} file ({why})")
-            else:
+            images, others = folder_content(folder / name)
+            odd = [image for image in images if image.encode("utf-8", "ignore").decode() != image]
+            others += [(image, "the name is not UTF-8") for image in odd]  # no table of a run could name them
+            images = [image for image in images if image not in odd]
+            why = next((why for _, why in others if why != "hidden"), "")
+            if why and not images:
+                raise ValueError(f"class folder {folder / name} has no {', '.join(image_suffixes())} file ({why})")
+            left_out += others
+            if not images:
                 left_out.append((str(folder / name), "an empty folder"))
+                continue
+            files += [f"{name}/{image}" for image in images]
+            labels += [len(kept)] * len(images)
+            kept.append(name)
         if not kept:
             raise ValueError(f"no class folder in {folder} has an image; its folders are {names}")
         super().__init__(files, np.array(labels, dtype=np.int64), check_class_names(kept), stored=True)

@@ -149,10 +149,7 @@ def labelled_images(dataset: Any) -> LabelledImages:
 def named_images(
     dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
 ) -> LabelledImages:
-    """What a user gives as a data set, which must not be empty and whose classes must have names.
-
-    The labels index `class_names`, or else the names that the data set carries, or else `default`.
-    """
+    """A user's data set, which must not be empty; labels index `class_names`, or its own names, or `default`."""
     images = labelled_images(dataset)
     labels, carried = images.labels, images.class_names
     names = check_class_names(class_names) if class_names is not None else carried or tuple(default)
@@ -177,11 +174,7 @@ def named_images(
 
 
 def undecoded(dataset: Any) -> Any:
-    """A dataset of the library `datasets` with the column "image" as stored; None where it has no such column.
-
-    Its own decoder would try every format that Pillow knows, and PostScript starts another program. A dataset with a
-    transform or format of its own gives what that makes of the images, and is left alone.
-    """
+    """A dataset of `datasets` with images as stored, for its decoder takes every format; None where it has none."""
     features = getattr(dataset, "features", None)
     feature = features.get("image") if isinstance(features, Mapping) else None
     if feature is None or type(feature).__name__ != "Image" or not hasattr(dataset, "cast_column"):

@@ -11,17 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.digits import DEMO_DIGITS
-from dulbe_peft.data.duplicates import find_duplicates
 from dulbe_peft.data.features import feature_splits, is_feature_folder
-from dulbe_peft.data.folders import SPLIT_NAMES, FolderContent, ImageFolder, holds_only_folders, subfolders
+from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.data.inventory import Inventory, inspect_images, unreadable_lines
-from dulbe_peft.data.readers import load_data
+from dulbe_peft.data.inventory import Inventory, count_images, find_duplicates, inspect_parts, unreadable_lines
+from dulbe_peft.data.readers import DEMO_DIGITS, load_data
 from dulbe_peft.utils.checks import check_int, check_number
-
-# ---------------------------------------------------------------------- holding images back
 
 
 def hold_out(
@@ -30,23 +26,20 @@ def hold_out(
     """Divide a data set into images to learn from and images to test on.
 
     A hash of each image's name and class, and of the seed, decides. So neither the order of the files nor the other
-    images matter, and an image stays on its side when others come. Two rules for small classes go before: at least
-    one image of a class is learned from, and where a class has two images or more and `fraction` of them makes half
-    an image or more, at least one is tested on.
+    images matter, and an image stays on its side when others come. At least one image of a class is learned from;
+    where a class has two or more and `fraction` of them makes half an image or more, at least one is tested on.
 
     Args:
         dataset: a data set that carries class names.
         fraction: of each class's images, about how many to test on; above 0 and below 1.
         seed: another seed holds back other images.
-        purpose: another word holds back other images, independently. So images that are left after some were held back
-            for tests can be divided again.
+        purpose: another word holds back other images, independently of those held back before.
 
     Returns:
         The images to learn from, and the images to test on.
 
     Raises:
-        ValueError: `fraction` is not between 0 and 1, no class has an image to spare, or the data set carries no
-            class names.
+        ValueError: `fraction` is not between 0 and 1, no class has an image to spare, or there are no class names.
 
     Example:
         >>> train, test = hold_out(ImageFolder("photos"), 0.2)
@@ -72,11 +65,9 @@ def hold_out(
 
 
 def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, seed: int = 0) -> LabelledImages:
-    """At most `count` images of each class, drawn as in `hold_out`; with a smaller count some of the same ones.
-
-    Several counts go round among the classes, in an order that the seed draws. `longtail:32` gives 32 images to the
-    first class of this order, 16 to the second, 32 / 3 to the third, and so on, at least one.
-    """
+    """At most `count` images of each class; or counts that go round among them; or `longtail:32`: 32, 16, 32 / 3."""
+    if isinstance(count, str) and "+" in count:
+        raise ValueError(f"images_per_class {count} is for streams of a comparison that train nothing")
     seed = check_int("seed", seed, 0)
     drawn, labels = _draws(images, seed, "draw"), images.labels
     keys = [hashlib.sha256(f"{seed} classes\0{name}".encode()).digest() for name in images.class_names]
@@ -104,9 +95,6 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
     return drawn
 
 
-# ---------------------------------------------------------------------- opening what there is
-
-
 def open_stream_data(
     path: str | os.PathLike[str],
     train_split: str = "train",
@@ -131,47 +119,32 @@ def open_stream_data(
 
     Raises:
         FileNotFoundError: there is nothing under this path, or it lacks a split.
-        ValueError: images cannot be read, the message names them; there are a test split and a fraction; it is not
-            clear whether a folder is a split or a class; or what is there does not have the layout.
-
-    Example:
-        >>> train, test, found = open_stream_data("photos", test_fraction=0.2)
-        >>> print(found.summary())
-        2 classes; images: 97 in train, 23 in test
+        ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
-    text = os.fspath(path)
-    splits, left_out = _splits(text, train_split, test_split)
+    splits, left_out = _splits(os.fspath(path), train_split, test_split)
     if test_fraction is not None and test_split in splits:
         raise ValueError(
-            f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
+            f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
         )
-    parts = {train_split: load_data(path, train_split if splits else None)}
+    train = load_data(path, train_split if splits else None)
+    parts = {train_split: train}
     if test_split in splits:
-        parts[test_split] = _with_classes_of(parts[train_split], load_data(path, test_split))
-    found = Inventory({}, left_out=left_out)
-    for split, images in parts.items():
-        found += inspect_images(images, split=split, in_full=skip_unreadable)
+        parts[test_split] = _with_classes_of(train, load_data(path, test_split))
+    found = inspect_parts(parts, skip_unreadable, left_out)
     if found.unreadable and not skip_unreadable:
-        first = f"{len(found.unreadable)} of the images in {text} cannot be read:"
+        first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
         advice = "mend or remove them, or leave them out with --skip-unreadable (in Python skip_unreadable=True)"
         raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
     for split, bad in found.positions.items():
         parts[split] = parts[split].at(np.setdiff1d(np.arange(len(parts[split])), bad))
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
-    duplicates = find_duplicates(parts)
-    counts = {
-        split: dict(zip(images.class_names, np.bincount(images.labels, minlength=len(images.class_names)).tolist()))
-        for split, images in parts.items()
-    }
-    return parts[train_split], parts.get(test_split), replace(found, counts=counts, duplicates=duplicates)
+    found = replace(found, counts=count_images(parts), duplicates=find_duplicates(parts))
+    return parts[train_split], parts.get(test_split), found
 
 
 def load_split(path: str | os.PathLike[str], split: str | None) -> LabelledImages:
-    """One split as `load_data` opens it, labelled by the classes of the training images, and by its own after these.
-
-    So all splits have one list of classes, also where a class has no image in one of them.
-    """
+    """One split as `load_data` opens it, labelled by the classes of the training images, then by its own."""
     images, folder = load_data(path, split), Path(path)
     if not isinstance(images, ImageFolder) or split in (None, "train"):
         return images
@@ -227,16 +200,15 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str], list
     if test not in names:
         if test != "test":
             raise FileNotFoundError(f"{folder} has no split {test!r}; its folders are {names}")
-        if not holds_only_folders(folder / train):
-            return [], []  # a class that is called like a split, trains among other vehicles
         strange = [name for name in others if name.lower() not in SPLIT_NAMES]
+        if not holds_only_folders(folder / train) and (strange or not subfolders(folder / train)):
+            return [], []  # a class that is called like a split, trains among other vehicles
         if strange:
             raise ValueError(
                 f"{folder} holds {train!r}, in which there are folders alone, and beside it {strange[0]!r}. If "
                 f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
                 "elsewhere. If it is a class, put its images into it directly"
             )
-    left_out = [
-        (str(folder / name), f"{_unused(name)}, {len(FolderContent(folder / name).images)} images") for name in others
-    ]
+    counts = {name: len(folder_content(folder / name)[0]) for name in others}
+    left_out = [(str(folder / name), f"{_unused(name)}, {count} images") for name, count in counts.items()]
     return [name for name in names if name in (train, test)], left_out

@@ -13,57 +13,47 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dulbe_peft.data.decoding import IMAGE_SUFFIXES
-from dulbe_peft.data.folders import FolderContent
+from dulbe_peft.data.decoding import image_suffixes
+from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages, undecoded
 
 
 def unlabelled_images(images: Any) -> LabelledImages:
-    """Whatever `ClassIncrementalLearner.predict` takes, in the order given, each image with the label -1.
-
-    A file that is not there, or a folder without an image, counts as an image that cannot be read.
-    """
-    if getattr(images, "features", None) is not None and isinstance(images, LabelledImages):
+    """Whatever `predict` of a learner takes, each image with the label -1; what is not there is unreadable."""
+    if isinstance(images, LabelledImages) and images.features is not None:
         return images
-    source = _Entries(images)
-    return LabelledImages(source, np.full(len(source), -1, dtype=np.int64))
+    given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
+    source = _Entries([entry for one in given for entry in _entries_of(one)])
+    return LabelledImages(source, np.full(len(source.entries), -1, dtype=np.int64))
 
 
 class _Entries:
     """The images one by one: each is a path, a file or an image with None, or a data set with a position."""
 
-    def __init__(self, images: Any) -> None:
-        self.entries: list[tuple[Any, int | None]] = []
-        for entry in images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]:
-            self.entries += _entries_of(entry)
-
-    def __len__(self) -> int:
-        return len(self.entries)
+    def __init__(self, entries: list[tuple[Any, int | None]]) -> None:
+        self.entries = entries
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         source, position = self.entries[index]
         if isinstance(source, Path) and os.path.isdir(source):
-            FolderContent(source)  # raises what keeps the folder from being read
-            raise ValueError(f"the folder holds no image ({', '.join(IMAGE_SUFFIXES)})")
+            folder_content(source)  # raises what keeps the folder from being read
+            raise ValueError(f"the folder holds no image ({', '.join(image_suffixes())})")
         if isinstance(source, io.IOBase):
             source.seek(0)
         if isinstance(source, LabelledImages) and position is not None:
             return source.image(position), -1
         item = source if position is None else source[position]
         if isinstance(item, Mapping) and "image" in item:
-            item = item["image"]
-        elif _is_pair(item):
-            item = item[0]
-        return item, -1
+            return item["image"], -1
+        return item[0] if _is_pair(item) else item, -1
 
     def item_name(self, index: int) -> str:
         """The path of a file, the name that a file or data set has, or the image's number."""
         source, position = self.entries[index]
         if isinstance(source, Path):
             return str(source)
-        named = getattr(source, "item_name", None)
-        if named is not None and position is not None:
-            return str(named(position))
+        if position is not None and hasattr(source, "item_name"):
+            return str(source.item_name(position))
         return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {index}")
 
 
@@ -74,7 +64,7 @@ def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
         path, names = Path(entry), []
         if os.path.isdir(path):
             with suppress(OSError):  # a folder that cannot be read is itself the image that cannot be
-                names = FolderContent(path).images
+                names = folder_content(path)[0]
         return [(path / name, None) for name in names] or [(path, None)]
     if isinstance(entry, torch.Tensor):
         return [(image, None) for image in entry] if entry.ndim == 4 else [(entry, None)]

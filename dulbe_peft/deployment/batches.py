@@ -22,9 +22,7 @@ from dulbe_peft.utils.engines import OncePerProcess
 
 
 class Featurizer:
-    """Adds the image features of a model to a batch.
-
-    It is small, can be pickled, and loads the model once in each process that calls it.
+    """Adds the image features of a model to a batch; it pickles small, and loads the model once in each process.
 
     Args:
         model_or_folder: a saved learner or a run's folder; else a model, as `load_dual_encoder` takes it.
@@ -48,37 +46,20 @@ class Featurizer:
 
         Args:
             batch: "image" holds PIL images, (height, width, 3) arrays of bytes, paths, bytes of image files, or
-                {"bytes", "path"} as `datasets` stores them. Other entries stay.
-
-        Raises:
-            ValueError: an image cannot be read.
+                {"bytes", "path"} as `datasets` stores them. One that cannot be read is a `ValueError`.
         """
         return _with(batch, embedding=self._learner().image_embeds(_images(batch["image"])).cpu().numpy())
 
 
 class Predictor(Featurizer):
-    """Adds the answers of a learner to a batch; the rest is as in [`Featurizer`].
-
-    Args:
-        folder: a saved learner, a run's folder, or an id on the Hub.
-        machine: as in [`Featurizer`].
+    """Adds the answers of a learner to a batch; the arguments are those of [`Featurizer`].
 
     Example:
         >>> answers = photos.map(Predictor("out"), batched=True, num_proc=4, remove_columns="image")
     """
 
-    def __init__(self, folder: str | Path, machine: dict[str, Any] | None = None) -> None:
-        super().__init__(folder, machine)
-
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """The batch with "class", (n,), and its calibrated "probability", (n,), float32.
-
-        Args:
-            batch: as in [`Featurizer`].
-
-        Raises:
-            ValueError: an image cannot be read, or the learner has learned nothing.
-        """
+        """The batch with "class", (n,), and its calibrated "probability", (n,), float32; see [`Featurizer`]."""
         answers = self._learner().predict(_images(batch["image"]), return_scores=True)
         names, probabilities = [name for name, _ in answers], [probability for _, probability in answers]
         found = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
@@ -103,8 +84,7 @@ def _with(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapp
     """The batch with further columns; the given one stays as it is."""
     # A copy of the batch of `datasets` keeps its images undecoded, so they are not encoded again.
     found = copy.copy(batch)
-    for name, column in columns.items():
-        found[name] = column
+    found.update(columns)
     return found
 
 

@@ -8,20 +8,33 @@ transformers.js  one graph in the layout that JavaScript loads
 
 from __future__ import annotations
 
+import inspect
+import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dulbe_peft.deployment.cards import export_card, javascript_code, onnx_code
-from dulbe_peft.deployment.classifier import choose_classifier
+from huggingface_hub import ModelCardData
+from peft import PeftModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+from dulbe_peft.adapter.export import write_lora
+from dulbe_peft.checkpoints.card import is_repo_id, render_card
+from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
+from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment.graph import PRECISIONS, write_for_javascript, write_graphs
-from dulbe_peft.deployment.lora import write_lora_folder
-from dulbe_peft.deployment.pipeline import write_pipeline
+from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model
+from dulbe_peft.deployment.pixels import rgb
+from dulbe_peft.encoders.loading import encoder_of, has_text
 from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
+from dulbe_peft.utils.tensors import write_tensors
 
 FORMATS = ("lora", "transformers", "onnx", "transformers.js")
+FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
 
 
 def export_learner(
@@ -38,7 +51,7 @@ def export_learner(
 
     Args:
         learner: a [`ClassIncrementalLearner`], or its state.
-        folder: where the files go; made if it is not there.
+        folder: where the files go.
         format: "lora", "transformers", "onnx" or "transformers.js".
         classifier: name of the classifier to export; None: the first one, which `predict` uses.
         compress_to: with "lora" alone, see [`export_lora`].
@@ -61,38 +74,10 @@ def export_learner(
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if precision != "float32" and format not in ("onnx", "transformers.js"):
         raise ValueError(f"precision={precision!r} is for the graphs of 'onnx' and 'transformers.js', got {format!r}")
-    settings = (Path(folder), format, classifier, compress_to, precision)
-    if isinstance(learner, LearnerState):
-        _export(learner, *settings)
-    else:
-        with locked(learner, "export_learner"):
-            _export(learner.state, *settings)
+    with nullcontext() if isinstance(learner, LearnerState) else locked(learner, "export_learner"):
+        state = getattr(learner, "state", learner)
+        _export(state, choose_classifier(state, classifier), Path(folder), format, compress_to, precision)
     return Path(folder)
-
-
-def _export(
-    state: LearnerState, folder: Path, format: str, classifier: str | None, compress_to: int | None, precision: str
-) -> None:
-    chosen = choose_classifier(state, classifier)
-    if format == "lora" and state.adapter is None:
-        raise ValueError(
-            f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
-            "format 'transformers' or 'onnx'"
-        )
-
-    def write(temporary: Path) -> None:
-        if format == "lora":
-            code = write_lora_folder(temporary, state, chosen, compress_to)
-        elif format == "transformers":
-            code = write_pipeline(temporary, state, chosen)
-        elif format == "onnx":
-            code = onnx_code(state, write_graphs(temporary, state, chosen, precision))
-        else:
-            write_for_javascript(temporary, state, chosen, precision)
-            code = javascript_code(folder, precision)
-        (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
-
-    commit_folder(folder, "export", write)
 
 
 def export_transformers(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
@@ -103,3 +88,100 @@ def export_transformers(learner: Any, folder: str | Path, classifier: str | None
 def export_onnx(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
     """Write a learner as an ONNX graph from pixel values to probabilities; see [`export_learner`]."""
     return export_learner(learner, folder, "onnx", classifier)
+
+
+def _export(
+    state: LearnerState, classifier: Classifier, folder: Path, format: str, compress_to: int | None, precision: str
+) -> None:
+    if format == "lora" and state.adapter is None:
+        raise ValueError(
+            f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+            "format 'transformers' or 'onnx'"
+        )
+
+    def write(temporary: Path) -> None:
+        if format == "lora":
+            code = _write_lora_folder(temporary, state, classifier, compress_to)
+        elif format == "transformers":
+            code = _write_pipeline(temporary, state, classifier)
+        elif format == "onnx":
+            code = write_graphs(temporary, state, classifier, precision)
+        else:
+            code = write_for_javascript(temporary, state, classifier, precision, folder.name)
+        (temporary / MODEL_CARD).write_text(export_card(state, classifier, format, code), encoding="utf-8")
+
+    commit_folder(folder, "export", write)
+
+
+def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
+    """README.md of an exported folder of a kind: what it is, what it needs, and the lines that use it."""
+    base = state.base_name[0] or "a base model without a name"
+    tag = "image-classification"
+    if kind == "lora":  # what a pipeline does with the folder
+        tag = "zero-shot-image-classification" if has_text(state.base) else "image-feature-extraction"
+    header = ModelCardData(
+        base_model=base if is_repo_id(base) else None,
+        library_name={"lora": "peft"}.get(kind, kind),
+        pipeline_tag=tag,
+        tags=["class-incremental-learning", state.base.config.model_type, "dulbe_peft"],
+    )
+    return render_card(
+        "export.md",
+        header=header.to_yaml().strip(),
+        title=encoder_of(state.base).title,
+        kind=kind,
+        base=base if is_repo_id(base) else Path(base).name,
+        strategy=state.strategy.name,
+        classifier=spec(classifier),
+        code=code.rstrip(),
+        reads_text=has_text(state.base),
+        count=len(classifier.class_names),
+        class_names=json.dumps(classifier.class_names, ensure_ascii=False),
+    )
+
+
+def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier, compress_to: int | None) -> str:
+    """Write a stock LoRA adapter, and the classifier in two files that need no package; returns the lines for them."""
+    function, source, tensors = checked_formula(classifier)
+    write_tensors(folder / TENSORS_FILE, tensors, {"format": "pt"})
+    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": source})
+    write_lora(cast(PeftModel, state.model), folder, compress_to)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    return render_card(
+        "use_lora.txt",
+        record=encoder_of(state.base),
+        base=json.dumps(state.base_name[0] or "path/to/the/base/model"),
+        processor_folder=PROCESSOR_FOLDER,
+        tensors_file=TENSORS_FILE,
+        facts_file=FACTS_FILE,
+        rgb=inspect.getsource(rgb),
+        formula=source,
+        function=function,
+    )
+
+
+def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -> str:
+    """Write what transformers' `pipeline` answers from: model, head and their code; returns the lines for them.
+
+    The model keeps its own type, so that transformers' zero-shot pipeline reads the folder too. None of transformers'
+    own image classifiers computes the same: they average patches, or do not bring the feature to norm 1.
+    """
+    function, source, head = checked_formula(classifier)
+    model = merged_model(state)
+    config = model.config
+    config.id2label = dict(enumerate(classifier.class_names))
+    config.label2id = {name: place for place, name in config.id2label.items()}
+    config.problem_type = "single_label_classification"
+    config.head = {name: list(tensor.shape) for name, tensor in head.items()}
+    # A pipeline complains of a class whose name it does not know.
+    name = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "ImageClassifier")
+    config.auto_map = {"AutoModelForImageClassification": f"{Path(CODE_FILE).stem}.{name}"}
+    weights = model.state_dict() | {f"head_{name}": tensor.contiguous() for name, tensor in head.items()}
+    # Names as the class of this folder has them: transformers renames older ones for its own classes alone.
+    model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
+    state.processor.save_pretrained(str(folder))
+    kind, record = type(model).__name__, encoder_of(model)
+    code = render_card("image_classifier.txt", name=name, model=kind, record=record, formula=source, function=function)
+    (folder / CODE_FILE).write_text(code, encoding="utf-8")
+    write_json(folder / FACTS_FILE, class_facts(state, classifier))
+    return render_card("use_pipeline.txt")

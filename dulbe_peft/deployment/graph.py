@@ -6,9 +6,9 @@ transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout tha
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dulbe_peft.checkpoints.card import render_card
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.deployment.classifier import class_facts
-from dulbe_peft.deployment.merged import Head, ImageEncoder, merged_model
-from dulbe_peft.deployment.pixels import processor_steps
-from dulbe_peft.encoders.loading import image_size
+from dulbe_peft.deployment.parts import Head, ImageEncoder, class_facts, merged_model
+from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
+from dulbe_peft.encoders.loading import encoder_of, image_size
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 
@@ -37,14 +37,15 @@ TOLERANCE = 1e-4
 CHECKED_BATCHES = (1, 3, 8)
 
 
-def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> dict[str, Any]:
-    """Write encoder, head and `model.json` into an existing folder, and return what the last one holds.
+def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
+    """Write encoder, head and `model.json` into an existing folder; returns the lines that use them.
 
     The precision is the encoder's; the head stays in float32. A learner with further classes has the same encoder.
     """
     encoder, head, size = _parts(state, classifier)
+    steps = processor_steps(state.processor)
     facts = class_facts(state, classifier)
-    facts |= {"image_size": [size, size], "preprocessing": processor_steps(state.processor), "precision": precision}
+    facts |= {"image_size": [size, size], "preprocessing": steps, "precision": precision}
     _write(folder / ENCODER_FILE, encoder, torch.zeros(2, 3, size, size), (PIXELS, EMBEDDING), precision)
     _write(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts=facts)
     run_encoder, run_head = _session(folder / ENCODER_FILE), _session(folder / HEAD_FILE)
@@ -53,31 +54,42 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
     )
     write_json(folder / GRAPH_FACTS_FILE, facts)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    return facts
+    return render_card(
+        "use_onnx.txt",
+        image_processor=encoder_of(state.base).image_processor,
+        processor_folder=PROCESSOR_FOLDER,
+        encoder_file=ENCODER_FILE,
+        head_file=HEAD_FILE,
+        facts_file=GRAPH_FACTS_FILE,
+        rgb=inspect.getsource(rgb),
+        # With Pillow and numpy, or with the processor where these cannot do what it does.
+        pixel_values=None if steps is None else inspect.getsource(pixel_values),
+    )
 
 
-def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> None:
-    """Write one graph, the configuration and the image processor as transformers.js looks for them."""
+def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str, name: str) -> str:
+    """Write graph, configuration and image processor as transformers.js looks for them in a folder of this name."""
     encoder, head, size = _parts(state, classifier, probabilities=False)
-    whole = nn.Sequential(encoder, head)
-    path = folder / "onnx" / f"model{PRECISIONS[precision][0]}.onnx"
+    whole, (ending, dtype) = nn.Sequential(encoder, head), PRECISIONS[precision]
+    path = folder / "onnx" / f"model{ending}.onnx"
     path.parent.mkdir()
     _write(path, whole, torch.zeros(2, 3, size, size), (PIXELS, LOGITS), precision)
     run = _session(path)
     _largest_difference(
         lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), size, precision
     )
-    names = {str(place): name for place, name in enumerate(classifier.class_names)}
+    labels = {str(place): label for place, label in enumerate(classifier.class_names)}
     # The package picks its class by this type, and the class does no more than run the graph.
-    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "id2label": names}
-    write_json(folder / "config.json", config | {"label2id": {name: int(place) for place, name in names.items()}})
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "id2label": labels}
+    write_json(folder / "config.json", config | {"label2id": {label: int(place) for place, label in labels.items()}})
     settings = state.processor.image_processor.to_dict()
     kind = str(settings["image_processor_type"]).removesuffix("Pil").removesuffix("Fast")
     write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})
+    return render_card("use_javascript.txt", name=name, dtype=dtype)
 
 
-def _need_onnx() -> None:
-    """Raise an ImportError that names the missing package."""
+def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = True) -> tuple[ImageEncoder, Head, int]:
+    """Encoder, head and image size; an `ImportError` names a package that is missing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -86,14 +98,11 @@ def _need_onnx() -> None:
         raise ImportError(
             f"the export to ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'"
         ) from error
+    encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
+    return encoder.eval(), head.eval(), image_size(state.base, state.processor)
 
 
-def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = True) -> tuple[ImageEncoder, Head, int]:
-    _need_onnx()
-    model = merged_model(state)
-    return ImageEncoder(model).eval(), Head(classifier, probabilities).eval(), image_size(state.base, state.processor)
-
-
+@torch.no_grad()
 def _write(
     path: Path,
     module: nn.Module,
@@ -103,38 +112,40 @@ def _write(
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Write one graph, and bring it to its precision; `facts` go into its metadata."""
-    program = _exported(module, example, ends)
+    start, end = ends
+    batch = ({0: torch.export.Dim("batch")},)
+    options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
+    try:
+        with _quiet_exporter():
+            program: Any = torch.onnx.export(module, (example,), input_names=[start], output_names=[end], **options)
+    except torch.onnx.OnnxExporterError as error:
+        raise ValueError(f"the graph from {start} to {end} cannot be made: {error}") from error
     program.model.metadata_props.update({name: json.dumps(value) for name, value in (facts or {}).items()})
     large = sum(tensor.nbytes for tensor in module.state_dict().values()) > LARGEST_FILE
+    if large and precision != "float32":
+        raise ValueError(f"{precision} is served for graphs below {LARGEST_FILE:,} bytes: take float32")
     program.save(str(path), external_data=large)
-    if precision == "float32":
-        return
-    reduced = path.with_name(f"reduced-{path.name}")
-    with _quiet_exporter():
-        _reduce(path, reduced, precision, large)
-    for written in path.parent.glob(f"{path.name}*"):
-        written.unlink()
-    shutil.move(reduced, path)
+    if precision != "float32":
+        with _quiet_exporter():
+            _reduce(path, precision)
 
 
-def _reduce(path: Path, reduced: Path, precision: str, large: bool) -> None:
-    """Write a graph again in another precision."""
+def _reduce(path: Path, precision: str) -> None:
+    """Bring a graph to another precision."""
     import onnx
 
-    if large:
-        raise ValueError(f"{precision} is served for graphs below {LARGEST_FILE:,} bytes: take float32")
+    model = onnx.load(path)
     if precision == "float16":
         from onnxruntime.transformers.float16 import convert_float_to_float16
 
-        onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), reduced)
+        onnx.save(convert_float_to_float16(model, keep_io_types=True), path)
         return
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
-    model = onnx.load(path)
     del model.graph.value_info[:]  # what the exporter noted of shapes contradicts what onnx infers
     add_pre_process_metadata(model)  # else it advises to optimise the graph, which the exporter has done
-    quantize_dynamic(model, reduced, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8)
+    quantize_dynamic(model, path, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8)
 
 
 @contextmanager
@@ -151,25 +162,6 @@ def _quiet_exporter() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
-
-
-@torch.no_grad()
-def _exported(module: nn.Module, example: Tensor, ends: tuple[str, str]) -> Any:
-    start, end = ends
-    try:
-        with _quiet_exporter():
-            return torch.onnx.export(
-                module,
-                (example,),
-                dynamo=True,
-                verbose=False,
-                opset_version=OPSET,
-                input_names=[start],
-                output_names=[end],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-            )
-    except torch.onnx.OnnxExporterError as error:
-        raise ValueError(f"the graph from {start} to {end} cannot be made: {error}") from error
 
 
 def _session(path: Path) -> Callable[[Tensor], Tensor]:

@@ -39,7 +39,17 @@ def processor_steps(processor: Any) -> dict[str, Any] | None:
     """What `pixel_values` needs to do as an image processor of transformers does; None where it gives other values."""
     image_processor = processor.image_processor
     try:
-        steps = _read(image_processor.to_dict())
+        settings = image_processor.to_dict()
+        size, crop = settings["size"], settings.get("crop_size") or {}
+        steps = {
+            "size": [size["width"], size["height"]] if "width" in size else None,
+            "shortest_edge": size.get("shortest_edge"),
+            "resample": int(settings["resample"]),
+            "crop": [crop["width"], crop["height"]] if settings.get("do_center_crop") else None,
+            "rescale": settings["rescale_factor"],
+            "mean": list(settings["image_mean"]),
+            "std": list(settings["image_std"]),
+        }
         random = np.random.default_rng(0)
         for width, height in SIZES:
             image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
@@ -50,16 +60,3 @@ def processor_steps(processor: Any) -> dict[str, Any] | None:
     except (AttributeError, KeyError, TypeError, ValueError):  # settings of another kind of processor
         return None
     return steps
-
-
-def _read(settings: dict[str, Any]) -> dict[str, Any]:
-    size, crop = dict(settings["size"]), dict(settings.get("crop_size") or {})
-    return {
-        "size": [size["width"], size["height"]] if "width" in size else None,
-        "shortest_edge": size.get("shortest_edge"),
-        "resample": int(settings["resample"]),
-        "crop": [crop["width"], crop["height"]] if settings.get("do_center_crop") else None,
-        "rescale": settings["rescale_factor"],
-        "mean": list(settings["image_mean"]),
-        "std": list(settings["image_std"]),
-    }

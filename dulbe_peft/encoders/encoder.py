@@ -20,29 +20,13 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data import decoding
 from dulbe_peft.data.features import Features, ModelKey
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
-from dulbe_peft.encoders.loading import (
-    check_distinct,
-    embed_dim,
-    image_size,
-    prompt_tokens,
-    tokenize,
-    unit_image_embeds,
-    unit_text_embeds,
-)
+from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
-from dulbe_peft.utils.processes import (
-    check_open_files,
-    gather_objects,
-    gather_rows,
-    padded_shard,
-    raise_in_all,
-    shard,
-    sum_over_processes,
-    world,
-)
+from dulbe_peft.utils import processes
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.tensors import weights_digest
 
@@ -79,12 +63,13 @@ class Encoder:
         self.device = device
         self.profile = Profile()
         self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
-        self._trained_tower = torch.compile(unit_image_embeds) if args.torch_compile else unit_image_embeds
+        tower = loading.unit_image_embeds
+        self._trained_tower = torch.compile(tower) if args.torch_compile else tower
 
     @property
     def embed_dim(self) -> int:
         """d, width of the features."""
-        return embed_dim(self.clip)
+        return loading.embed_dim(self.clip)
 
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
@@ -101,7 +86,7 @@ class Encoder:
             self._check_features(images.features)
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
-        return PixelDataset(images, self.processor, image_size(self.clip, self.processor), cache_bytes)
+        return PixelDataset(images, self.processor, loading.image_size(self.clip, self.processor), cache_bytes)
 
     def view(self, images: PixelDataset, task: int, number: int) -> PixelDataset:
         """A view of a task's images: as they are, number 0 or without augmentation, or augmented by this number."""
@@ -142,9 +127,10 @@ class Encoder:
         starts = range(0, len(order), size)
         indices = torch.tensor(order, device=self.device)
         labels = torch.as_tensor(images.labels).to(self.device)[indices]
-        loaded = iter(self._load(images, title, [padded_shard(order[start : start + size]) for start in starts]))
+        parts = [processes.padded_shard(order[start : start + size]) for start in starts]
+        loaded = iter(self._load(images, title, parts))
         for start in starts:
-            with raise_in_all():
+            with processes.raise_in_all():
                 pixels, _, _ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
@@ -153,14 +139,15 @@ class Encoder:
 
     def batches(self, images: PixelDataset | ReadablePixels, title: str) -> Iterator[Any]:
         """Batches of this process's part of the images: what the data set gives for each, side by side."""
-        size, part = self.args.eval_batch_size, shard(range(len(images)))
+        size, part = self.args.eval_batch_size, processes.shard(range(len(images)))
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
     def _load(self, images: PixelDataset | ReadablePixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
         workers = min(self.args.num_workers, len(batches))  # a further one would have nothing to read
-        check_open_files(workers)
+        processes.check_open_files(workers)
+        decoding.one_at_a_time()  # the processes that read images share it
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(
             images,
@@ -169,47 +156,46 @@ class Encoder:
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_main_process,
         )
-        hidden = not self.args.progress or world()[0] > 0
+        hidden = not self.args.progress or processes.world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
         return _alive(cast(Iterable[Any], bar))
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""
         training = self.clip.training and torch.is_grad_enabled()  # each other pass would be compiled for itself
-        tower = self._trained_tower if training else unit_image_embeds
+        tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
 
     def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
-        return gather_rows(self.image_embeds(pixels), total)
+        return processes.gather_rows(self.image_embeds(pixels), total)
 
-    @torch.no_grad()
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
-        if images.images.features is not None:
-            return torch.from_numpy(images.images.features.of(images.images)).to(self.device)
-        features = torch.zeros(len(images), self.embed_dim, device=self.device)
-        with raise_in_all():
-            for pixels, _, index in self.batches(images, title):
-                features[index] = self.image_embeds(pixels)
-        sum_over_processes([features])
-        return features
+        return self._embeds(images, images, title)[0]
 
-    @torch.no_grad()
     def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
         """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
+        features, unreadable = self._embeds(images, ReadablePixels(images), title)
+        return features, {i: error for part in processes.gather_objects(unreadable) for i, error in part.items()}
+
+    @torch.no_grad()
+    def _embeds(
+        self, images: PixelDataset, reader: PixelDataset | ReadablePixels, title: str
+    ) -> tuple[torch.Tensor, dict[int, str]]:
         if images.images.features is not None:
-            return self.dataset_embeds(images), {}
+            return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         unreadable: dict[int, str] = {}
-        with raise_in_all():
-            for pixels, errors, index in self.batches(ReadablePixels(images), title):
-                read = torch.tensor([not error for error in errors], device=self.device)
-                features[index[read]] = self.image_embeds(pixels)[read]
-                unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
-        sum_over_processes([features])
-        return features, {i: error for part in gather_objects(unreadable) for i, error in part.items()}
+        with processes.raise_in_all():
+            for pixels, errors, index in self.batches(reader, title):
+                features[index] = self.image_embeds(pixels)
+                if reader is not images:
+                    unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
+        features[list(unreadable)] = 0
+        processes.sum_over_processes([features])
+        return features, unreadable
 
     def prompts(self, name: str, texts: Texts = NO_TEXTS, training: bool = False) -> list[str]:
         """The texts of a class: those of `texts`, or else its name in every template; in training one text alone."""
@@ -224,7 +210,7 @@ class Encoder:
         return self._tokenized([self.prompts(name, texts, training=True)[0] for name in names])
 
     def _tokenized(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
-        return send_to_device(tokenize(self.processor, prompts, self.clip), self.device)
+        return send_to_device(loading.tokenize(self.processor, prompts, self.clip), self.device)
 
     def check_prompts(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> None:
         """Raise a `ValueError` where a text is of no use to the text tower, or two classes have the same texts."""
@@ -238,17 +224,17 @@ class Encoder:
                     raise ValueError(f"classes {other!r} and {name!r} give the same prompt {prompts[0]!r}: rename one")
                 distinct |= dict.fromkeys(prompts)
         new = [prompt for prompt in distinct if prompt not in self._known]  # those of old classes are known
-        self._known |= zip(new, prompt_tokens(self.processor, new, self.clip), strict=True)
-        check_distinct(distinct, (self._known[prompt] for prompt in distinct))
+        self._known |= zip(new, loading.prompt_tokens(self.processor, new, self.clip), strict=True)
+        loading.check_distinct(distinct, (self._known[prompt] for prompt in distinct))
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         """Unit text embeddings of tokenized prompts, (prompts, d); each process encodes its rows."""
         total = len(tokens["input_ids"])
-        rows = padded_shard(range(total))
+        rows = processes.padded_shard(range(total))
         if len(rows) < total:
             tokens = {name: tensor[rows] for name, tensor in tokens.items()}
         with self.autocast():
-            return gather_rows(unit_text_embeds(self.clip, tokens), total)
+            return processes.gather_rows(loading.unit_text_embeds(self.clip, tokens), total)
 
     @torch.no_grad()
     def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:

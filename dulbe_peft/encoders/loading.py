@@ -39,7 +39,7 @@ class ImageOnlyProcessor:
 def load_dual_encoder(
     name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
-    """A served encoder in float32 and its processor, from a folder or the Hub.
+    """A served encoder in float32 and evaluation mode, and its processor, from a folder or the Hub.
 
     Served are CLIP, SigLIP, SigLIP 2 of a fixed resolution, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
     encoders DINOv2, DINOv3 and ViT.
@@ -49,17 +49,9 @@ def load_dual_encoder(
         revision: Hub revision.
         attn_implementation: transformers' name of the attention kernel. None: "eager" on a CPU, where it is faster.
 
-    Returns:
-        The model in evaluation mode, and the family's processor; an `ImageOnlyProcessor` without a text tower.
-
     Raises:
         FileNotFoundError: `name_or_path` looks like a folder and is none.
         ValueError: the model there is of a type that is not served; the message lists the served ones.
-
-    Example:
-        >>> model, processor = load_dual_encoder("google/siglip2-base-patch16-224")  # doctest: +SKIP
-        >>> embed_dim(model), image_size(model)  # doctest: +SKIP
-        (768, 224)
     """
     name, record = _find(name_or_path, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
@@ -77,12 +69,7 @@ def load_dual_encoder(
 def load_clip(
     name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[CLIPModel, CLIPProcessor]:
-    """A CLIP model in float32 and its processor, from a folder or the Hub; see [`load_dual_encoder`].
-
-    Raises:
-        FileNotFoundError: `name_or_path` looks like a folder and is none.
-        ValueError: what is there is not a CLIP model.
-    """
+    """A CLIP model and its processor; another model is a `ValueError`. The rest is as in [`load_dual_encoder`]."""
     name, record = _find(name_or_path, revision)
     if record is not ENCODERS["clip"]:
         raise ValueError(f"{name!r} holds a {record.model}, expected a CLIPModel; load_dual_encoder loads other types")
@@ -262,10 +249,7 @@ def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) ->
 
 
 def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
-    """What the model's text tower takes: token ids, (prompts, length), and a mask where the tower needs one.
-
-    A prompt that the tower cannot take is a `ValueError`, and so are two prompts that give the same tokens.
-    """
+    """What the text tower takes of distinct prompts: token ids, (prompts, length), and a mask where it needs one."""
     rows = prompt_tokens(processor, prompts, model)
     record, longest = encoder_of(model), longest_text(model)
     check_distinct(prompts, rows)

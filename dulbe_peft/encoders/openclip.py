@@ -1,18 +1,11 @@
 """OpenCLIP's ViT checkpoints in the layout of transformers.
 
-    open_clip                                   transformers
-    visual.conv1                                vision_model.embeddings.patch_embedding
-    transformer.resblocks.0.attn.in_proj_weight text_model.encoder.layers.0.self_attn.{q,k,v}_proj.weight
-    transformer.resblocks.0.mlp.c_fc            text_model.encoder.layers.0.mlp.fc1
-    visual.proj (width, d)                      visual_projection.weight (d, width)
-
 Sizes are read off the tensors; no tensor tells the number of heads and the activation.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,32 +22,27 @@ ACTIVATIONS = ("gelu", "quick_gelu")
 VISION_HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
 # OpenAI's own checkpoints hold these three numbers beside the weights, and older ones the causal mask.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask")
-_TOP = {
-    "logit_scale": "logit_scale",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-    "text_projection": "text_projection.weight",
+# What a name is made of there, and what it is made of here; later ones see what earlier ones have left.
+_NAMES = {
+    "visual.transformer.resblocks": "vision_model.encoder.layers",
+    "transformer.resblocks": "text_model.encoder.layers",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
-    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
-    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
-    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "visual.conv1": "vision_model.embeddings.patch_embedding",
+    "visual.ln_pre": "vision_model.pre_layrnorm",
+    "visual.ln_post": "vision_model.post_layernorm",
     "visual.proj": "visual_projection.weight",
-}
-_TRANSPOSED = ("text_projection", "visual.proj")
-_BLOCK = {
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding": "text_model.embeddings.token_embedding",
+    "ln_final": "text_model.final_layer_norm",
+    "text_projection": "text_projection.weight",
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
+    "attn.": "self_attn.",
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-_TOWERS = {"visual.transformer": "vision_model.encoder", "transformer": "text_model.encoder"}
-_IN_BLOCK = re.compile(r"((?:visual\.)?transformer)\.resblocks\.(\d+)\.(.+)")
+_TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 
 
 def convert_open_clip(
@@ -70,12 +58,10 @@ def convert_open_clip(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    state = _weights(_read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint)
+    state = _weights(checkpoint)
     config = _config(state, activation, vision_heads, text_heads)
-    renamed: dict[str, torch.Tensor] = {}
+    renamed = {name: rows for item in state.items() for name, rows in _renamed(*item).items()}
     try:
-        for name, tensor in state.items():
-            renamed |= _renamed(name, tensor)
         with torch.device("meta"):  # no memory is taken before all shapes are known to fit
             CLIPModel(config).load_state_dict(renamed, assign=True)
     except RuntimeError as error:
@@ -114,8 +100,17 @@ def save_open_clip(
     return model
 
 
-def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
-    path = Path(path)
+def _weights(checkpoint: Mapping[str, Any] | str | Path) -> dict[str, torch.Tensor]:
+    """The weights in float32, without the prefix that data parallelism adds and without what is no weight."""
+    state = _read(Path(checkpoint)) if isinstance(checkpoint, (str, Path)) else checkpoint
+    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if name not in _NO_WEIGHTS and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
+            raise ValueError(f"entry {name!r} of the checkpoint must be a floating-point tensor, got {tensor!r:.100}")
+    return {name: tensor.float() for name, tensor in state.items() if name not in _NO_WEIGHTS}
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {str(path)!r} is no file")
     if path.suffix == ".safetensors":
@@ -132,19 +127,6 @@ def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
     return state
 
 
-def _weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights in float32, without the prefix that data parallelism adds and without what is no weight."""
-    weights = {}
-    for name, tensor in state.items():
-        name = name.removeprefix("module.")
-        if name in _NO_WEIGHTS:
-            continue
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise ValueError(f"entry {name!r} of the checkpoint must be a floating-point tensor, got {tensor!r:.100}")
-        weights[name] = tensor.float()
-    return weights
-
-
 def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | None, text: int | None) -> Any:
     """The configuration that the tensors' shapes ask for."""
     width, channels, patch, _ = _shape(state, "visual.conv1.weight", 4)
@@ -157,25 +139,12 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
         expected = "a square number of patches and one class token"
         raise ValueError(f"tensor 'visual.positional_embedding' has {positions} rows, expected {expected}")
     shared = {"hidden_act": activation, "projection_dim": features}
-    return CLIPConfig(
-        text_config={
-            **shared,
-            **_tower(state, "transformer", text_width, "text_heads", text),
-            "vocab_size": vocabulary,
-            "max_position_embeddings": context,
-            "bos_token_id": vocabulary - 2,
-            "eos_token_id": vocabulary - 1,
-            "pad_token_id": vocabulary - 1,
-        },
-        vision_config={
-            **shared,
-            **_tower(state, "visual.transformer", width, "vision_heads", vision),
-            "num_channels": channels,
-            "image_size": side * patch,
-            "patch_size": patch,
-        },
-        projection_dim=features,
-    )
+    text_config = shared | _tower(state, "transformer", text_width, "text_heads", text)
+    text_config |= {"vocab_size": vocabulary, "max_position_embeddings": context, "bos_token_id": vocabulary - 2}
+    text_config |= {"eos_token_id": vocabulary - 1, "pad_token_id": vocabulary - 1}
+    vision_config = shared | _tower(state, "visual.transformer", width, "vision_heads", vision)
+    vision_config |= {"num_channels": channels, "image_size": side * patch, "patch_size": patch}
+    return CLIPConfig(text_config=text_config, vision_config=vision_config, projection_dim=features)
 
 
 def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tuple[int, ...]:
@@ -194,27 +163,16 @@ def _tower(
     if heads < 1 or width % heads:
         raise ValueError(f"{argument} is {heads}, which does not divide the tower's width of {width}")
     inner, _ = _shape(state, f"{name}.resblocks.0.mlp.c_fc.weight", 2)
-    matches = (_IN_BLOCK.fullmatch(key) for key in state)
-    return {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": len({match[2] for match in matches if match and match[1] == name}),
-        "num_attention_heads": heads,
-    }
+    blocks = {key.split(".resblocks.")[1].partition(".")[0] for key in state if key.startswith(f"{name}.resblocks.")}
+    sizes = {"hidden_size": width, "intermediate_size": inner}
+    return sizes | {"num_hidden_layers": len(blocks), "num_attention_heads": heads}
 
 
 def _renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Names and tensors of transformers for one of open_clip's; the packed attention weight gives three."""
-    if name in _TOP:
-        return {_TOP[name]: tensor.T if name in _TRANSPOSED else tensor}
-    match = _IN_BLOCK.fullmatch(name)
-    if match:
-        layer = f"{_TOWERS[match[1]]}.layers.{match[2]}"
-        packed = re.fullmatch(r"attn\.in_proj_(weight|bias)", match[3])
-        if packed:
-            parts = zip("qkv", tensor.chunk(3))
-            return {f"{layer}.self_attn.{part}_proj.{packed[1]}": rows for part, rows in parts}
-        module, _, kind = match[3].rpartition(".")
-        if module in _BLOCK and kind in ("weight", "bias"):
-            return {f"{layer}.{_BLOCK[module]}.{kind}": tensor}
-    raise ValueError(f"tensor {name!r} is unknown: the checkpoint is not the state dict of an open_clip ViT")
+    for there, here in _NAMES.items():
+        name = name.replace(there, here)
+    layer, packed, kind = name.partition(".in_proj_")
+    if packed:
+        return {f"{layer}.{part}_proj.{kind}": rows for part, rows in zip("qkv", tensor.chunk(3))}
+    return {name: tensor.T if name in _TRANSPOSED else tensor}

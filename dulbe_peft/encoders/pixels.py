@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +45,12 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         self.cache: dict[int, torch.Tensor] | None = (
             {} if 0 < 12 * image_size**2 * len(images) <= cache_bytes else None
         )
-        self.augment: Callable[[Any, int], Any] | None = None
+        self.augment: tuple[str, tuple[int, ...]] | None = None
 
     def view(self, kinds: str, *seed: int) -> PixelDataset:
         """The same images, each changed as `augmented` changes it with the seed and the image's index."""
         view = copy.copy(self)
-        view.cache, view.augment = None, partial(_augmented, kinds, seed)
+        view.cache, view.augment = None, (kinds, seed)
         return view
 
     def __len__(self) -> int:
@@ -76,17 +74,16 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         if self.cache is not None and index in self.cache:
             return self.cache[index]
         image = self.images.image(index)
-        pixels = pixel_values(self.processor, image if self.augment is None else self.augment(image, index))
+        if self.augment is not None:
+            kinds, seed = self.augment
+            image = augmented(image, kinds, (*seed, index))
+        pixels = pixel_values(self.processor, image)
         if pixels.shape[1:] != (self.image_size, self.image_size):
             size = f"{self.image_size} x {self.image_size}"
             raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
         if self.cache is not None:
             self.cache[index] = pixels
         return pixels
-
-
-def _augmented(kinds: str, seed: Sequence[int], image: Any, index: int) -> Any:
-    return augmented(image, kinds, (*seed, index))
 
 
 class ReadablePixels(Dataset[tuple[torch.Tensor, str, int]]):

@@ -31,6 +31,7 @@ METHODS = {
     "prototype": _NEAREST_MEAN,
     "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
     "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
+    "slca": "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 
@@ -72,12 +73,11 @@ def _finite_mean(values: np.ndarray) -> float:
 def transfer_measures(matrix: Any) -> dict[str, float]:
     """Transfer, Average and Last of a (T, T) matrix, whose tasks are also tested before they are learned.
 
-    Row t is after task t. Transfer is, for each task but the first one, the mean over the rows before it is learned,
-    and the mean of these; Average is the mean of all entries, Last the mean of the last row.
+    Transfer is the mean, over the tasks but the first one, of the mean over the rows before a task is learned; Average
+    is the mean of all entries, Last that of the last row.
 
     Reference:
-        Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
-        2023, the measures of its multi-domain benchmark.
+        Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models".
 
     >>> transfer_measures([[0.75, 0.5], [0.25, 1.0]])
     {'transfer': 0.5, 'average': 0.625, 'last': 0.625}
@@ -91,8 +91,8 @@ def transfer_measures(matrix: Any) -> dict[str, float]:
 def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     """Expected calibration error: how far the probability of the answers is from the share of right answers.
 
-    The (n,) images are put into bins of equal width by the probability of their answer. A bin's gap is the difference
-    of its mean probability and its share of right answers. The error is the mean gap, weighted by the images.
+    The images, (n,), are put into bins of equal width by the probability of their answer. The error is the mean over
+    the images of their bin's gap: that of its mean probability and its share of right answers.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.

@@ -6,6 +6,7 @@ The model may be on the meta device, where tensors have a shape and take no memo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,36 +53,31 @@ def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
     With `adapted`, the adapter runs beside the weights; else it is merged.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    device, size = next(base.parameters()).device, image_size(base)
-    passes = {"image": partial(unit_image_embeds, base, torch.zeros(1, 3, size, size, device=device))}
+    passes = {"image": partial(unit_image_embeds, base, _blank_image(base))}
     if has_text(base):
-        ids = torch.zeros(1, longest_text(base), dtype=torch.int64, device=device)
+        ids = torch.zeros(1, longest_text(base), dtype=torch.int64, device=next(base.parameters()).device)
         passes["text"] = partial(unit_text_embeds, base, {"input_ids": ids})
+    # torch's counter does not know the product in place, with which the adapter adds its update.
+    products = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
     counts = {}
     for name, forward in passes.items():
-        # torch's counter does not know the product in place, with which the adapter adds its update.
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _added_product})
-        with torch.no_grad(), counter:
-            if adapted or base is model:
-                forward()
-            else:
-                with model.disable_adapter():
-                    forward()
+        without = nullcontext() if adapted or base is model else model.disable_adapter()
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=products) as counter, without:
+            forward()
         counts[name] = counter.get_total_flops() // 2
     return counts
 
 
-def _added_product(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
+def _blank_image(base: Any) -> torch.Tensor:
+    return torch.zeros(1, 3, image_size(base), image_size(base), device=next(base.parameters()).device)
 
 
 def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
     """The adapted layers by the tensor that they read, with its width d_in, found by one image."""
     read: dict[str, torch.Tensor] = {}
     base, layers = model.get_base_model(), model.dual_mode_layers()
-    size = image_size(base)
     with observed_inputs(layers, read.__setitem__), torch.no_grad():
-        unit_image_embeds(base, torch.zeros(1, 3, size, size, device=next(base.parameters()).device))
+        unit_image_embeds(base, _blank_image(base))
     groups: dict[int, list[str]] = {}
     for name, tensor in read.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -90,11 +86,8 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
 
 def statistics_bytes(widths: Iterable[int], support_rank: int) -> dict[str, int]:
     """Bytes of the statistics of inputs of these widths d_in: S in full, and sketches of at most 2 K_h rows."""
-    widths = list(widths)
-    return {
-        "exact": sum(FLOAT32 * width * width for width in widths),
-        "sketch": sum(FLOAT32 * min(width, 2 * support_rank) * width for width in widths),
-    }
+    sizes = [(width * width, min(width, 2 * support_rank) * width) for width in widths]
+    return {"exact": FLOAT32 * sum(full for full, _ in sizes), "sketch": FLOAT32 * sum(part for _, part in sizes)}
 
 
 def memory_bytes(memory: Memory | None) -> int:
@@ -154,16 +147,14 @@ def format_cost(found: Mapping[str, Any]) -> str:
 
     lines = [f"parameters of the model: {found['model']:,}", f"strategy {found['strategy']}"]
     if "trainable" in found:
-        parts = {name: count for name, count in found["trainable"].items() if count and name != "total"}
-        listed = ", ".join(f"{count:,} {name}" for name, count in parts.items())
-        kept = found["kept"]
+        trained, kept, statistics = found["trainable"], found["kept"], found["statistics"]
+        listed = ", ".join(f"{count:,} {name}" for name, count in trained.items() if count and name != "total")
         lines += [
             f"  adapted layers: {found['layers']}",
-            f"  trainable parameters in a task: {found['trainable']['total']:,} ({listed})",
+            f"  trainable parameters in a task: {trained['total']:,} ({listed})",
             f"  kept for use, merged into the weights: 0; not merged, after {found['tasks']} tasks: "
             f"{kept['total']:,} ({kept['history']:,} history, {kept['text']:,} text)",
-            f"  occupation statistics: {mib(found['statistics']['exact'])}, as sketches "
-            f"{mib(found['statistics']['sketch'])}",
+            f"  occupation statistics: {mib(statistics['exact'])}, as sketches {mib(statistics['sketch'])}",
         ]
     lines += [
         "billions of multiply-adds (GMACs; many papers write GFLOPs for them, others for twice as many)",

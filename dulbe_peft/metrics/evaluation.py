@@ -23,15 +23,9 @@ _OTHER = "predicted_"
 class Evaluation:
     """What was predicted for each of n images of a data set; integers are int64, on the CPU, and index `class_names`.
 
-    Attributes:
-        class_names: all seen classes.
-        images: what each image is called.
-        truth: (n,).
-        classifiers: classifier -> its predictions, (n,); the first one is what `predict` uses.
-        baselines: "text", nearest text embedding, and "class_means", nearest class mean -> predictions, (n,), where a
-            classifier keeps what it needs and no classifier of its own does the same.
-        probability: (n,), float32, calibrated probability of the first classifier's prediction.
-        features: (n, d), float32, the images' unit features, on the CPU.
+    `truth` and each classifier's predictions are (n,); the first classifier is what `predict` uses, and `probability`,
+    (n,), is its calibrated one. `baselines` has "text", nearest text embedding, and "class_means", nearest class mean,
+    where a classifier keeps what it needs and no classifier of its own does the same. `features`, (n, d), are unit.
     """
 
     class_names: tuple[str, ...]
@@ -45,12 +39,9 @@ class Evaluation:
     def figures(self) -> dict[str, Any]:
         """Top-1 accuracies, see `ClassIncrementalLearner.evaluate`."""
         accuracies = {name: self.accuracy(rows) for name, rows in self.classifiers.items()}
-        figures: dict[str, Any] = {
-            "accuracy": next(iter(accuracies.values())),
-            "classifiers": accuracies,
-            "num_images": float(len(self.truth)),
-        }
-        return figures | {f"{name}_accuracy": self.accuracy(rows) for name, rows in self.baselines.items()}
+        figures = {f"{name}_accuracy": self.accuracy(rows) for name, rows in self.baselines.items()}
+        first, number = next(iter(accuracies.values())), float(len(self.truth))
+        return {"accuracy": first, "classifiers": accuracies, "num_images": number, **figures}
 
     def accuracy(self, predicted: torch.Tensor) -> float:
         """The share of images whose prediction, (n,), is right."""
@@ -98,6 +89,17 @@ def evaluate_features(
     )
 
 
+def evaluate_again(
+    classifiers: Mapping[str, Classifier], before: Sequence[Evaluation], names: Sequence[str], device: torch.device
+) -> list[Evaluation]:
+    """What classifiers answer now to the images of earlier evaluations, by a model that stayed as it was."""
+    features, truth = (torch.cat([getattr(one, name) for one in before]) for name in ("features", "truth"))
+    images = [image for one in before for image in one.images]
+    found = evaluate_features(classifiers, features.to(device), truth, names, images)
+    ends = torch.tensor([len(one.truth) for one in before]).cumsum(0).tolist()
+    return [found.part(slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     """Write `predictions.csv`: a row for each test image, those of the first task first."""
     first = next(iter(tasks.values()))
@@ -105,13 +107,11 @@ def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     others += [name for name in first.baselines if name not in first.classifiers]
     rows: list[Any] = []
     for number, part in tasks.items():
-        columns, names = part.baselines | part.classifiers, part.class_names
-        said = [
-            [names[label] for label in column.tolist()]
-            for column in (part.truth, *(columns[name] for name in (main, *others)))
-        ]
+        columns = part.baselines | part.classifiers
+        labels = [part.truth, columns[main], *(columns[name] for name in others)]
+        true, said, *rest = ([part.class_names[label] for label in column.tolist()] for column in labels)
         sure = [f"{value:.6f}" for value in part.probability.tolist()]
-        rows += zip(part.images, *said[:2], sure, [number] * len(sure), *said[2:], strict=True)
+        rows += zip(part.images, true, said, sure, [number] * len(sure), *rest, strict=True)
     write_csv(path, [*_COLUMNS, *(f"{_OTHER}{name}" for name in others)], rows)
 
 

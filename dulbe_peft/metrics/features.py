@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,22 @@ class TaskFeatures:
     """What the classifiers see of one task.
 
     `texts`, (C_seen, d), are of all seen classes by the model after the task; None without text. `tests` has, by a
-    task's number from 1, the features of its test images by this model, (n, d), and their classes, (n,).
+    task's number from 1, the features of its test images by this model, (n, d), and their classes, (n,). `further`
+    has features of more images of known classes, and these classes.
     """
 
     closing: ClosingPass
     texts: torch.Tensor | None
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    further: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def write(self, path: Path) -> None:
-        tensors = {"features": self.closing.features, "labels": self.closing.labels}
-        if self.closing.before is not None:
-            tensors["before"] = self.closing.before
-        if self.texts is not None:
-            tensors["texts"] = self.texts
+        closing = self.closing
+        kept = {"features": closing.features, "labels": closing.labels, "before": closing.before, "texts": self.texts}
+        tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
         for number, (features, truth) in self.tests.items():
             tensors |= {f"test {number}": features, f"truth {number}": truth}
-        names = json.dumps(self.closing.class_names, ensure_ascii=False)
+        names = json.dumps(closing.class_names, ensure_ascii=False)
         write_tensors(path, tensors, {"format": _FORMAT, "class_names": names})
 
     @classmethod
@@ -68,6 +68,31 @@ def read_features(run: str | Path) -> list[TaskFeatures]:
     if not paths:
         raise FileNotFoundError(f"{folder} holds no features: run the stream with keep_features=True")
     return [TaskFeatures.read(path) for path in paths]
+
+
+def growing_stream(tasks: Sequence[TaskFeatures], first: int, more: int, seed: int) -> list[TaskFeatures]:
+    """The stream of a frozen model with `first` images of each class when it comes, drawn at random, and from the
+    second task on `more` further ones of every third known class, as long as there are any.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pools: list[torch.Tensor] = []  # the images of each class that have not been shown yet
+
+    def shown(places: range, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [pools[place][:count] for place in places]
+        pools[:] = [pool[count:] if place in places else pool for place, pool in enumerate(pools)]
+        labels = [torch.full((len(part),), place) for part, place in zip(parts, places, strict=True)]
+        return torch.cat(parts), torch.cat(labels)
+
+    found = []
+    for task in tasks:
+        closing, known = task.closing, len(pools)
+        for label in range(len(closing.class_names)):
+            own = closing.features[closing.labels == label]
+            pools.append(own[torch.randperm(len(own), generator=generator)])
+        features, labels = shown(range(known, len(pools)), first)
+        new = replace(closing, features=features, labels=labels - known)
+        found.append(replace(task, closing=new, further=shown(range(0, known, 3), more) if known else None))
+    return found
 
 
 @dataclass(frozen=True)
@@ -113,17 +138,18 @@ def learn_from_features(
     for index, task in enumerate(tasks):
         with own_randomness(seed, index):
             made = learn_task(made, task.closing, task.texts, drift, text_embeds)
+            if task.further is not None:
+                made[name].update_classes(*task.further)
         found.append(_answers(made[name], task))
     return found, made[name]
 
 
 def _answers(classifier: Classifier, task: TaskFeatures) -> Answers:
-    numbers = [torch.full((len(truth),), number) for number, (_, truth) in task.tests.items()]
-    if not numbers:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return Answers(nothing, nothing, nothing.float(), nothing)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    parts = [Answers(nothing, nothing, nothing.float(), nothing)]
     # Task by task, as a run asks: a product of matrices is not rounded alike in batches of another size.
-    logits = torch.cat([classifier(features) for features, _ in task.tests.values()])
-    best = (logits / classifier.temperature).softmax(dim=1).amax(dim=1)
-    truth = torch.cat([truth for _, truth in task.tests.values()])
-    return Answers(truth, logits.argmax(dim=1), best, torch.cat(numbers))
+    for number, (features, truth) in task.tests.items():
+        logits = classifier(features)
+        best = (logits / classifier.temperature).softmax(dim=1).amax(dim=1)
+        parts.append(Answers(truth, logits.argmax(dim=1), best, torch.full((len(truth),), number)))
+    return Answers(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

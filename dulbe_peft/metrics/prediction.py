@@ -56,11 +56,10 @@ def predict_images(
     readable = [index for index in range(len(images)) if index not in unreadable]
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
-        rows_of = features[chunk.to(features.device)]
-        sizes = [count] * len(chunk)
+        own, sizes = features[chunk.to(features.device)], [count] * len(chunk)
         if coverage is not None:
-            sizes = classifier.prediction_sets(rows_of, coverage).sum(dim=1).tolist()
-        best, chosen = classifier.probabilities(rows_of).topk(max(sizes, default=1), dim=1)
+            sizes = classifier.prediction_sets(own, coverage).sum(dim=1).tolist()
+        best, chosen = classifier.probabilities(own).topk(max(sizes, default=1), dim=1)
         for index, size, values, classes in zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), strict=True):
             names = tuple(classifier.class_names[label] for label in classes[:size])
             rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), values[0] >= threshold)

@@ -24,7 +24,7 @@ def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     seen = 0
     for step, (_, names) in enumerate(tests, 1):
         seen += len(names)
-        right = [hits for part in encoded[:step] if part is not None for hits in _right(part, text[:seen])]
+        right = [hit for part in encoded[:step] if part is not None for hit in _right(part, text[:seen])]
         rows.append(sum(right) / len(right) if right else None)
     return rows
 
@@ -44,35 +44,28 @@ def zero_shot_retention(
 ) -> dict[str, Any]:
     """What a learner still knows of classes that it never learned, and what a smaller scale would give and cost.
 
-    Args:
-        learner: a `ClassIncrementalLearner` with a text tower.
-        dataset: images of classes that were not learned. The classifier chooses among these classes.
-        class_names: what the labels index; None: the names that the data set carries.
-        scales: how much of the learned update to use, see `ClassIncrementalLearner.scaled`; 0 and 1 are always there.
-        learned: test sets of learned classes; the classifier chooses among their classes.
+    `dataset` has images of classes that were not learned, and `learned` are test sets of learned ones; the classifier
+    chooses among the classes of either. `scales` say how much of the learned update to use, see
+    `ClassIncrementalLearner.scaled`; 0 and 1 are always there.
 
-    Returns:
-        "before" and "after", accuracy on `dataset` by the pristine model and by the learner; "scales", for each scale
-        from 0 to 1: "scale", "unlearned", the accuracy on `dataset`, and "learned", that on `learned` or None.
+    The result has "before" and "after", accuracy on `dataset` by the pristine model and by the learner, and "scales":
+    for each scale from 0 to 1 "scale", "unlearned", the accuracy on `dataset`, and "learned", on `learned` or None.
 
     Reference:
         Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: the curve over the scale.
     """
     dataset = named_images(dataset, class_names)
-    names = dataset.class_names
     for scale in scales:
         check_number("scale", scale, least=0, most=1)
-    groups = ([(dataset, names)], learned) if learned else ([(dataset, names)],)
-
-    def measured(scale: float) -> dict[str, Any]:
+    groups: list[Tests] = [[(dataset, dataset.class_names)], *([learned] if learned else [])]
+    rows = []
+    for scale in sorted({0.0, 1.0, *scales}):
         if scale == 0:
             found = [learner.zero_shot(tests)[-1] for tests in groups]
         else:
             with learner.scaled(scale):
                 found = [seen_accuracies(learner, tests)[-1] for tests in groups]
-        return {"scale": float(scale), "unlearned": found[0], "learned": found[1] if learned else None}
-
-    rows = [measured(scale) for scale in sorted({0.0, 1.0, *scales})]
+        rows.append({"scale": float(scale), "unlearned": found[0], "learned": found[1] if learned else None})
     return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}
 
 

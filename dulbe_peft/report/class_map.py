@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,27 +14,10 @@ WIDTH, HEIGHT = 860, 560  # of the picture, whose letters are about 6 wide and 1
 _KEPT = {"visual_prototypes": "mean images", "means": "mean images", "text_embeds": "names"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a class stands in the picture; its name is written where it lies on no other one."""
-
-    name: str
-    x: float
-    y: float
-    written: bool
-
-
-@dataclass(frozen=True)
-class ClassMap:
-    """The places of all classes, what they are made of, and the part of the differences that two dimensions show."""
-
-    places: list[Place]
-    made_of: str
-    shown: float
-
-
-def class_map(learner: Path) -> ClassMap | None:
-    """The map of a learner's folder; None where there are fewer than three classes, or nothing to draw."""
+def class_map(learner: Path) -> dict[str, Any] | None:
+    """The map of a learner's folder: the places of all classes, what they are made of, and what part two dimensions
+    show of their differences; None where there are fewer than three classes, or nothing to draw.
+    """
     for name in learner_file.read(learner).classifiers:
         if name not in CLASSIFIERS:  # somebody's own class, which is not registered here
             continue
@@ -42,8 +25,8 @@ def class_map(learner: Path) -> ClassMap | None:
         for attribute, made_of in _KEPT.items():
             rows = getattr(classifier, attribute, None)
             if rows is not None and len(rows) > 2:
-                places, shown = plane(rows.detach())
-                return ClassMap(_placed(classifier.class_names, places), made_of, shown)
+                found, shown = plane(rows.detach())
+                return {"places": _placed(classifier.class_names, found), "made_of": made_of, "shown": shown}
     return None
 
 
@@ -55,15 +38,16 @@ def plane(rows: torch.Tensor) -> tuple[torch.Tensor, float]:
     return left[:, :2] * values[:2], float(values[:2].square().sum() / values.square().sum().clamp(min=1e-30))
 
 
-def _placed(names: list[str], plane: torch.Tensor) -> list[Place]:
+def _placed(names: list[str], plane: torch.Tensor) -> list[dict[str, Any]]:
+    """Where each class stands in the picture; its name is written where it lies on no other one."""
     low, high = plane.amin(dim=0), plane.amax(dim=0)
-    scaled = (plane - low) / (high - low).clamp(min=1e-12) * torch.tensor([WIDTH - 160, HEIGHT - 40])
-    places: list[Place] = []
-    for name, (x, y) in zip(names, (scaled + torch.tensor([20, 20])).tolist(), strict=True):
-        reach = 6 * max(len(name), 4)
-        written = all(
-            not other.written or abs(other.y - y) > 12 or x > other.x + 12 + 6 * len(other.name) or x + reach < other.x
-            for other in places
-        )
-        places.append(Place(name, x, y, written))
+    scaled = (plane - low) / (high - low).clamp(min=1e-12) * torch.tensor([WIDTH - 160, HEIGHT - 40]) + 20
+    places: list[dict[str, Any]] = []
+    taken: list[tuple[float, float, float]] = []  # the height of each written name, and its two ends
+    for name, (x, y) in zip(names, scaled.tolist(), strict=True):
+        reach = x + 6 * max(len(name), 4)
+        written = all(abs(height - y) > 12 or x > end or reach < start for height, start, end in taken)
+        if written:
+            taken.append((y, x, x + 12 + 6 * len(name)))
+        places.append({"name": name, "x": x, "y": y, "written": written})
     return places

@@ -25,7 +25,6 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     )
     environment.filters |= {
         "percent": percent,
-        "points": points,
         "mib": lambda size: "" if size is None else f"{size / 2**20:,.1f}",
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
@@ -34,14 +33,9 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = environment.get_template(template).render(content, style=style, script=script)
     with replacing(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files need not be UTF-8
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:
     """A fraction as people read it, in percent; empty where there is none."""
     return "" if fraction is None else accuracy.percent(fraction, digits)
-
-
-def points(fraction: float | None) -> str:
-    """A difference of two fractions in percentage points, with its sign; empty where there is none."""
-    return "" if fraction is None else accuracy.signed(fraction, 2)

@@ -13,6 +13,7 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.diagnostics import LayerDemand, layer_demands
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.locking import in_turn
 from dulbe_peft.training.trainer import TaskTrainer
 
@@ -35,24 +36,23 @@ def inspect_task(
     state = learner.state
     if state.adapter is None:
         raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
-    data = named_images(dataset, class_names)
-    trainer = TaskTrainer(state, learner.encoder, learner.logit_scale)
-    gradients, _ = trainer.probe(learner.encoder.images(data), data.class_names)
+    images = learner.encoder.images(named_images(dataset, class_names))
+    gradients, _ = TaskTrainer(state, learner.encoder, learner.logit_scale, images).probe()
     config = state.adapter.active_config
     residual_ranks = {name: config.ranks_of(name)[1] for name in gradients}
-    return layer_demands(gradients, learner.statistics, config.shared_rank, residual_ranks, config.support_rank)
+    stats = state.memory if isinstance(state.memory, OccupationStatistics) else OccupationStatistics()
+    return layer_demands(gradients, stats, config.shared_rank, residual_ranks, config.support_rank)
 
 
 @in_turn
 def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: torch.Tensor) -> torch.Tensor:
     """Which patches of an image make it similar to a prototype: gradient times activation, patch by patch.
 
-    The activations A are the normalised tokens that the attention of the last vision block reads. Neither the block's
-    output nor its input would do. An encoder with a class token reads this token alone behind the block, so the
-    gradient there is zero at every patch. And the patches enter the block through a layer norm, which does not see a
-    token's length: the gradient of its input is at right angles to the token, and their product is always zero.
-
         r_p = sum over the width of A_p * d cos(z, b) / d A_p
+
+    A are the normalised tokens that the attention of the last vision block reads. Behind the block, an encoder with a
+    class token reads this token alone, so the gradient is zero at every patch. Before its layer norm, which does not
+    see a token's length, the product is always zero.
 
     `images` is whatever `predict` takes. `prototypes` are b, (P, d), of any length but 0: text embeddings, visual
     prototypes, or bridge prototypes at a depth, `head.bridge_prototypes()[c]`. The maps are
@@ -70,11 +70,8 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
         raise ValueError(f"prototypes must be (P, {width}) as the features, got shape {tuple(prototypes.shape)}")
     directions = nn.functional.normalize(prototypes.to(learner.device, torch.float32), dim=1)
     pixels = learner.encoder.images(unlabelled_images(images))
-    maps = [
-        token_relevance(learner.clip, pixels[index][0][None].to(learner.device), directions)
-        for index in range(len(pixels))
-    ]
-    return torch.cat(maps).cpu()
+    each = (pixels[index][0][None].to(learner.device) for index in range(len(pixels)))
+    return torch.cat([token_relevance(learner.clip, pixel, directions) for pixel in each]).cpu()
 
 
 def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
@@ -93,11 +90,9 @@ def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Te
             similarity = unit_image_embeds(model, pixels) @ prototypes.T
     finally:
         handle.remove()
-    maps = []
-    for column in similarity.sum(dim=0):  # one image does not depend on another
-        (slope,) = torch.autograd.grad(column, tokens[0], retain_graph=True)
-        maps.append((tokens[0] * slope).sum(dim=-1).detach())
-    relevance = torch.stack(maps, dim=1)
+    # One image does not depend on another, so their sum has the slopes of each.
+    slopes = [torch.autograd.grad(column, tokens[0], retain_graph=True)[0] for column in similarity.sum(dim=0)]
+    relevance = torch.stack([(tokens[0] * slope).sum(dim=-1).detach() for slope in slopes], dim=1)
     config: Any = model.config
     vision = getattr(config, "vision_config", config)
     grid = [side // vision.patch_size for side in pixels.shape[-2:]]

@@ -17,8 +17,6 @@ from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 
-ACCURACY_PLOT = "accuracy.png"
-MATRIX_PLOT = "tasks.png"
 EXAMPLES = 12  # mistakes, and as many hits
 OF_A_CLASS, OF_ALL_CLASSES = 3, 300
 SIDE = 160  # pixels; a page shows them at half the size and enlarges them on a click
@@ -33,11 +31,9 @@ def write_pictures(
     `left_out` are sentences about files that are no part of the data.
     """
     output = Path(run)
-    if "classifiers" in results:
-        with replacing(output / ACCURACY_PLOT) as temporary:
-            plot_results(results, temporary)
-        with replacing(output / MATRIX_PLOT) as temporary:
-            plot_matrix(results, temporary)
+    for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if "classifiers" in results else ():
+        with replacing(output / name) as temporary:
+            plot(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():
         examples = choose_examples(read_predictions(output / PREDICTIONS_FILE))
         write_examples(output / PICTURES_FOLDER, examples, tests, left_out)
@@ -66,13 +62,15 @@ def write_examples(
     for kind, rows in examples.items():
         index[kind] = []
         for number, row in enumerate(rows, 1):
-            picture = _thumbnail_of(opened[row.task - 1], row.position)
-            if picture is None:
+            images, file = opened[row.task - 1], f"{kind}-{number:02d}.jpg"
+            try:
+                image = None if images is None else images[row.position]["image"]
+            except (OSError, ValueError):  # deleted or damaged since it was tested
                 continue
-            file = f"{kind}-{number:02d}.jpg"
-            pictures[file] = picture
-            what = {"image": row.image, "class": row.true, "predicted": row.predicted, "probability": row.probability}
-            index[kind].append({"file": file, **what})
+            if isinstance(image, Image.Image):
+                pictures[file] = thumbnail(image)
+                what = {"image": row.image, "class": row.true, "predicted": row.predicted}
+                index[kind].append({"file": file, "probability": row.probability, **what})
 
     def write(temporary: Path) -> None:
         for name, picture in pictures.items():
@@ -84,15 +82,6 @@ def write_examples(
             commit_folder(folder, "pictures", write)
     except FileExistsError as error:  # a folder of somebody's own; the run itself is finished and whole
         tqdm.write(f"no pictures of examples: {error}")
-
-
-def _thumbnail_of(images: Any, position: int) -> Image.Image | None:
-    """A picture of a test image; None where its data or its file is gone, or where it is no PIL image."""
-    try:
-        image = None if images is None else images[position]["image"]
-    except (OSError, ValueError):  # deleted or damaged since it was tested
-        return None
-    return thumbnail(image) if isinstance(image, Image.Image) else None
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

@@ -1,4 +1,4 @@
-"""The pictures of a stream: accuracy after each task, the task matrix, the loss. Axes of accuracy run from 0 to 100.
+"""The pictures of a stream, and of what training changed in it. Axes of accuracy run from 0 to 100.
 
 A page takes them as SVG whose colours are variables of its style sheet, so that they follow its light or dark scheme.
 """
@@ -9,11 +9,14 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dulbe_peft.metrics.accuracy import METHODS, result_rows
+from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import ClassRow, Share
 
 INK, GRID = "#1b1f24", "#d0d7de"
@@ -21,6 +24,8 @@ SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e
 STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
 _DASHES = ("-", ":", "-.", "--")
 _MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
+# Below the axes: over them it would hide a line, for none is known to be free.
+LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
 
 
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
@@ -37,28 +42,25 @@ def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
     matrix_figure(results).savefig(path, dpi=150)
 
 
+# ---------------------------------------------------------------------- what a stream came to
+
+
 def accuracy_figure(results: dict[str, Any]) -> Any:
-    """matplotlib's figure of accuracy after each task, one line a row of the results."""
+    """Accuracy after each task, one line a row of the results."""
     _check_tested(results)
     rows = result_rows(results)
     steps = max(len(block["overall"]) for _, block in rows)
     classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
-    figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)))
+    words = {"xlabel": "classes seen", "ylabel": "right, of all seen classes (%)"}
+    figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)), ylim=(0, 100), xticks=_thinned(classes), **words)
     # What is known by name looks the same in every picture.
     places = [*METHODS, *(name for name, _ in rows if name not in METHODS)]
     for name, block in rows:
-        values = [math.nan if value is None else 100 * value for value in block["overall"]]
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
         look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
-        axes.plot(classes[: len(values)], values, label=name, **look)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("classes seen")
-    axes.set_ylabel("right, of all seen classes (%)")
-    axes.set_xticks(_thinned(classes))
-    # Below the axes: over them it would hide a line, for none is known to be free. Long samples show the dashes.
-    look = {"frameon": False, "labelcolor": INK, "fontsize": 8, "handlelength": 4}
-    figure.legend(loc="outside lower center", ncols=2, **look)
+        axes.plot(classes[: len(block["overall"])], _percents(block["overall"]), label=name, **look)
+    figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
     return figure
 
 
@@ -71,59 +73,52 @@ def line_style(place: int) -> dict[str, str]:
 
 
 def matrix_figure(results: dict[str, Any]) -> Any:
-    """matplotlib's figure of the first classifier's task matrix; what was not tested stays empty."""
+    """The first classifier's task matrix; what was not tested stays empty."""
     _check_tested(results)
     rows = next(iter(results["classifiers"].values()))["matrix"]
     size = len(rows)
-    values = [[math.nan if v is None else 100 * v for v in row] + [math.nan] * (size - len(row)) for row in rows]
-    figure, axes = new_figure(4.8)
+    values = [_percents(row) + [math.nan] * (size - len(row)) for row in rows]
+    figure, axes = new_figure(4.8, xlabel="tested on the classes of task", ylabel="after learning task")
     image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
     axes.grid(False)
     for step, row in enumerate(values if size <= _MOST_NUMBERS else []):
         for task, value in enumerate(row):
             if not math.isnan(value):
-                colour = "white" if value > 60 else INK
-                axes.text(task, step, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=7)
+                look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if value > 60 else INK}
+                axes.text(task, step, f"{value:.1f}", **look)
     ticks = _thinned(range(size))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
     axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])
-    axes.set_xlabel("tested on the classes of task")
-    axes.set_ylabel("after learning task")
     bar = figure.colorbar(image, ax=axes, label="right (%)", shrink=0.8)
     bar.ax.tick_params(color=INK, labelcolor=INK, labelsize=8)
     return figure
 
 
 def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
-    """matplotlib's figure of the mean loss of every epoch, one line a task, from 0."""
-    figure, axes = new_figure(2.6)
+    """The mean loss of every epoch, one line a task, from 0."""
+    figure, axes = new_figure(2.6, xlabel="epoch, counted over all tasks", ylabel="mean loss")
     done = 0
     for task in losses:
         axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
         done += len(task)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(whole_numbers())
-    axes.set_xlabel("epoch, counted over all tasks")
-    axes.set_ylabel("mean loss")
     return figure
 
 
 def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
-    """matplotlib's figure of how many answers are right, by the probability that they were given with."""
-    figure, axes = new_figure(3.6)
+    """How many answers are right, by the probability that they were given with."""
+    words = {"xlabel": "probability that the answer was given with (%)", "ylabel": "of these are right (%)"}
+    figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
     axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
     sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
     axes.errorbar(sure, right, yerr=_ends([share for _, share in bins]), fmt="o", color=SERIES[3], capsize=2)
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("probability that the answer was given with (%)")
-    axes.set_ylabel("of these are right (%)")
     return figure
 
 
 def counts_figure(rows: Sequence[ClassRow]) -> Any:
-    """matplotlib's figure of the classes: how many are right, by the number of training images."""
-    figure, axes = new_figure(3.6)
+    """How many images of each class are right, by the number of its training images."""
+    figure, axes = new_figure(3.6, ylim=(0, 100), xlabel="training images of the class", ylabel="right (%)")
     counts, right = [row.learned or 0 for row in rows], [100 * row.share.value for row in rows]
     look: Any = {"fmt": "o", "color": SERIES[3], "ecolor": SERIES[0], "elinewidth": 0.7, "markersize": 4}
     axes.errorbar(counts, right, yerr=_ends([row.share for row in rows]), **look)
@@ -132,16 +127,57 @@ def counts_figure(rows: Sequence[ClassRow]) -> Any:
         axes.xaxis.set_major_formatter("{x:.0f}")
     else:
         axes.xaxis.set_major_locator(whole_numbers())
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("training images of the class")
-    axes.set_ylabel("right (%)")
     return figure
 
 
-def _ends(shares: Sequence[Share]) -> list[list[float]]:
-    """How far the intervals reach below and above their shares, in percent."""
-    below = [100 * max(0.0, share.value - share.interval[0]) for share in shares]
-    return [below, [100 * max(0.0, share.interval[1] - share.value) for share in shares]]
+# ---------------------------------------------------------------------- what training changed
+
+
+def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
+    """The parts of each task's gradient along the shared mode, the residual modes, and neither."""
+    shared = [100 * (record.get("shared_capture") or 0.0) for record in records]
+    residual = [100 * (record.get("residual_capture") or 0.0) for record in records]
+    measured = [record.get("shared_capture") is not None for record in records]
+    rest = [max(0.0, 100 - s - r) if known else 0.0 for s, r, known in zip(shared, residual, measured)]
+    figure, axes = new_figure(3.0, ylim=(0, 100), xlabel="task", ylabel="part of the gradient (%)")
+    bottom = [0.0] * len(records)
+    parts = {"shared mode": (shared, 3), "residual modes": (residual, 2), "neither": (rest, 0)}
+    for label, (values, colour) in parts.items():
+        look = {"color": SERIES[colour], "label": label, "width": 0.7}
+        axes.bar(range(1, len(records) + 1), values, bottom=bottom, **look)
+        bottom = [b + v for b, v in zip(bottom, values)]
+    figure.legend(ncols=3, **LEGEND)
+    return figure
+
+
+def depth_figure(profile: ReliabilityProfile, accuracy: DepthAccuracy | None = None) -> Any:
+    """The reliability over the depths, with its spread, and the accuracy of each depth."""
+    words = {"xlabel": "depth: 0 images, 1 name", "ylabel": "percent"}
+    figure, axes = new_figure(3.4, xlim=(0, 1), ylim=(0, 100), **words)
+    depths, mean, spread = profile.depths.tolist(), 100 * profile.mean, 100 * profile.spread
+    low, high = (mean - spread).clamp(min=0).tolist(), (mean + spread).tolist()
+    axes.fill_between(depths, low, high, color=SERIES[3], alpha=0.2, linewidth=0)
+    axes.plot(depths, mean.tolist(), "o-", color=SERIES[3], markersize=4, label="trust in the depth, mean and spread")
+    if accuracy is not None:
+        look: Any = {"color": SERIES[1], "markersize": 4, "label": "right, this depth alone"}
+        axes.plot(accuracy.depths.tolist(), (100 * accuracy.alone).tolist(), "s-", **look)
+        for label, value, style in (("uniform", accuracy.uniform, ":"), ("weighted", accuracy.weighted, "--")):
+            axes.axhline(100 * value, color=SERIES[1], linestyle=style, linewidth=1.2, label=f"right, {label}")
+    figure.legend(ncols=2, **LEGEND)
+    return figure
+
+
+def arrow_figure(before: torch.Tensor, after: torch.Tensor) -> Any:
+    """Images that move in a plane; both are (n, 2), as `coordinate_plane` gives them."""
+    figure, axes = new_figure(4.8, xlabel="first direction of the coordinates", ylabel="second direction")
+    start, way = before.T.tolist(), (after - before).T.tolist()
+    axes.scatter(*start, s=6, color=SERIES[0])
+    axes.quiver(*start, *way, angles="xy", scale_units="xy", scale=1, color=SERIES[5], width=0.003)
+    axes.set_aspect("equal", adjustable="datalim")
+    return figure
+
+
+# ---------------------------------------------------------------------- figures and pages
 
 
 def inline_svg(figure: Any, name: str) -> str:
@@ -154,8 +190,7 @@ def inline_svg(figure: Any, name: str) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg xmlns="http://www.w3.org/2000/svg" \1>', svg, count=1)
     svg = svg.replace("xlink:href", "href")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
@@ -166,29 +201,8 @@ def inline_svg(figure: Any, name: str) -> str:
     return svg.replace(INK, "currentColor").replace(GRID, "var(--line)").strip()
 
 
-def _check_tested(results: dict[str, Any]) -> None:
-    if "classifiers" not in results:
-        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
-
-
-def _thinned(values: Sequence[int]) -> list[int]:
-    """Those of some rising values whose marks do not overlap on an axis."""
-    kept: list[int] = []
-    for value in values:
-        if not kept or value - kept[-1] >= (values[-1] - values[0]) / 10:
-            kept.append(value)
-    return kept
-
-
-def whole_numbers() -> Any:
-    """matplotlib's places of at most eight marks at whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=8, integer=True)
-
-
-def new_figure(height: float = 3.8) -> tuple[Any, Any]:
-    """A figure of a page and its axes, in the page's colours; the height is in inches."""
+def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
+    """A figure of a page and its axes, in the page's colours, `height` inches high; `look` is for `Axes.set`."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -202,4 +216,36 @@ def new_figure(height: float = 3.8) -> tuple[Any, Any]:
     axes.tick_params(color=INK, labelcolor=INK, labelsize=8)
     axes.grid(True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.set(**look)
     return figure, axes
+
+
+def whole_numbers() -> Any:
+    """matplotlib's places of at most eight marks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True)
+
+
+def _check_tested(results: dict[str, Any]) -> None:
+    if "classifiers" not in results:
+        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
+
+
+def _percents(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else 100 * value for value in values]
+
+
+def _ends(shares: Sequence[Share]) -> list[list[float]]:
+    """How far the intervals reach below and above their shares, in percent."""
+    below = [100 * max(0.0, share.value - share.interval[0]) for share in shares]
+    return [below, [100 * max(0.0, share.interval[1] - share.value) for share in shares]]
+
+
+def _thinned(values: Sequence[int]) -> list[int]:
+    """Those of some rising values whose marks do not overlap on an axis."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value - kept[-1] >= (values[-1] - values[0]) / 10:
+            kept.append(value)
+    return kept

@@ -29,8 +29,6 @@ class _PartRecord(Record):
 
 
 class _Method(_PartRecord):
-    """What a classifier, or a baseline, came to."""
-
     overall: list[Fraction | None]
     last_accuracy: Fraction | None
     average_accuracy: Fraction
@@ -48,8 +46,6 @@ class _ClassMeasures(_PartRecord):
 
 
 class _TaskFacts(_PartRecord):
-    """What learning a task showed."""
-
     images: dict[str, int] = {}
     loss: list[float] = []
     shared_capture: float | None = None
@@ -108,13 +104,14 @@ class Pictures(Record):
 class RunFolder:
     """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty.
 
-    `learner` is the folder of the learner after the newest task.
+    `learner` is the folder of the learner after the newest task. `records` say what learning each task showed.
     """
 
     folder: Path
     name: str
     results: dict[str, Any]
     learned: list[list[str]]
+    records: list[dict[str, Any]]
     settings: dict[str, Any]
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
@@ -141,12 +138,6 @@ class RunFolder:
         return str(self.settings["strategy"]["name"])
 
     @property
-    def records(self) -> list[dict[str, Any]]:
-        """What learning each finished task showed; empty where that was not recorded."""
-        found = self.results["tasks"]
-        return [found[t] if t < len(found) and found[t] else {} for t in range(len(self.learned))]
-
-    @property
     def trained(self) -> bool:
         """Whether the model itself was trained in some task."""
         return any(record.get("loss") for record in self.records)
@@ -163,8 +154,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     if task is None:  # somebody kept the small files alone
         if results is None:
             raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
-        settings = {"strategy": results["strategy"], **results["configuration"]}
-        return _run(path, path, results, settings)
+        return _run(path, path, results, {"strategy": results["strategy"], **results["configuration"]})
     newest, manifest = task
     learner = read_record(newest / LEARNER_FILE, LearnerFile)
     # A learner that `save_pretrained` wrote is of no run, and says less.
@@ -192,20 +182,21 @@ def _run(
     path: Path, kept: Path, results: dict[str, Any], settings: dict[str, Any], order: Sequence[str] = ()
 ) -> RunFolder:
     """The run as its files tell it; `kept` has the predictions, `order` is that of the learner's classifiers."""
-    learned = results["class_names"]
-    blocks = results.get("classifiers", {})
+    learned, blocks = results["class_names"], results.get("classifiers", {})
     if blocks:  # JSON sorts them; the learner's own order is the one that counts
         names = [name for name in order if name in blocks]
         results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
     timings = (_read(path / TIMINGS_FILE, _Timings) or {"tasks": []})["tasks"]
+    records, none = results["tasks"], [None] * len(learned)
     return RunFolder(
         folder=path,
         name=path.resolve().name,
         results=results,
         learned=learned,
+        records=[record or {} for record in (*records, *none)][: len(learned)],
         settings=settings,
         predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
-        timings=[timings[t] if t < len(timings) else None for t in range(len(learned))],
+        timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,8 @@ MEASURES = {
 _EXPLANATION = """\
 A_last: percent right after the last task. A_bar: the mean of it over all tasks.
 Forgetting: old tasks' loss since their best. Backward transfer: gain since new."""
-_SEED = "arguments.seed"
 _YES, _UNKNOWN = "yes", "–"
 _LONGEST = 200  # letters of a setting's value
-
-
-# ---------------------------------------------------------------------- one run
 
 
 def _measure_column(name: str) -> Column[tuple[str, dict[str, Any]]]:
@@ -47,15 +43,17 @@ def format_summary(results: dict[str, Any]) -> str:
     return f"{format_text(SUMMARY_COLUMNS, result_rows(results))}\n{_EXPLANATION}"
 
 
-# ---------------------------------------------------------------------- several runs
-
-
 @dataclass(frozen=True)
 class MeanSpread:
     """A measure over the runs of a group, fractions; the spread is the standard deviation with n - 1."""
 
     mean: float
     spread: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> MeanSpread:
+        """The mean and spread of some values."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
         spread = "" if self.spread is None else f" ± {percent(self.spread, 2)}"
@@ -73,11 +71,13 @@ class GroupResult:
 
 
 def _group_column(name: str) -> Column[GroupResult]:
-    def value(row: GroupResult, part: str) -> float | None:
-        return getattr(row.measures.get(name), part, None)
-
-    values = {name: lambda row: value(row, "mean"), f"{name}_std": lambda row: value(row, "spread")}
+    parts = {name: "mean", f"{name}_std": "spread"}
+    values = {key: lambda row, part=part: getattr(row.measures.get(name), part, None) for key, part in parts.items()}
     return Column(f"{MEASURES[name][0]} (%)", lambda row: str(row.measures.get(name, "")), values=values)
+
+
+def _text_column(title: str, show: Callable[[GroupResult], str]) -> Column[GroupResult]:
+    return Column(title, show, number=False, values={title: show})
 
 
 GROUP_COLUMNS = [
@@ -85,10 +85,8 @@ GROUP_COLUMNS = [
         "runs", lambda row: ", ".join(row.runs), number=False, values={"runs": lambda row: "; ".join(row.runs)}
     ),
     Column[GroupResult]("n", lambda row: str(len(row.runs)), values={"n": lambda row: len(row.runs)}),
-    Column[GroupResult](
-        "strategy", lambda row: row.strategy, number=False, values={"strategy": lambda row: row.strategy}
-    ),
-    Column[GroupResult]("method", lambda row: row.method, number=False, values={"method": lambda row: row.method}),
+    _text_column("strategy", lambda row: row.strategy),
+    _text_column("method", lambda row: row.method),
     *map(_group_column, MEASURES),
 ]
 
@@ -97,19 +95,18 @@ def group_runs(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     """Runs that differ only in their seed, or in the order of the classes, as one group; in the order given."""
     groups: list[list[RunFolder]] = []
     for run in runs:
-        group = next((group for group in groups if _alike(group[0], run)), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
+        group = next((group for group in groups if _alike(group[0], run)), [])
+        if not group:
+            groups.append(group)
+        group.append(run)
     return groups
 
 
 def _alike(one: RunFolder, other: RunFolder) -> bool:
-    settings = [{**flat_settings(run.settings), _SEED: None} for run in (one, other)]
+    settings = [{**flat_settings(run.settings), "arguments.seed": None} for run in (one, other)]
     sizes = [[len(task) for task in run.learned] for run in (one, other)]
     classes = [sorted(name for task in run.learned for name in task) for run in (one, other)]
-    if settings[0] != settings[1] or sizes[0] != sizes[1] or classes[0] != classes[1]:
+    if any(own != theirs for own, theirs in (settings, sizes, classes)):
         return False
     if one.fingerprints is None or other.fingerprints is None:
         return one.fingerprints is other.fingerprints
@@ -125,12 +122,8 @@ def group_results(groups: Sequence[Sequence[RunFolder]]) -> list[GroupResult]:
         tested = [dict(result_rows(run.results)) for run in group if run.tested]
         for name in tested[0] if tested else ():
             blocks = [blocks[name] for blocks in tested if name in blocks]
-            measures = {}
-            for measure in MEASURES:
-                values: list[Any] = [block.get(measure) for block in blocks]
-                if None not in values:
-                    spread = statistics.stdev(values) if len(values) > 1 else None
-                    measures[measure] = MeanSpread(statistics.fmean(values), spread)
+            values: dict[str, list[Any]] = {measure: [block.get(measure) for block in blocks] for measure in MEASURES}
+            measures = {measure: MeanSpread.of(own) for measure, own in values.items() if None not in own}
             rows.append(GroupResult(tuple(run.name for run in group), group[0].strategy, name, measures))
     return rows
 
@@ -153,13 +146,9 @@ def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]
     rows = [(owner, has, has) for owner, has in owners.items() if owner]
     for name in names:
         values = [_UNKNOWN if row.get(name) is None else str(row[name]) for row in settings]
-        own = [value for value, has in zip(values, owners[_owner(name)]) if has == _YES]
-        rows.append((name, values, own))
+        rows.append((name, values, [value for value, has in zip(values, owners[_owner(name)]) if has == _YES]))
     differing = sorted((name, values) for name, values, own in rows if len(set(own)) > 1)
-    return [
-        (name, [text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …" for text in values])
-        for name, values in differing
-    ]
+    return [(name, [f"{v[:_LONGEST]} …" if len(v) > _LONGEST else v for v in vs]) for name, vs in differing]
 
 
 def _owner(name: str) -> str:
@@ -174,16 +163,13 @@ def _has(run: RunFolder, owner: str, settings: dict[str, Any]) -> str:
     return "none" if owner.partition(".")[0] in run.settings else _UNKNOWN
 
 
-def flat_settings(settings: Any, path: str = "") -> dict[str, Any]:
+def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Nested settings as dotted names.
 
     >>> flat_settings({"adapter": {"shared_rank": 1}, "seed": 0})
     {'adapter.shared_rank': 1, 'seed': 0}
     """
-    if not isinstance(settings, dict):
-        return {path: settings}
-    return {
-        name: value
-        for key in settings
-        for name, value in flat_settings(settings[key], f"{path}.{key}" if path else str(key)).items()
-    }
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return found

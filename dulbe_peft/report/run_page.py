@@ -12,7 +12,6 @@ from typing import Any
 from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.metrics.accuracy import result_rows
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
-from dulbe_peft.report.confusion_matrix import confusion_matrix
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Example, RunFolder, read_run
@@ -25,7 +24,7 @@ from dulbe_peft.report.run_groups import (
     group_runs,
     setting_differences,
 )
-from dulbe_peft.report.shares import class_rows, data_name, reliability, sure_answers
+from dulbe_peft.report.shares import class_rows, confusion_matrix, reliability, sure_answers
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import leaderboard, next_steps
@@ -41,10 +40,9 @@ def write_report(
 ) -> Path:
     """Write a page about one run or learner, or about several runs side by side; returns its path.
 
-    The page is a single file: its pictures, its style and its few lines of script are in it, and it asks no server.
-    Without `output` it is `report.html` in the run's folder, or in the current folder for several runs. `csv` and
-    `latex` name files for the table of results, as fractions in full and as LaTeX in percent. A run need not be
-    finished.
+    The page is a single file that asks no server. Without `output` it is `report.html` in the run's folder, or in the
+    current folder for several runs. `csv` and `latex` name files for the table of results, as fractions in full and
+    as LaTeX in percent. A run need not be finished.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
     if not folders:
@@ -76,18 +74,16 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
     times = [_phases(time) for time in run.timings]
     phases = {name for time in times for name in time.get("phases", {})}
     losses = [record.get("loss", []) for record in run.records]
-    learned = {name: count for record in run.records for name, count in record.get("images", {}).items()}
-    rows = class_rows(
-        run.predictions,
-        run.results.get("classes", {}).get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {},
-        Counter(learned) + sum((Counter(update.images) for update in run.updates), Counter()),
-    )
+    learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
+    by_class = run.results.get("classes", {})
+    forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
+    further = sum((Counter(update.images) for update in run.updates), Counter())
+    rows = class_rows(run.predictions, forgotten, learned + further)
     matrix = confusion_matrix(run.predictions) if run.predictions else None
     content: dict[str, Any] = {
         "run": run,
         "key": key,
         "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
-        "data": data_name(run.predictions),
         "classes": sum(len(task) for task in run.learned),
         "task_rows": list(zip(run.learned, run.records, times, strict=True)),
         "captured": any(record.get("shared_capture") is not None for record in run.records),
@@ -102,10 +98,10 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "pictures": _pictures(run),
         **effects_content(run, key),
     }
-    return content | _test_content(run, key) if run.tested else content
+    return content | _test_content(run, key, learned) if run.tested else content
 
 
-def _test_content(run: RunFolder, key: str) -> dict[str, Any]:
+def _test_content(run: RunFolder, key: str, learned: Counter[str]) -> dict[str, Any]:
     """What the template shows of a run with test data."""
     methods, blocks = leaderboard(run), run.results["classifiers"]
     by_class = run.results.get("classes", {})
@@ -120,11 +116,9 @@ def _test_content(run: RunFolder, key: str) -> dict[str, Any]:
         "class_accuracies": {n: by_class[n]["accuracy"] for n in blocks if n in by_class} if len(blocks) > 1 else {},
     }
     if run.predictions:
-        bins = reliability(run.predictions)
-        content["sure"] = sure_answers(run.predictions)
-        content["reliability"] = inline_svg(reliability_figure(bins), f"{key}-reliability")
-        rows = class_rows(run.predictions, {}, {n: c for r in run.records for n, c in r.get("images", {}).items()})
-        counted = [row for row in rows if row.learned]
+        figure = reliability_figure(reliability(run.predictions))
+        content |= {"sure": sure_answers(run.predictions), "reliability": inline_svg(figure, f"{key}-reliability")}
+        counted = [row for row in class_rows(run.predictions, {}, learned) if row.learned]
         several = len({row.learned for row in counted}) > 1
         content["counts"] = inline_svg(counts_figure(counted), f"{key}-counts") if several else ""
     return content
@@ -142,13 +136,13 @@ def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
 
 def _pictures(run: RunFolder) -> dict[str, Any]:
     """The pictures of mistakes and hits, and those of each class by its name."""
+
+    def picture(example: Example) -> dict[str, Any]:
+        data = base64.b64encode((run.folder / PICTURES_FOLDER / example.file).read_bytes()).decode()
+        return {"example": example, "source": f"data:image/jpeg;base64,{data}", "place": Path(example.image).name}
+
     of_class: dict[str, list[dict[str, Any]]] = {}
     for example in run.pictures.classes:
-        of_class.setdefault(example.true, []).append(_picture(run, example))
-    kinds = {kind: [_picture(run, e) for e in getattr(run.pictures, kind)] for kind in ("mistakes", "hits")}
+        of_class.setdefault(example.true, []).append(picture(example))
+    kinds = {kind: [picture(example) for example in getattr(run.pictures, kind)] for kind in ("mistakes", "hits")}
     return {**kinds, "classes": of_class}
-
-
-def _picture(run: RunFolder, example: Example) -> dict[str, Any]:
-    data = base64.b64encode((run.folder / PICTURES_FOLDER / example.file).read_bytes()).decode()
-    return {"example": example, "source": f"data:image/jpeg;base64,{data}", "place": Path(example.image).name}

@@ -1,20 +1,21 @@
-"""What the predictions for the test images amount to: shares with their intervals, by class and by probability."""
+"""What the predictions for the test images amount to: shares with their intervals, by class and by probability, and
+the confusion matrix.
+"""
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
+import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
 from scipy.stats import binomtest
 
 from dulbe_peft.metrics.evaluation import ImageResult
 
-_MOST_FOLDERS = 3  # that a sentence names
 _BINS = 10
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
 
@@ -29,6 +30,11 @@ class Share:
 
     right: int
     images: int
+
+    @classmethod
+    def of(cls, answers: Sequence[ImageResult]) -> Share:
+        """The share of the right ones among some answers."""
+        return cls(sum(row.right for row in answers), len(answers))
 
     @property
     def value(self) -> float:
@@ -67,10 +73,47 @@ def class_rows(
         groups.setdefault(row.true, []).append(row)
     table = []
     for name, rows in groups.items():
-        wrong = Counter(row.predicted for row in rows if not row.right)
-        share = Share(len(rows) - wrong.total(), len(rows))
-        table.append(ClassRow(name, share, forgetting.get(name), wrong.most_common(), learned.get(name)))
+        wrong = Counter(row.predicted for row in rows if not row.right).most_common()
+        table.append(ClassRow(name, Share.of(rows), forgetting.get(name), wrong, learned.get(name)))
     return sorted(table, key=lambda row: row.share.value)
+
+
+@dataclass(frozen=True)
+class ConfusionMatrix:
+    """All classes in the order of the picture, and counts[i, j] images of class i that are taken for class j."""
+
+    classes: list[str]
+    counts: np.ndarray
+
+    @property
+    def cells(self) -> list[tuple[int, int, int, float]]:
+        """Row, column, images, and their part of the row's images, of every cell that is not empty."""
+        parts = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
+        return [(i, j, int(self.counts[i, j]), float(parts[i, j])) for i, j in np.argwhere(self.counts).tolist()]
+
+    @property
+    def mistakes(self) -> list[tuple[str, str, int, int]]:
+        """Class, what it is taken for, how many of its images, and of how many; the most frequent first."""
+        totals = self.counts.sum(axis=1).tolist()
+        pairs = [(self.classes[i], self.classes[j], n, totals[i]) for i, j, n, _ in self.cells if i != j]
+        return sorted(pairs, key=lambda pair: -pair[2])
+
+
+def confusion_matrix(predictions: Sequence[ImageResult]) -> ConfusionMatrix:
+    """The matrix of all classes that are shown or answered, with those side by side that are mixed up."""
+    pairs = Counter((row.true, row.predicted) for row in predictions)
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    place = {name: number for number, name in enumerate(names)}
+    counts = np.zeros((len(names), len(names)), dtype=np.int64)
+    for (true, predicted), count in pairs.items():
+        counts[place[true], place[predicted]] = count
+    if len(names) > 2:
+        parts = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        distances = 1 - (parts + parts.T) / 2
+        np.fill_diagonal(distances, 0)
+        order = leaves_list(linkage(squareform(distances), "average", optimal_ordering=len(names) <= 500))
+        names, counts = [names[i] for i in order], counts[np.ix_(order, order)]
+    return ConfusionMatrix(names, counts)
 
 
 def reliability(predictions: Sequence[ImageResult]) -> list[tuple[float, Share]]:
@@ -78,38 +121,10 @@ def reliability(predictions: Sequence[ImageResult]) -> list[tuple[float, Share]]
     bins: dict[int, list[ImageResult]] = {}
     for row in predictions:
         bins.setdefault(min(int(row.probability * _BINS), _BINS - 1), []).append(row)
-    return [
-        (sum(row.probability for row in rows) / len(rows), Share(sum(row.right for row in rows), len(rows)))
-        for _, rows in sorted(bins.items())
-    ]
+    return [(sum(row.probability for row in rows) / len(rows), Share.of(rows)) for _, rows in sorted(bins.items())]
 
 
 def sure_answers(predictions: Sequence[ImageResult]) -> list[tuple[float, float, Share]]:
     """For some probabilities: the part of the images that are answered with more, and how many of those are right."""
-    found = []
-    for threshold in _THRESHOLDS:
-        sure = [row for row in predictions if row.probability > threshold]
-        if sure:
-            found.append((threshold, len(sure) / len(predictions), Share(sum(row.right for row in sure), len(sure))))
-    return found
-
-
-def data_name(predictions: Sequence[ImageResult]) -> str | None:
-    """The folders or files that the test images are in, the last two parts; None where unknown, or many."""
-    found = list(dict.fromkeys(map(_place, predictions)))
-    if len(found) > _MOST_FOLDERS:  # the folders of renamed classes
-        found = list(dict.fromkeys(os.path.dirname(place) for place in found))
-    if len(found) > _MOST_FOLDERS or any(os.path.dirname(place) == place for place in found):
-        return None
-    parts = [Path(place).parts for place in found]
-    return " and ".join(dict.fromkeys("/".join(p[-2:]) if len(p) > 3 else str(Path(*p)) for p in parts)) or None
-
-
-def _place(row: ImageResult) -> str:
-    """The file that holds an image among others, or the folder around the folder of its class; "" where unknown."""
-    packed = re.fullmatch(r"(.+)\[\d+\]", row.image)
-    if packed:
-        return packed[1]
-    folder = os.path.dirname(row.image.replace(os.sep, "/"))
-    around, found, _ = f"{folder}/".rpartition(f"/{row.true}/")
-    return around if found else folder
+    found = [(limit, [row for row in predictions if row.probability > limit]) for limit in _THRESHOLDS]
+    return [(limit, len(sure) / len(predictions), Share.of(sure)) for limit, sure in found if sure]

@@ -66,16 +66,13 @@ def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]
 
 def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """The table with spaces between aligned columns, for a terminal."""
-    lines = [[column.short or column.title for column in columns if column.show], *shown(columns, rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    numbers = [column.number for column in columns if column.show]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(cells, widths, numbers, strict=True)
-        ).rstrip()
-        for cells in lines
-    )
+    read = [column for column in columns if column.show]
+    lines = [[column.short or column.title for column in read], *shown(columns, rows)]
+    aligned = []
+    for column, cells in zip(read, zip(*lines, strict=True), strict=True):
+        side, width = ">" if column.number else "<", max(map(len, cells))
+        aligned.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*aligned, strict=True))
 
 
 def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
@@ -92,33 +89,26 @@ def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
     """Write the values of the columns in full."""
     values = {name: value for column in columns for name, value in column.values.items()}
-    cells = [[value(row) for value in values.values()] for row in rows]
-    write_csv(path, list(values), [["" if cell is None else cell for cell in line] for line in cells])
+    write_csv(path, list(values), [[value(row) for value in values.values()] for row in rows])  # None: an empty cell
 
 
 def write_table_latex(
     columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path, group: Callable[[Row], Any] = lambda _: None
 ) -> None:
     """Write a LaTeX `tabular` that needs no package; the best figures of each group are bold."""
-    numbers = [column.number for column in columns if column.show]
-    layout = "".join("r" if number else "l" for number in numbers)
-    titles = " & ".join(latex_text(column.title) for column in columns if column.show)
+    read = [column for column in columns if column.show]
+    layout = "".join("r" if column.number else "l" for column in read)
+    titles = " & ".join(latex_text(column.title) for column in read)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", rf"{titles} \\", r"\hline"]
-    for cells, bold in zip(shown(columns, rows), best(columns, rows, group), strict=True):
-        written = [
-            rf"\textbf{{{text}}}" if top else text
-            for cell, number, top in zip(cells, numbers, bold, strict=True)
-            for text in [cell.translate(_LATEX_NUMBER) if number else latex_text(cell)]
-        ]
+    for cells, bold in zip(shown(read, rows), best(read, rows, group), strict=True):
+        pairs = zip(read, cells, strict=True)
+        texts = [cell.translate(_LATEX_NUMBER) if column.number else latex_text(cell) for column, cell in pairs]
+        written = [rf"\textbf{{{text}}}" if top else text for text, top in zip(texts, bold, strict=True)]
         lines.append(" & ".join(written) + r" \\")
     with replacing(path) as temporary:
         temporary.write_text("\n".join([*lines, r"\hline", r"\end{tabular}", ""]), encoding="utf-8")
 
 
 def latex_text(text: str) -> str:
-    r"""A text that LaTeX prints as it is.
-
-    >>> print(latex_text("50% of a_b"))
-    50\% of a\_b
-    """
+    """A text that LaTeX prints as it is."""
     return "".join(_LATEX.get(sign, sign) for sign in text)

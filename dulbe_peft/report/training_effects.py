@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.checkpoints.layout import newest_task
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile, depth_accuracy, reliability_profile
-from dulbe_peft.metrics.drift import TaskDrift, coordinate_plane, drift_by_task, old_test_features
+from dulbe_peft.metrics.diagnostics import (
+    DepthAccuracy,
+    ReliabilityProfile,
+    TaskDrift,
+    coordinate_plane,
+    depth_accuracy,
+    drift_by_task,
+    old_test_features,
+    reliability_profile,
+)
 from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
-from dulbe_peft.report.diagnostic_plots import arrow_figure, capture_figure, depth_figure
-from dulbe_peft.report.plots import inline_svg
+from dulbe_peft.report.plots import arrow_figure, capture_figure, depth_figure, inline_svg
 from dulbe_peft.report.run_folder import RunFolder, read_run
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
@@ -42,10 +48,9 @@ def read_effects(run: RunFolder) -> TrainingEffects:
     >>> read_effects(read_run("out")).accuracy.weighted  # doctest: +SKIP
     0.8125
     """
-    newest = newest_task(run.folder, lambda _: None)
-    head = None
-    if newest is not None and (newest[0] / BridgeEnsembleHead.file_names()[1]).is_file():
-        head = BridgeEnsembleHead.from_pretrained(newest[0])
+    head, saved = None, run.learner
+    if saved is not None and (saved / BridgeEnsembleHead.file_names()[1]).is_file():
+        head = BridgeEnsembleHead.from_pretrained(saved)
     features: list[TaskFeatures] = []
     if (run.folder / FEATURES_FOLDER).is_dir():
         kept = read_features(run.folder)[: len(run.learned)]
@@ -66,9 +71,9 @@ def effects_content(run: RunFolder, key: str) -> dict[str, Any]:
     known = [row for row in effects.drift if set(vars(row).values()) - {None, row.task}]
     content: dict[str, Any] = {"depth_accuracy": accuracy, "depths": "", "depth_rows": [], "drift": known}
     if profile is not None:
-        content["depths"] = inline_svg(depth_figure(profile, accuracy), f"{key}-depths")
         alone = [None] * len(profile.depths) if accuracy is None else accuracy.alone.tolist()
         columns = (profile.depths.tolist(), profile.mean.tolist(), profile.spread.tolist(), alone)
+        content["depths"] = inline_svg(depth_figure(profile, accuracy), f"{key}-depths")
         content["depth_rows"] = list(zip(*columns, strict=True))
     return content
 
@@ -95,8 +100,8 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
         "captures": [{name: record.get(name) for name in captures} for record in read.records],
-        "reliability": None if effects.profile is None else _plain(asdict(effects.profile)),
-        "depths": None if effects.accuracy is None else _plain(asdict(effects.accuracy)),
+        "reliability": _plain(effects.profile),
+        "depths": _plain(effects.accuracy),
         "drift": [asdict(row) for row in effects.drift],
     }
     write_json(files[0], numbers)
@@ -122,12 +127,13 @@ def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Tensors and floats as JSON takes them; NaN is null there."""
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+def _plain(facts: Any) -> dict[str, Any] | None:
+    """Tensors and floats of a dataclass as JSON takes them; NaN is null there."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(part) for part in value]
+        return None if math.isnan(value) else value
+
+    found = {} if facts is None else vars(facts)
+    return {name: plain(v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in found.items()} or None

@@ -12,9 +12,8 @@ from scipy.stats import binomtest
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.metrics.accuracy import METHODS, result_rows
-from dulbe_peft.report.confusion_matrix import ConfusionMatrix
 from dulbe_peft.report.run_folder import RunFolder
-from dulbe_peft.report.shares import ClassRow, Share
+from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share
 
 _LEVEL = 0.05
 _NAMED = 5  # classes that a sentence names
@@ -24,18 +23,14 @@ _OFTEN = 3  # images of one class that are taken for one other
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the leaderboard; several names where their figures are the same throughout."""
+    """A row of the leaderboard; several names, with what they mean, where their figures are the same throughout."""
 
     names: tuple[str, ...]
     block: Mapping[str, Any]
     share: Share | None
     seconds: float | None
     size: int | None
-
-    @property
-    def meanings(self) -> list[str]:
-        """What the names stand for."""
-        return [METHODS[name] for name in self.names if name in METHODS]
+    meanings: list[str]
 
 
 def leaderboard(run: RunFolder) -> list[Method]:
@@ -49,14 +44,10 @@ def leaderboard(run: RunFolder) -> list[Method]:
 def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Method:
     names, block = tuple(name for name, _ in rows), max((block for _, block in rows), key=len)
     number, right = len(run.predictions), block["last_accuracy"]
-    taught = [time["phases"] for time in run.timings if time and "phases" in time]
-    phases = [f"{TEACHING}{name}" for name in names]
-    seconds = [found[phase] for found in taught for phase in phases if phase in found]
-    files = [
-        run.learner / CLASSIFIERS[name].file_names()[1]
-        for name in names
-        if run.learner is not None and name in CLASSIFIERS
-    ]
+    taught = [time.get("phases", {}) for time in run.timings if time]
+    seconds = [found[TEACHING + name] for found in taught for name in names if TEACHING + name in found]
+    own = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
+    files = [run.learner / classifier.file_names()[1] for classifier in own] if run.learner else []
     sizes = [file.stat().st_size for file in files if file.is_file()]
     return Method(
         names,
@@ -64,37 +55,24 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
         Share(round(right * number), number) if number and right is not None else None,
         sum(seconds) if seconds else None,
         min(sizes, default=None),
+        [METHODS[name] for name in names if name in METHODS],
     )
 
 
-@dataclass(frozen=True)
-class Lead:
-    """A classifier that is better than the first: images that it alone names right, and that the first alone does."""
+def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
+    """The best classifier beside the first one, the images that it alone names right, and that the first alone does.
 
-    name: str
-    gained: int
-    lost: int
-    clear: bool
-
-
-def best_other(run: RunFolder) -> Lead | None:
-    """The best classifier against the first one, by a sign test at 5 % that allows for the choice; None: no other."""
+    None where a sign test at 5 %, which allows for the choice, does not tell them apart.
+    """
     others = [name for name in run.results["classifiers"] if name != run.first]
     found = []
     for name in others:
         answers = [(row.others[name] == row.true, row.right) for row in run.predictions if name in row.others]
-        gained, lost = answers.count((True, False)), answers.count((False, True))
-        if gained > lost:
-            clear = binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
-            found.append(Lead(name, gained, lost, bool(clear)))
-    return max(found, key=lambda lead: lead.gained - lead.lost, default=None)
-
-
-def weak_classes(run: RunFolder, rows: Sequence[ClassRow]) -> list[ClassRow]:
-    """The classes clearly below the whole, those with the fewest training images first."""
-    whole = sum(row.right for row in run.predictions) / max(len(run.predictions), 1)
-    weak = [row for row in rows if row.share.interval[1] < whole]
-    return sorted(weak, key=lambda row: (row.learned or 0, row.share.value))
+        found.append((name, answers.count((True, False)), answers.count((False, True))))
+    best = max(found, key=lambda row: row[1] - row[2], default=("", 0, 0))
+    _, gained, lost = best
+    clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
+    return best if clear else None
 
 
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
@@ -102,14 +80,17 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
         steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
-    lead = best_other(run) if run.tested else None
-    if lead is not None and lead.clear:
+    better = clearly_better(run) if run.tested else None
+    if better is not None:
+        name, gained, lost = better
         words = (
-            f"Use “{lead.name}”, which is clearly better than “{run.first}”: it alone names {lead.gained:,} of the "
-            f"test images right, and “{run.first}” alone {lead.lost:,}."
+            f"Use “{name}”, which is clearly better than “{run.first}”: it alone names {gained:,} of the "
+            f"test images right, and “{run.first}” alone {lost:,}."
         )
-        steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {lead.name}"))
-    weak = weak_classes(run, rows)
+        steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {name}"))
+    whole = Share.of(run.predictions) if run.predictions else None
+    weak = [row for row in rows if whole and row.share.interval[1] < whole.value]
+    weak.sort(key=lambda row: (row.learned or 0, row.share.value))  # those with the fewest training images first
     if weak:
         listed = ", ".join(
             f"{row.name} ({row.share.right} of {row.share.images} right"
@@ -123,7 +104,6 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     for true, taken, count, number in often:
         words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
         steps.append((f"{words} Are the labels right, and are these two classes?", ""))
-    whole = Share(sum(row.right for row in run.predictions), len(run.predictions)) if run.predictions else None
     if whole and whole.interval[1] - whole.interval[0] > _WIDE:
         steps.append((f"Test on more than {whole.images} images: four times as many halve the interval.", ""))
     return [*steps, ("Let it name new photographs.", f"dulbe-peft predict {folder} PHOTOS")]

@@ -215,7 +215,7 @@ def _on_engine(
                 found[left[place]] = unreadable
                 bar.update(len(shards[left[place]].names))
         except Exception as error:  # each engine has its own for a worker that is gone
-            if attempt == ATTEMPTS:
+            if attempt == ATTEMPTS or isinstance(error, ImportError):
                 raise
             print(f"the engine stopped ({type(error).__name__}: {error}): missing shards again", file=sys.stderr)
     return [row for number in sorted(found) for row in found[number]]

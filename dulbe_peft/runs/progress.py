@@ -59,11 +59,7 @@ class Row(Record, frozen=False):
 
 
 class FinishedTask(Record, frozen=False):
-    """All that is known of a finished task.
-
-    `zero_shot` is A_t of the pristine model, and `details` is the learner's `TaskRecord`. `timing` and `source` are
-    entries of `timings.json` and `sources.json`, which are written after the task's folder.
-    """
+    """All that is known of a finished task; `timing` and `source` are written after its folder."""
 
     class_names: list[str]
     row: Row = Field(default_factory=Row)
@@ -92,19 +88,13 @@ def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
         saved = parse_manifest(learner.folder).notes.get("tasks", [])
         if len(saved) <= len(names) and all(set(now) <= set(task) for now, task in zip(names, saved, strict=False)):
             found = read_finished(learner.folder, learner.folder.parent, saved)
-            if (
-                saved != names[: len(saved)]
-            ):  # of a task that lost a class, only where its images came from still holds
+            if saved != names[: len(saved)]:  # of a task that lost a class, only where its images came from holds
                 found = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, found)]
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
 
 
 def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
-    """What a task's folder, those before it, and the run's folder say of the tasks of these class names.
-
-    What stood in an earlier folder is unknown where that is gone or damaged, and so are times and sources, which are
-    written after the task's folder. Nothing is known where the tasks were others.
-    """
+    """What a task's folder, those before it, and the run's folder say of these tasks; what is gone is unknown."""
     tasks = [FinishedTask(class_names=list(task)) for task in names]
     left, here = len(names), folder
     while left:

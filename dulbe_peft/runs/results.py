@@ -42,11 +42,8 @@ def stream_results(
     zero_shot = [task.zero_shot for task in tasks]
     measured = [value for value in zero_shot if value is not None]
     if measured:
-        results["zero_shot"] = {
-            "overall": zero_shot,
-            "average_accuracy": sum(measured) / len(measured),
-            "last_accuracy": zero_shot[-1],
-        }
+        average = sum(measured) / len(measured)
+        results["zero_shot"] = {"overall": zero_shot, "average_accuracy": average, "last_accuracy": zero_shot[-1]}
     results |= _ahead(tasks, results["classifiers"])
     if all(name in rows[-1].classifiers for name in results["classifiers"]):
         results["classes"] = {name: _by_class(rows, name) for name in results["classifiers"]}

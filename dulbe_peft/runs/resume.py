@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -38,6 +37,7 @@ DATA_FILE = "data.json"
 SPLITS = {"train": "training images", "test": "test images"}
 SETTINGS = {"adapter", "arguments", "base_model", "classifiers", "strategy"}
 ELSEWHERE = "choose another output folder"
+Texts = Mapping[str, Sequence[str]]
 
 
 class Beginning(Record):
@@ -48,11 +48,7 @@ class Beginning(Record):
 
 
 class Identity(Record):
-    """What must be the same for a run to be the same one; the manifest of each of its task folders holds it.
-
-    `classes`, `data` and `class_texts` are of the run's finished tasks. `data` has the fingerprints of a task's
-    training and test images.
-    """
+    """What must be the same for a run to be the same one; the last three are of its finished tasks."""
 
     adapter: dict[str, Any]
     arguments: dict[str, Any]
@@ -77,14 +73,12 @@ def identity_of(state: LearnerState) -> Identity:
     adapter = {} if state.config is None else state.config.to_dict()
     for name in ("history_pattern", "history_rank", "inference_mode", "peft_version"):
         adapter.pop(name, None)
+    rules = state.classifiers.items()
     settings = {
         "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items()},
         "arguments": state.args.portable(),
         "base_model": digest(state.base),
-        "classifiers": {
-            name: {"embed_dim": one.embed_dim, "logit_scale": one.logit_scale, **one.settings()}
-            for name, one in state.classifiers.items()
-        },
+        "classifiers": {n: {"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for n, c in rules},
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
     }
     return Identity(**json.loads(json.dumps(settings)), start=beginning(state))
@@ -116,34 +110,22 @@ def task_listings(task: Task | None) -> Listings:
     return Listings(**{split: None if task is None else listing(getattr(task, split)) for split in SPLITS})
 
 
-@dataclass
-class Opened:
-    """What is known of a run when it begins or goes on; `new` says that nothing of it is in the folder yet."""
-
-    identity: Identity
-    finished: list[FinishedTask]
-    new: bool
-
-
 def open_run(
     learner: ClassIncrementalLearner,
     own: Sequence[Task],
     output: Path,
     resumes: bool,
-    class_texts: Mapping[str, Sequence[str]],
+    class_texts: Texts,
     files: Sequence[str],
     say: Callable[[str], None],
-) -> Opened:
-    """The run in a folder; the learner gets the state of its newest task. `own` are the run's own tasks.
-
-    A new run raises where the folder holds tasks or one of its `files`, or where a class of its tasks is known.
-    """
+) -> tuple[Identity, list[FinishedTask], bool]:
+    """The run in a folder, its finished tasks, and whether it is new; the learner gets its state."""
     before = on_main_process(partial(known_tasks, learner))
     find = partial(_newest_of_run, output, learner.state, own, class_texts, say)
     found = on_main_process(find) if resumes else None
     if found is None:
         _check_new(learner, own, output, resumes, files)
-        return Opened(identity_of(learner.state), before, new=True)
+        return identity_of(learner.state), before, True
     folder, identity = found
     learner.state = _restored(learner.state, folder)
     say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
@@ -151,7 +133,7 @@ def open_run(
     # What is written after a commit may be missing; of known tasks the learner may know it.
     for old, new in zip(before, finished, strict=False):
         new.timing, new.source = new.timing or old.timing, new.source or old.source
-    return Opened(identity, finished, new=False)
+    return identity, finished, False
 
 
 def _restored(state: LearnerState, folder: Path) -> LearnerState:
@@ -191,14 +173,10 @@ def _newest_of_run(
     output: Path,
     state: LearnerState,
     stream: Sequence[Task],
-    class_texts: Mapping[str, Sequence[str]],
+    class_texts: Texts,
     warn: Callable[[str], None],
 ) -> tuple[Path, Identity] | None:
-    """The newest whole task folder, and the identity of its run; None where no task folder is whole.
-
-    `stream` has the run's own tasks, those after what the learner had learned before the run. A `ValueError` says in
-    what the run in the folder is another one.
-    """
+    """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
     found = layout.newest_task(output, warn)
     if found is None:
         return None
@@ -213,7 +191,7 @@ def _newest_of_run(
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
     _check_finished(folder, saved, stream, class_texts, state.args)
-    others = _differences(manifest.versions, library_versions())
+    others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
         warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
     return folder, saved
@@ -227,38 +205,29 @@ def finished_tasks(output: Path) -> list[tuple[str, ...]]:
 
 def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """What somebody changed between two runs, in words, and not what follows from it; empty where nothing differs."""
-    others = set(saved["classifiers"]) != set(current["classifiers"])
-    for settings in (saved, current):
-        settings["base_model"] = {"base_model": settings["base_model"][:8]}
-        if others:
-            settings["classifiers"] = {"classifiers": ", ".join(sorted(settings["classifiers"]))}
     lines = []
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
-        for path in _differences(saved[group], current[group]):
-            old, new = (_at(settings[group], path.split(".")) for settings in (saved, current))
-            name = f"{group}.{path}" if group == "classifiers" and path != group else path
-            name = "strategy" if (group, path) == ("strategy", "name") else name
-            lines.append(f"{name} was {old!r:.60} and is now {new!r:.60}")
+        old, new = saved[group], current[group]
+        if group == "base_model":
+            old, new = old[:8], new[:8]
+        elif group == "classifiers" and set(old) != set(new):
+            old, new = ", ".join(sorted(old)), ", ".join(sorted(new))
+        old, new = _flat(old), _flat(new)
+        for path in sorted(path for path in {*old, *new} if old.get(path) != new.get(path)):
+            name = group if path in ("", "name") else f"{group}.{path}" if group == "classifiers" else path
+            lines.append(f"{name} was {old.get(path)!r:.60} and is now {new.get(path)!r:.60}")
         if lines and group in ("base_model", "strategy"):  # from which others follow
             break
     return ", ".join(lines)
 
 
-def _at(settings: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        settings = settings.get(key) if isinstance(settings, dict) else None
-    return settings
-
-
-def _differences(saved: Any, current: Any, *, path: str = "") -> list[str]:
-    """Where two nested dictionaries differ, as dotted paths."""
-    if not (isinstance(saved, dict) and isinstance(current, dict)):
-        return [] if saved == current else [path]
-    return [
-        name
-        for key in sorted({*saved, *current})
-        for name in _differences(saved.get(key), current.get(key), path=f"{path}.{key}" if path else key)
-    ]
+def _flat(settings: Any) -> dict[str, Any]:
+    """Dotted path -> value of nested dictionaries; a value alone has the path ""."""
+    if not isinstance(settings, dict):
+        return {"": settings}
+    return {
+        f"{name}.{path}".rstrip("."): value for name, one in settings.items() for path, value in _flat(one).items()
+    }
 
 
 def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
@@ -277,26 +246,22 @@ def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
 
 
 def _check_finished(
-    folder: Path,
-    saved: Identity,
-    stream: Sequence[Task],
-    class_texts: Mapping[str, Sequence[str]],
-    args: LearnerArguments,
+    folder: Path, saved: Identity, stream: Sequence[Task], texts: Texts, args: LearnerArguments
 ) -> None:
     """Raise unless the stream begins with the finished tasks, by class names, texts and data."""
-    first = len(saved.start.tasks) + 1
+    first, other = len(saved.start.tasks) + 1, f"{folder} belongs to another run:"
     given = [list(task.class_names) for task in stream[: len(saved.classes)]]
     for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
         if before != now:
             raise ValueError(
-                f"{folder} belongs to another run: task {number} has the classes {before!r:.200} there, and "
-                f"{now!r:.200} in the stream now given. The stream must begin with the finished tasks; {ELSEWHERE}"
+                f"{other} task {number} has the classes {before!r:.200} there, and {now!r:.200} in the stream now "
+                f"given. The stream must begin with the finished tasks; {ELSEWHERE}"
             )
     for name in (name for task in saved.classes for name in task):
-        if saved.class_texts.get(name, []) != list(class_texts.get(name, [])):
+        if saved.class_texts.get(name, []) != list(texts.get(name, [])):
             raise ValueError(
-                f"{folder} belongs to another run: the texts of the class {name!r}, which is learned, were "
-                f"{saved.class_texts.get(name)}; give the same class texts, or {ELSEWHERE}"
+                f"{other} the texts of the class {name!r}, which is learned, were {saved.class_texts.get(name)}; "
+                f"give the same class texts, or {ELSEWHERE}"
             )
     for number, (digests, task) in enumerate(zip(saved.data, stream, strict=False), first):
         for split, old, new in zip(SPLITS, digests, task_fingerprints(task, args), strict=True):
@@ -304,8 +269,8 @@ def _check_finished(
                 what = _what_changed(folder.with_name(f"task-{number:03d}"), split, task)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if split == "train" else ""
                 raise ValueError(
-                    f"{folder} belongs to another run: the {SPLITS[split]} of task {number}, which is finished, "
-                    f"differ{what}; put them back as they were, or {ELSEWHERE}{more}"
+                    f"{other} the {SPLITS[split]} of task {number}, which is finished, differ{what}; put them back as "
+                    f"they were, or {ELSEWHERE}{more}"
                 )
 
 

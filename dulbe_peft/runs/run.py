@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoints import layout, saving
@@ -21,14 +22,14 @@ from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
-from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, evaluate_again, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.metrics.retention import each_accuracy
 from dulbe_peft.runs import progress, resume
 from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.runs.tracking import tracked
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training.locking import locked
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.processes import on_main_process, world
@@ -42,7 +43,19 @@ FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.p
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a stream is run; `ClassIncrementalLearner.run` says what each option does."""
+    """How a stream is run.
+
+    Attributes:
+        resume: go on in a folder that holds tasks.
+        known_tests: test data, or None, of each task that the learner had learned before the run.
+        source: where the data of the tasks came from, for `sources.json`.
+        keep_features: write all features to `features/task-001.safetensors` and so on, from which
+            `metrics.features.learn_from_features` teaches other classifiers without training again.
+        check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
+            or None where it has none; it raises to stop the run.
+        test_ahead: test also on tasks that are still to come; the results then have "ahead".
+        class_texts: texts of any of the classes, as in `learn_task`.
+    """
 
     resume: bool = True
     known_tests: Sequence[Any] | None = None
@@ -74,7 +87,7 @@ def run_stream(
     try:
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
-            held.enter_context(tracked(learner, output))
+            held.enter_context(_tracked(learner, output))
             return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
@@ -83,22 +96,39 @@ def run_stream(
 def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
-    found = resume.open_run(learner, own, output, options.resume, texts, FILES, _print_once)
+    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, FILES, _print_once)
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
-    count = len(found.identity.start.tasks)
+    count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)
     if len(tests) != count:
         raise ValueError(
             f"known_tests has {len(tests)} entries, the learner had learned {count} tasks before the run: give "
             "test data or None for each of them"
         )
-    return Run(learner, own, output, options, found.identity, found.finished, tests, new=found.new)
+    return Run(learner, own, output, options, identity, finished, tests, new)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, FILES)]))
+
+
+@contextmanager
+def _tracked(learner: ClassIncrementalLearner, output: Path) -> Iterator[None]:
+    """While the block runs, what the learner logs goes to the trackers of its settings, such as TensorBoard."""
+    trackers = learner.args.log_with
+    if not trackers:
+        yield
+        return
+    accelerator = Accelerator(cpu=learner.device.type == "cpu", log_with=trackers, project_dir=str(output))
+    accelerator.init_trackers("dulbe_peft")
+    learner.log = accelerator.log
+    try:
+        yield
+    finally:
+        accelerator.end_training()
+        learner.log = None
 
 
 @dataclass
@@ -113,8 +143,7 @@ class Run:
     finished: list[FinishedTask]
     known_tests: list[Any]  # one entry for each task that was learned before the run
     new: bool  # nothing of it is in the folder yet
-    # Number of a task -> predictions for its test images after the newest task.
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # task's number -> predictions after the newest
 
     def __len__(self) -> int:
         return len(self.known_tests) + len(self.own)
@@ -206,7 +235,10 @@ class Run:
         # A model that is not trained encodes an image once.
         kept = {} if self.learner.strategy.adapts else self.evaluations
         old = [index + 1 for index in tested if index + 1 in kept]
-        again = self.learner.evaluate_again([kept[number] for number in old]) if old else []
+        state, device = self.learner.state, self.learner.device
+        before = [kept[number] for number in old]
+        with locked(self.learner, "evaluate"):
+            again = evaluate_again(state.classifiers, before, state.class_names, device) if old else []
         self.evaluations = dict(zip(old, again, strict=True)) | {
             index + 1: self.learner.evaluate_images(*tests[index]) for index in tested if index + 1 not in kept
         }
@@ -215,8 +247,6 @@ class Run:
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
             row.ahead = progress.Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
         return row
-
-    # ------------------------------------------------------------------ files
 
     @property
     def newest(self) -> Path:

@@ -22,89 +22,61 @@ class StreamArguments:
 
     model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required.")
     data: str = setting(
-        "", "Images: a folder with train/class/*.jpg, class/*.jpg or train*.parquet, or hf:NAME of the Hub. Required."
+        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. Required."
     )
     output: str = setting("", "Folder for checkpoints and results. Required.")
-    strategy: str = setting(
-        "frozen", "What is trained: a name, or name:key=value. frozen trains nothing, dulbe is the paper's."
-    )
-    classifiers: str | None = setting(
-        None, "Classifiers with commas between them: bridge,ranpac:features=4000. None: the strategy's."
-    )
-    increment: Annotated[int, Ge(1)] | None = setting(
-        None, "Classes per task. None: all classes that are new are one task."
-    )
+    strategy: str = setting("frozen", "What is trained: NAME or NAME:KEY=VALUE. frozen: nothing; dulbe: the paper's.")
+    classifiers: str | None = setting(None, "Such as bridge,ranpac:features=4000. None: the strategy's.")
+    increment: Annotated[int, Ge(1)] | None = setting(None, "Classes per task. None: all that are new are one task.")
     initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
     test_split: str = setting("test", "Name of the split to test on, where there is one.")
     test_fraction: float | None = setting(None, "Without a test split: how much of each class to hold back for tests.")
     validation_fraction: float | None = setting(
-        None,
-        "Test on this share of each class's training images, which are then not learned, and leave the test images "
-        "alone: for choosing settings.",
+        None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
     images_per_class: Annotated[int, Ge(1)] | list[Annotated[int, Ge(1)]] | str | None = setting(
         None,
         "Learn from at most so many images of each class, drawn at random. Several counts, such as 2,32, go round "
-        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
+        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on. "
+        "In a comparison without training, 4+4 gives 4 images to each class, and from the second task on 4 further "
+        "ones to every third known class.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
-    skip_unreadable: bool = setting(
-        False, "Leave images out that cannot be read, instead of stopping. Decodes all images first."
-    )
+    skip_unreadable: bool = setting(False, "Decode all images first, and leave out those that cannot be read.")
     class_names: str | None = setting(
-        None,
-        "Text file with the names of the classes: 'old name', a tab, 'new name' on each line, or one name for each "
-        "class in the order of the data. None: the names that the data carries.",
+        None, "Text file, a line for each class: 'old name', a tab, 'new name', or new names in the data's order."
     )
     class_texts: str | None = setting(
-        None,
-        "YAML file with texts that stand for classes in place of their names in the prompt templates: 'owl: [an owl, "
-        "a night bird]'. Classifiers take the mean of a class's texts.",
+        None, "YAML file with texts that stand for classes, and count by their mean: 'owl: [an owl, a night bird]'."
     )
     max_tasks: Annotated[int, Ge(1)] | None = setting(None, "Learn the first so many tasks alone.")
-    class_order: str | None = setting(
-        None, "Order of the classes: icarl, or a text file with a name or number a line."
-    )
+    class_order: str | None = setting(None, "icarl, or a text file with a class's name or number a line.")
     order_seed: int | None = setting(None, "Seed of a random class order (1993 in the paper); none: as in the data.")
-    expected_classes: int | None = setting(
-        None, "Stop before anything else where the data has another number of classes."
-    )
+    expected_classes: int | None = setting(None, "Stop at once where the data has another number of classes.")
     expected_train: int | None = setting(None, "Stop where there are not so many images to learn from.")
     expected_test: int | None = setting(None, "Stop where there are not so many images to test on.")
-    expected_zero_shot: float | None = setting(
-        None, "Stop before training where the pristine model has another accuracy, in percent, over all classes."
-    )
-    zero_shot_tolerance: Annotated[float, Ge(0)] = setting(
-        1.0, "How far from expected_zero_shot it may be, in points of percent."
-    )
+    expected_zero_shot: float | None = setting(None, "Stop where the pristine model has another accuracy, in percent.")
+    zero_shot_tolerance: Annotated[float, Ge(0)] = setting(1.0, "How far it may be off, in points of percent.")
     revision: str | None = setting(None, "Revision of a model on the Hub.")
-    attn_implementation: str | None = setting(
-        None, "Attention kernel: eager or sdpa. None: eager on a CPU, the faster one there."
-    )
+    attn_implementation: str | None = setting(None, "eager or sdpa. None: eager on a CPU, the faster one there.")
     engine: Literal["local", "dask", "ray"] | None = setting(
-        None,
-        "With the strategy 'frozen': encode the images in shards, by processes of this machine or by workers of Dask "
-        "or Ray, into OUTPUT/embeddings.",
+        None, "Where nothing is trained: encode the images with processes, Dask or Ray, into OUTPUT/embeddings."
     )
-    address: str | None = setting(
-        None, "Address of a running cluster of Dask or Ray. None: workers start on this machine."
-    )
+    address: str | None = setting(None, "Of a running cluster of Dask or Ray. None: workers start on this machine.")
     jobs: Annotated[int, Ge(1)] | None = setting(
-        None, "Workers of --engine. None: one for each core; one where there is an accelerator."
+        None, "Workers of --engine. None: one a core, or one on an accelerator."
     )
     test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
     resume: bool = setting(True, "Go on after the newest valid task folder.")
-    dry_run: bool = setting(
-        False, "Print tasks, adapted layers, parameters, memory and an estimate of the time, and exit."
-    )
+    dry_run: bool = setting(False, "Print tasks, layers, parameters, memory and an estimate of the time, and exit.")
 
     def __post_init__(self) -> None:
         check_settings(self)
         count = self.images_per_class
-        if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
+        if count == [] or (isinstance(count, str) and not re.fullmatch(r"(longtail:|[1-9]\d*\+)[1-9]\d*", count)):
             raise ValueError(
-                f"images_per_class must be a number, several with commas, or longtail:32, got {count!r:.100}"
+                f"images_per_class must be a number, several with commas, longtail:32, or 4+4, got {count!r:.100}"
             )
 
 
@@ -149,9 +121,8 @@ def _yaml_loader() -> Any:
 
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
     """The settings that somebody gave: those of the YAML file, with the flags on top."""
-    settings = (
-        setting_values(read_yaml(Path(config), "configuration"), f"configuration file {config!r}") if config else {}
-    )
+    file = read_yaml(Path(config), "configuration") if config else {}
+    settings = setting_values(file, f"configuration file {config!r}")
     return settings | _templates({name: value for name, value in flags.items() if value not in (None, ())})
 
 
@@ -197,6 +168,5 @@ def _templates(settings: dict[str, Any]) -> dict[str, Any]:
 
     texts: list[Any] = []
     for text in [value] if isinstance(value, str) else value:
-        named = isinstance(text, str) and "{}" not in text and Path(text).is_file()
-        texts += read_lines(text) if named else [text]
+        texts += read_lines(text) if isinstance(text, str) and "{}" not in text and Path(text).is_file() else [text]
     return settings | {"prompt_template": texts[0] if len(texts) == 1 else texts}

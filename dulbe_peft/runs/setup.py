@@ -58,9 +58,9 @@ class Setup:
         """The texts of the stream's classes; those of other classes in the file are left out."""
         if not self.stream.class_texts:
             return {}
-        texts = read_yaml(Path(self.stream.class_texts), "class texts")
         names = {name for task in self.tasks for name in task.class_names}
-        found = {name: text for name, text in texts.items() if normalized(str(name)) in names}
+        texts = read_yaml(Path(self.stream.class_texts), "class texts").items()
+        found = {name: text for name, text in texts if normalized(str(name)) in names}
         print_once(f"{len(found)} of {len(names)} classes have texts of their own")
         return found
 
@@ -126,31 +126,22 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None) -> lis
         order = [line.strip() for line in read_lines(order)]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
-    finished = finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
-    begun = finished if _go_on(stream, finished, names) else []
+    begun = finished_tasks(Path(stream.output)) if stream.output and stream.resume else []
+    begun = begun if _go_on(stream, begun, names) else []
     learned = sum(map(len, begun)) if begun else stream.initial_increment or 0
     increment = stream.increment or max(1, len(names) - learned)
     if increment > len(names):
         print_once(f"increment is {increment}, there are {len(names)} classes: they are learned as one task")
         increment = len(names)
+    first: dict[str, Any] = {"initial_increment": stream.initial_increment, "first_tasks": begun}
     tasks: list[Task] = class_incremental_tasks(
-        train,
-        test,
-        increment=increment,
-        initial_increment=stream.initial_increment,
-        class_order=order,
-        seed=stream.order_seed,
-        first_tasks=begun,
+        train, test, increment=increment, class_order=order, seed=stream.order_seed, **first
     )
     return tasks[: stream.max_tasks]
 
 
 def _go_on(stream: StreamArguments, finished: list[tuple[str, ...]], names: Sequence[str]) -> bool:
-    """Whether the finished tasks stay the first ones, also where classes were added to the data.
-
-    An order that the user gave says itself which classes come first. A task may be smaller than the others: it was
-    the last one once. Where a task is larger, or none has the full size, they are those of another run.
-    """
+    """Whether the finished tasks stay the first ones, also where classes were added; the last one may be smaller."""
     if not finished or stream.class_order is not None or stream.order_seed is not None:
         return False
     if stream.increment is not None:

@@ -32,10 +32,7 @@ def source_of(settings: Any) -> dict[str, Any]:
 def open_source(
     source: dict[str, Any], report: bool = True, notes: list[str] | None = None
 ) -> tuple[LabelledImages, LabelledImages | None]:
-    """Images to learn from, and images to test on or None; all commands that learn open their data here.
-
-    `notes` takes what is left out, or not as it should be, line by line.
-    """
+    """Images to learn from, and to test on or None, for all commands; `notes` takes what is left out, line by line."""
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
@@ -64,10 +61,7 @@ def open_source(
 
 
 def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImages | None]:
-    """The test images of each task that was learned before, None where they are gone; prints which are, and why.
-
-    `look` is whether fingerprints look at images.
-    """
+    """The test images of each earlier task, None where they are gone, which is printed; `look` is for fingerprints."""
     from dulbe_peft.data.fingerprint import fingerprint
 
     opened: dict[str, LabelledImages | None] = {}

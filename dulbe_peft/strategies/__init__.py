@@ -11,6 +11,7 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
+from dulbe_peft.strategies.first_session import FirstSession
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
@@ -21,13 +22,17 @@ from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
+from dulbe_peft.strategies.sgcl import Sgcl
+from dulbe_peft.strategies.slca import Slca
+from dulbe_peft.strategies.zscl import Zscl
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 
 __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy", "register_strategy"]
 
 S = TypeVar("S", bound=type[Strategy])
 
-_KINDS = (Dulbe, Frozen, Lora, MergedLora, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Rapf, Bofa)
+_LORA = (Lora, MergedLora, FirstSession, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Sgcl, Zscl)
+_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Bofa)
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 

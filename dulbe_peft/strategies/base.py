@@ -12,7 +12,7 @@ A task passes through in this order. A method that only chooses other bases over
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -23,9 +23,11 @@ from annotated_types import Ge, Gt, Le
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.arguments import MOST, LearnerArguments
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.checks import MOST
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.settings import check_settings
 
@@ -59,6 +61,7 @@ class NewTask:
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     # Layer name -> X'X, (d_in, d_in), of the task's images, where `needs` has "inputs".
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
+    encoder: Encoder | None = None  # where a task is trained; encodes further images and texts
     # What one hook leaves for a later one. `plan` runs in the first process alone; all processes get its notes.
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -110,37 +113,24 @@ class Step:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base class. A strategy is a frozen dataclass: its fields are its settings, and are saved with the learner.
-
-    Class attributes:
-        name: how users ask for it.
-        needs: what is measured before the first step, of "gradients", "inputs" and "teacher".
-        adapts: whether anything is trained. If not, the classifiers alone learn.
-        trains_bases: whether P is trained beside B, as LoRA does.
-        folds: whether the update joins the frozen history when the task ends. If not, it is trained on.
-        keeps_factors: whether the method reads the pairs of finished tasks, so that the history must not become dense.
-        remembers_inputs: whether `remember` needs X'X of the task's images by the finished model.
-        remembers_more: whether `remember` is called for further images of known classes, too; nothing is trained on
-            them, and the memory must be a sum over images.
-        orthonormal: whether the planned bases have orthonormal columns.
-        classifiers: the classifiers of a learner whose user names none.
-        target_modules: the layers to adapt where the user names none; None: the adapter's default.
-    """
+    """Base class. A strategy is a frozen dataclass: its fields are its settings, and are saved with the learner."""
 
     def __post_init__(self) -> None:
         check_settings(self)
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # how users ask for it
+    # What is measured before the first step, of "gradients", "inputs" and "teacher".
     needs: ClassVar[frozenset[str]] = frozenset()
-    adapts: ClassVar[bool] = True
-    trains_bases: ClassVar[bool] = False
-    folds: ClassVar[bool] = True
-    keeps_factors: ClassVar[bool] = False
-    remembers_inputs: ClassVar[bool] = False
+    adapts: ClassVar[bool] = True  # whether anything is trained; if not, the classifiers alone learn
+    trains_bases: ClassVar[bool] = False  # whether P is trained beside B, as LoRA does
+    folds: ClassVar[bool] = True  # whether the update joins the frozen history at the end; if not, it is trained on
+    keeps_factors: ClassVar[bool] = False  # whether it reads the pairs of finished tasks, which must not become dense
+    remembers_inputs: ClassVar[bool] = False  # whether `remember` needs X'X of the images by the finished model
+    # Whether `remember` is called for further images of known classes, too: the memory must be a sum over images.
     remembers_more: ClassVar[bool] = False
-    orthonormal: ClassVar[bool] = True
-    classifiers: ClassVar[tuple[str, ...]] = ("bridge",)
-    target_modules: ClassVar[tuple[str, ...] | None] = None
+    orthonormal: ClassVar[bool] = True  # whether the planned bases have orthonormal columns
+    classifiers: ClassVar[tuple[str, ...]] = ("bridge",)  # of a learner whose user names none
+    target_modules: ClassVar[tuple[str, ...] | None] = None  # where the user names none; None: the adapter's default
 
     def settings(self) -> dict[str, Any]:
         """The fields and their values, plain data."""
@@ -157,9 +147,8 @@ class Strategy:
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         """A context around all steps of a task; yields the tensors to train beside the adapter's own."""
-        none: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        trained = task.adapter.trained_bases() if self.trains_bases else none
-        with task.adapter.held_weights(), trained as bases:
+        names = None if self.trains_bases else ()
+        with task.adapter.held_weights(), task.adapter.trained_bases(names) as bases:
             yield bases
 
     def penalty(self, task: NewTask) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-I
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,8 @@ class Bofa(OccupationStrategy):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        none: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        trained = none if task.index else task.adapter.trained_bases()
-        with task.adapter.scaled_history(0), trained as bases:
+        names = () if task.index else None  # the first task trains P, too
+        with task.adapter.scaled_history(0), task.adapter.trained_bases(names) as bases:
             yield bases
 
     def finish(self, task: NewTask) -> None:

@@ -71,16 +71,9 @@ def row_scales(old_up: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClLora(Strategy):
-    """CL-LoRA, merged.
+    """CL-LoRA, merged."""
 
-    Attributes:
-        shared_blocks: the share of the blocks that have the shared pair, counted from the input, in [0, 1).
-        distillation: weight of the distillation at the early exit; 0 leaves it out.
-        temperature: T of the distillation.
-        similarity: weight of the penalty on similar block weights.
-    """
-
-    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5
+    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5  # share of the blocks with the shared pair, from the input on
     distillation: Weight = 5.0
     temperature: Positive = 2.0
     similarity: Weight = 1e-4

@@ -20,13 +20,9 @@ from dulbe_peft.subspaces.modes import ModeBases
 
 @dataclass(frozen=True)
 class Dulbe(OccupationStrategy):
-    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`.
+    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`."""
 
-    Attributes:
-        routing: "shared": the structure loss reaches the shared mode alone; "both", an ablation: residual ones too.
-    """
-
-    routing: Literal["shared", "both"] = "shared"
+    routing: Literal["shared", "both"] = "shared"  # "both", an ablation: the structure loss reaches residual ones too
 
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})

@@ -36,16 +36,10 @@ from dulbe_peft.utils.records import Fraction
 
 @dataclass(frozen=True)
 class InfLora(ProjectionMemoryStrategy):
-    """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks.
+    """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks."""
 
-    Attributes:
-        energy: share of the energy that is occupied after the first task, in (0, 1]; the code's lamb, 0.95 to 0.98.
-        final_energy: share that the threshold moves to over the stream, from energy to 1; the code's lame.
-        tasks: T, how many tasks the stream has; with final_energy = 1 nothing is free after so many.
-    """
-
-    energy: Annotated[float, Gt(0), Le(1)] = 0.95
-    final_energy: Fraction = 1.0
+    energy: Annotated[float, Gt(0), Le(1)] = 0.95  # the published code's lamb, 0.95 to 0.98
+    final_energy: Fraction = 1.0  # its lame; with 1 nothing is free after T tasks
     tasks: Annotated[int, Ge(1)] = 10
 
     name = "inflora"

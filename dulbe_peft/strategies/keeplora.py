@@ -42,12 +42,7 @@ def principal_directions(weight: torch.Tensor, share: float, name: str = "W") ->
 
 @dataclass(frozen=True)
 class KeepLora(ProjectionMemoryStrategy):
-    """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions.
-
-    Attributes:
-        eps_w: share of |W_0|^2 that the principal directions hold, in [0, 1]; 0 keeps none.
-        eps_f: share of |X|^2 that is occupied after each task, in [0, 1].
-    """
+    """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions."""
 
     eps_w: Fraction = 0.85
     eps_f: Fraction = 0.99

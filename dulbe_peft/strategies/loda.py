@@ -64,11 +64,7 @@ def recalibration(basis: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Loda(OccupationStrategy):
-    """LoDA without its gradient-aligned optimisation.
-
-    Attributes:
-        ridge: rho in units of the mean eigenvalue of S_old, above 0.
-    """
+    """LoDA without its gradient-aligned optimisation."""
 
     ridge: Positive = 1e-3
 

@@ -42,13 +42,7 @@ def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tenso
 
 @dataclass(frozen=True)
 class LoraSub(MergedLora):
-    """LoRA-Sub without its triplet loss.
-
-    Attributes:
-        energy: the share of X'X that the kept directions hold, in (0, 1].
-        normalize: divide the projector by sqrt(k).
-        project_start: project A's start as well as its steps.
-    """
+    """LoRA-Sub without its triplet loss."""
 
     energy: Annotated[float, Gt(0), Le(1)] = 0.99
     normalize: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 
 
 def cross_modal_loss(
@@ -24,7 +24,6 @@ def cross_modal_loss(
 
     Raises:
         ValueError: the shapes do not fit, the batch is empty, or (on the CPU) a label is out of range.
-        TypeError: the labels are not integers.
 
     Reference:
         "Current-Task Cross-Modal Objective", L_c-ce.
@@ -57,16 +56,13 @@ def bidirectional_kl(
     Args:
         student_logits: (n, old classes), tau z.e of the model in training.
         teacher_logits: the same of the model before the task; receives no gradient.
-        class_temperature: tau_C, of the softmax over the classes of each image.
+        class_temperature: tau_C, of the softmax over the classes of each image, from 1e-6 to 1e6.
         instance_temperature: tau_I, of the softmax over the images of each class.
         reduction: "mean": the class term is the mean over images, the instance term the mean over old classes;
             "batchmean": both sums are divided by n. Each term is multiplied by its temperature squared either way.
 
     Returns:
         A scalar, in at least float32, at least 0 up to rounding.
-
-    Raises:
-        ValueError: the shapes differ or are empty, a temperature is not in 1e-6..1e6, or the reduction is unknown.
 
     Reference:
         "Old Semantic-Structure Objective", L_bi-kl.

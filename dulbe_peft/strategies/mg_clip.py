@@ -33,12 +33,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 @dataclass(frozen=True)
 class MgClip(Strategy):
-    """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses.
-
-    Attributes:
-        alpha: numerator of the update's scale, alpha / (r_S + r_R).
-        threshold: how far the mean wrong logit may move, as a part of its value before training.
-    """
+    """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses."""
 
     name = "mg_clip"
     trains_bases = True
@@ -47,7 +42,7 @@ class MgClip(Strategy):
     classifiers = ("visual_agent", "bridge")
     target_modules = ("k_proj", "v_proj")
     alpha: Positive = 1.0
-    threshold: Positive = 0.1
+    threshold: Positive = 0.1  # how far the mean wrong logit may move, as a part of its value before training
 
     def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""

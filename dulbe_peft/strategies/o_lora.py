@@ -21,11 +21,7 @@ from dulbe_peft.strategies.lora import MergedLora
 
 @dataclass(frozen=True)
 class OLora(MergedLora):
-    """LoRA with a new pair for each task and a penalty on its overlap with earlier pairs.
-
-    Attributes:
-        lambda_1: weight of the penalty. The sum grows with the number of layers, of earlier tasks and with r^2.
-    """
+    """LoRA with a new pair for each task and a penalty on its overlap with earlier pairs."""
 
     name = "o_lora"
     keeps_factors = True

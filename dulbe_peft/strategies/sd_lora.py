@@ -42,13 +42,9 @@ def scaled(up: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SdLora(MergedLora):
-    """SD-LoRA with magnitudes of each layer's own, carried on from task to task.
+    """SD-LoRA with magnitudes of each layer's own, carried on from task to task."""
 
-    Attributes:
-        magnitude: the value at which a new pair's magnitude starts, above 0.
-    """
-
-    magnitude: Positive = 0.8
+    magnitude: Positive = 0.8  # where a new pair's starts
 
     name = "sd_lora"
     keeps_factors = True

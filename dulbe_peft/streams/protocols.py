@@ -43,25 +43,18 @@ def check_counts(
     test_images: int | None = None,
 ) -> None:
     """Raise a `ValueError` where a stream's data has other numbers than its protocol; None stands for any number."""
-    found = {
-        "classes": (len(train.class_names), classes),
-        "images to learn from": (len(train), images),
-        "images to test on": (0 if test is None else len(test), test_images),
-    }
-    wrong = [
-        f"{count} {what}, expected {expected}"
-        for what, (count, expected) in found.items()
-        if expected not in (None, count)
-    ]
+    found = (
+        (len(train.class_names), "classes", classes),
+        (len(train), "images to learn from", images),
+        (0 if test is None else len(test), "images to test on", test_images),
+    )
+    wrong = [f"{count} {what}, expected {wanted}" for count, what, wanted in found if wanted not in (None, count)]
     if wrong:
         raise ValueError(f"the data is not the one of the protocol: it has {'; '.join(wrong)}")
 
 
 def check_zero_shot(found: float | None, expected: float, tolerance: float) -> None:
-    """Raise a `ValueError` where the pristine model's accuracy, in [0, 1], is not the published one, in percent.
-
-    Then something differs. `tolerance` is in points of percent; `found` is None where nothing could be tested.
-    """
+    """Raise where the pristine model's accuracy, in [0, 1] or None, is not the published one, in percent."""
     if found is None:
         raise ValueError(
             f"expected_zero_shot is {expected} %, but there is none: it needs test images of all tasks and a model "

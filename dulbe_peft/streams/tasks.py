@@ -23,8 +23,8 @@ from dulbe_peft.utils.checks import check_int, is_int
 class Task:
     """One step of a stream: training images, test images (or None) and the names of its new classes.
 
-    The labels of both datasets index `class_names`. Both are read here: what `learn_task` takes becomes a data set
-    with `len`, items {"image", "label"}, `labels` and `class_names`.
+    The labels of both datasets index `class_names`. Both are what `learn_task` takes, and become data sets with `len`,
+    items {"image", "label"}, `labels` and `class_names`.
 
     Raises:
         TypeError: a dataset is none that `learn_task` takes.
@@ -43,11 +43,7 @@ class Task:
 
 
 def select_classes(dataset: Any, class_names: Sequence[str]) -> LabelledImages:
-    """The images of the named classes of a dataset that carries class names, labelled by their place in `class_names`.
-
-    Raises:
-        ValueError: the dataset carries no class names, or has no class of such a name.
-    """
+    """Images of some classes of a dataset that carries their names, labelled by their place in `class_names`."""
     return labelled_images(dataset).select(class_names)
 
 
@@ -62,24 +58,48 @@ def class_incremental_tasks(
     seed: int | None = None,
     first_tasks: Sequence[Sequence[str]] = (),
 ) -> list[Task]:
-    """Split a dataset into tasks of `increment` new classes each.
+    """Split a dataset into tasks of `increment` new classes each; the last task takes what is left.
 
     Args:
         train: training images; labels index `class_names`.
         test: test images with the same labels, or None.
         class_names: names of all classes; None takes those the datasets carry.
-        increment: new classes per task; the last task takes what is left.
         initial_increment: classes of the first task, 50 for "B50"; None is `increment`.
         class_order: all labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
         seed: draws the order as `RandomState(seed).permutation(C)` instead; 1993 in the protocols of the field.
-        first_tasks: class names of the first tasks, as an earlier run finished them; the other classes follow in
-            their order, `increment` a task.
+        first_tasks: class names of the first tasks, as an earlier run finished them.
 
     Raises:
         TypeError: a count, the seed, a label or an entry of the order has the wrong type.
-        ValueError: a count or label is out of range, the order is no permutation, a dataset is empty, a class has no
-            training image, a task has no test image, or the class names are missing, double or contradictory.
+        ValueError: the numbers, order or names do not fit the data, a class has no training image, or a task no test
+            image.
     """
+    train, test, names = _named_alike(train, test, class_names)
+    increment = _check_count("increment", increment, len(names))
+    first = (
+        increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
+    )
+    order = resolve_order(class_order, seed, names)
+    begun = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
+    if begun:
+        order, first = order[~np.isin(order, np.concatenate(begun))], increment
+    tasks: list[Task] = []
+    for classes in [*begun, *(np.split(order, range(first, len(order), increment)) if len(order) else [])]:
+        task_names = tuple(names[label] for label in classes)
+        held_out = None if test is None else test.select(task_names)
+        if held_out is not None and not len(held_out):
+            raise ValueError(
+                f"task {len(tasks) + 1} has no test image for any of its classes {list(task_names)}: add some, or "
+                "test on none of the tasks"
+            )
+        tasks.append(Task(train.select(task_names), held_out, task_names))
+    return tasks
+
+
+def _named_alike(
+    train: Any, test: Any, class_names: Sequence[str] | None
+) -> tuple[LabelledImages, LabelledImages | None, tuple[str, ...]]:
+    """Both datasets with the same names, each of a class with a training image."""
     train, test = labelled_images(train), None if test is None else labelled_images(test)
     if class_names is None:
         class_names = train.class_names or (() if test is None else test.class_names)
@@ -90,29 +110,10 @@ def class_incremental_tasks(
     train = named_images(train, class_names or None, title="train")
     names = train.class_names
     test = None if test is None else named_images(test, names, title="test")
-    increment = _check_count("increment", increment, len(names))
-    first = increment
-    if initial_increment is not None:
-        first = _check_count("initial_increment", initial_increment, len(names))
-    order = resolve_order(class_order, seed, names)
-    begun = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
-    if begun:
-        order, first = order[~np.isin(order, np.concatenate(begun))], increment
     for label, count in enumerate(np.bincount(train.labels, minlength=len(names))):
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
-    tasks: list[Task] = []
-    rest = np.split(order, range(first, len(order), increment)) if len(order) else []
-    for classes in [*begun, *rest]:
-        task_names = tuple(names[label] for label in classes)
-        held_out = None if test is None else test.select(task_names)
-        if held_out is not None and not len(held_out):
-            raise ValueError(
-                f"task {len(tasks) + 1} has no test image for any of its classes {list(task_names)}: add some, or "
-                "test on none of the tasks"
-            )
-        tasks.append(Task(train.select(task_names), held_out, task_names))
-    return tasks
+    return train, test, names
 
 
 def _check_count(name: str, value: Any, num_classes: int) -> int:

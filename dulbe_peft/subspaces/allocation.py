@@ -1,14 +1,25 @@
-"""Where each layer of a new task may write: the frozen bases of its shared and residual modes."""
+"""Where each layer of a new task may write: its historical support, and the frozen bases of its modes beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+from torch.nn import functional as F
 
+from dulbe_peft.subspaces.decompositions import (
+    EPS64,
+    eigh,
+    fix_signs,
+    orthonormal_complement,
+    second_moment,
+    to_float64,
+    top_eigenvectors,
+)
 from dulbe_peft.subspaces.modes import ModeBases
-from dulbe_peft.subspaces.support import allocate_layer, historical_support
 from dulbe_peft.utils.checks import check_int
+
+EPS32 = torch.finfo(torch.float32).eps
 
 
 def allocate_modes(
@@ -23,8 +34,7 @@ def allocate_modes(
     Args:
         probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
         stats: layer name -> S, (d_in, d_in), or a sketch F of it, (fewer than d_in, d_in), with F'F near S: an
-            `OccupationStatistics` or any mapping; None or empty at the first task. A layer without an entry is planned
-            as at the first task.
+            `OccupationStatistics` or any mapping. A layer without an entry is planned as at the first task.
         shared_rank: r_S.
         residual_rank: r_R, one for all layers or layer name -> r_R.
         support_rank: K_h; clamped to what a layer and its data allow.
@@ -33,9 +43,8 @@ def allocate_modes(
         Layer name -> [`ModeBases`], in the order of `probe`, on each gradient's device.
 
     Raises:
-        ValueError: a rank is negative, both are 0 or do not fit a layer, or a matrix has the wrong shape or is not
-            finite; the message names the layer.
-        TypeError: a rank is not an int.
+        ValueError: the ranks do not fit a layer, or a matrix has the wrong shape or is not finite; the message names
+            the layer.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
@@ -89,3 +98,74 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
         return 0.0
     scaled = gradient.float() / largest
     return min(1.0, ((scaled @ basis).square().sum() / scaled.square().sum()).item())
+
+
+def historical_support(
+    statistic: torch.Tensor, support_rank: int, residual_rank: int, name: str = "S"
+) -> torch.Tensor:
+    """Dominant eigenvectors U, (d_in, K_eff) in float32, of an occupation statistic: what earlier tasks used.
+
+    The statistic is S, (d_in, d_in), or a factor F of fewer rows, which stands for S = F'F. K_eff is the smallest of
+    K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it may be 0.
+
+    Reference:
+        "Historical Visual-Mode Occupation", the eigendecomposition of S_<t.
+    """
+    rows, width = statistic.shape
+    count = max(0, min(support_rank, width - residual_rank, rows))
+    floor = width * EPS32
+    if rows == width:
+        _, vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=floor)
+    else:
+        # F'F has the eigenvalues of the small matrix FF'; an eigenvector w of FF' gives F'w of F'F.
+        factor = to_float64(statistic, name)
+        _, small = top_eigenvectors(factor @ factor.T, count, name, relative=floor)
+        vectors = torch.linalg.qr(F.normalize(factor.T @ small, dim=0)).Q
+    return fix_signs(vectors).to(statistic.device, torch.float32)
+
+
+def allocate_layer(
+    gradient: torch.Tensor, support: torch.Tensor | None, shared_rank: int, residual_rank: int, name: str = "G"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P_S, (d_in, r_S), and P_R, (d_in, r_R), of one layer, float32 and together orthonormal; P_R is orthogonal to U.
+
+    Without a support U (the first task) the top right singular vectors of G, (d_out, d_in), the first r_S of them
+    shared. With one, P_S = U q, q the top eigenvectors of U'G'GU, and P_R the top right singular vectors of
+    G(I - UU'). Directions that the gradient does not determine are filled up: those of P_R outside U; those of P_S
+    that a support of fewer than r_S columns leaves open by the singular vectors of G(I - UU') that follow P_R.
+
+    Reference:
+        "Rewritable Shared Mode", "Low-Interference Residual Modes", "Subspace-Frozen Parameterization"; for r_S > 1
+        appendix Eq. layer_shared_basis.
+    """
+    matrix = to_float64(gradient, name)
+    if support is None:
+        nothing = matrix.new_zeros(matrix.shape[1], 0)
+        basis = _dominant_directions(matrix, nothing, shared_rank + residual_rank, name)
+        shared, residual = basis[:, :shared_rank], basis[:, shared_rank:]
+    else:
+        # Orthonormal beyond the rounding of its float32 columns.
+        occupied = torch.linalg.qr(support.to(matrix)).Q
+        inside = min(shared_rank, occupied.shape[1])
+        response = matrix @ occupied
+        _, rotation = eigh(response.T @ response, f"U'G'GU of {name}", inside)
+        outside = _dominant_directions(matrix, occupied, residual_rank + shared_rank - inside, name)
+        shared = torch.cat([fix_signs(occupied @ rotation), outside[:, residual_rank:]], dim=1)
+        residual = outside[:, :residual_rank]
+    shared, residual = (basis.to(gradient.device, torch.float32).contiguous() for basis in (shared, residual))
+    return shared, residual
+
+
+def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, name: str) -> torch.Tensor:
+    """Top right singular vectors of `matrix` (I - `avoid` `avoid`'), filled up outside it; float64, (d, count)."""
+    projected = matrix - (matrix @ avoid) @ avoid.T
+    wide = matrix.shape[0] < matrix.shape[1]
+    # The smaller Gram matrix is enough: squaring costs half the digits, which float64 has to spare for a float32 G.
+    gram = projected @ projected.T if wide else projected.T @ projected
+    # Against |G|, not |G(I - UU')|: what is left of a G inside U is rounding, and its directions fall back into U.
+    threshold = max(matrix.shape) * EPS64 * float(matrix.square().sum())
+    _, vectors = top_eigenvectors(gram, min(count, len(gram)), f"Gram matrix of {name}", absolute=threshold)
+    directions = projected.T @ vectors if wide else vectors
+    directions = torch.linalg.qr(F.normalize(directions, dim=0)).Q
+    rest = orthonormal_complement(torch.cat([avoid, directions], dim=1), count - directions.shape[1])
+    return torch.cat([fix_signs(directions), rest], dim=1)

@@ -33,13 +33,12 @@ def collect_statistics(
         model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module.
         batches: any iterable; each element is handed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to, exact or a sketch. They are also what is returned.
+        into: statistics to add to, exact or a sketch, which are also returned; on an error they are as they were.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
 
     Raises:
         ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
-            `into` is as it was then.
 
     Reference:
         "Historical Visual-Mode Occupation", S_t' = X'X.

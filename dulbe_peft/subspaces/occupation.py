@@ -2,10 +2,9 @@
 
 Layers that read the same tensor (q, k and v of an attention block) share one matrix.
 
-A sketch, off by default, keeps of each wide S a factor F of fewer rows, with F'F near S. The sums of one task are
-always exact. When they are added, F'F + X'X is cut to its leading directions, and the largest eigenvalue e that the
-cut leaves out is added to a bound: F <- `cut`(F'F + X'X), error <- error + e. Each cut takes away between 0 and e in
-every direction, so after any number of tasks 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
+A sketch, off by default, keeps of each wide S a factor F of fewer rows, with F'F near S. When a task's exact sums are
+added, F <- `cut`(F'F + X'X), and the largest eigenvalue e that the cut leaves out is added to the error. Each cut
+takes away between 0 and e in every direction: 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from annotated_types import MinLen
 from pydantic import NonNegativeFloat, PositiveInt, ValidationError
 
 from dulbe_peft.subspaces.decompositions import cut, to_float64
-from dulbe_peft.utils.precision import without_autocast
+from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.processes import on_main_process, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
@@ -91,12 +90,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return sum(self._matrices[names[0]].nbytes for names in self.groups)
 
     def update(self, names: str | Sequence[str], tokens: torch.Tensor) -> None:
-        """S += X'X for one layer, or for layers that read the same tensor; a sketch is cut at each call.
-
-        Args:
-            names: one layer's name, or those of all layers that share the matrix.
-            tokens: X, (..., d_in), at least one token. Where they do not fit, nothing is changed.
-        """
+        """S += X'X, X (..., d_in), for one layer, or for layers that read the same tensor; all or nothing."""
         group = (names,) if isinstance(names, str) else tuple(names)
         if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"tokens of {group} must be (..., d_in) and not empty, got {tuple(tokens.shape)}")

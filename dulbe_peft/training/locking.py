@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,13 +19,36 @@ _CHANGING = ("learn_task", "update_classes", "forget_class", "merge")
 _SCALES: ContextVar[Mapping[Any, float]] = ContextVar("scales", default=MappingProxyType({}))
 
 
+class TakesTurns:
+    """An object whose methods take turns, see `in_turn`; a copy or pickle is one of its own, without the log."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._call: str | None = None  # the outermost method that is being answered
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_call")} | {"log": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        TakesTurns.__init__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with locked(self, "__deepcopy__"):
+            twin = object.__new__(type(self))
+            twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+            return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle is one of a copy, which is made while nothing is learned."""
+        return object.__reduce_ex__(copy.deepcopy(self), protocol)
+
+
 @contextmanager
 def locked(learner: Any, name: str) -> Iterator[None]:
     """One thread at a time works with the learner, with torch's usual settings and the model in evaluation mode.
 
-    A data set whose items call the learner does so in the same thread, in the middle of a call. While a task is
-    learned, its images would count among the task's inputs. So a call that changes the learner allows no other inside
-    it, and is allowed inside no other.
+    A call that changes the learner allows no other inside it, as of its data set, and is allowed inside no other.
     """
     with learner._lock, usual_torch(), evaluating(learner.model), ExitStack() as scaled:
         outer = learner._call

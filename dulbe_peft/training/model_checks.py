@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.tracking import filter_trackers
 from peft import PeftModel
 from torch import nn
 
@@ -15,58 +17,89 @@ from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.loading import check_encoder, embed_dim, has_text, logit_scale
+from dulbe_peft.encoders.loading import (
+    check_encoder,
+    check_processor,
+    check_statistics_tokens,
+    embed_dim,
+    has_text,
+    logit_scale,
+)
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.processes import check_same_in_all, raise_in_all, refuse_sharded
 
 
 def check_adapter_name(model: Any) -> None:
-    """A learner trains, saves and loads the adapter that PEFT calls "default"; another one beside it is left alone."""
-    active = list(model.base_model.active_adapters)
-    if active != ["default"]:
+    """Raise where an adapted model has another active adapter than PEFT's "default", which a learner works on.
+
+    Answers would be wrong, and nobody could load what is saved.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    tuner: Any = model.base_model
+    if tuner.active_adapters != ["default"]:
         raise ValueError(
-            f"the model's active adapters are {active}: a learner works on the one named 'default' alone; call "
-            "set_adapter('default') on the model"
+            f"the model's active adapters are {tuner.active_adapters}: a learner works on the one named 'default' "
+            "alone; call set_adapter('default') on the model"
         )
-    if not model.base_model.dual_mode_layers():
+    if not tuner.dual_mode_layers():
         raise ValueError(
             "the model's layers have no adapter any more, as unload() and merge_and_unload() leave it: load the saved "
             "learner again, and take the adapter out of a copy of the model (copy.deepcopy)"
         )
 
 
-def check_trainable(state: LearnerState) -> None:
-    """Raise where an adapter is merged or scaled, or a strategy lacks its memory or would train another part."""
+def checked_task(
+    state: LearnerState,
+    encoder: Encoder,
+    dataset: Any,
+    names: Sequence[str] | None,
+    texts: Mapping[str, Sequence[str]],
+) -> tuple[LearnerState, PixelDataset]:
+    """The state with the texts of a new task's classes, and its images, after a check that it can be learned."""
+    with raise_in_all():
+        check_adapter_name(state.model)
+        _check_trainable(state)
+        images = named_images(dataset, names)
+        names = check_class_names(images.class_names, seen=state.class_names)
+        absent = np.setdiff1d(np.arange(len(names)), images.labels)
+        if len(absent):
+            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
+        all_texts = state.class_texts | check_class_texts(texts, names)
+        if has_text(state.base):
+            encoder.check_prompts((*state.class_names, *names), all_texts)
+    check_same_in_all((names, images.labels.tolist(), all_texts), "class names, texts or labels")
+    return replace(state, class_texts=all_texts), encoder.images(images, keep=state.strategy.adapts)
+
+
+def _check_trainable(state: LearnerState) -> None:
+    """Raise where an adapter is merged or scaled, or a strategy lacks its memory or would train another part.
+
+    A task that fails is taken back, and a learner is saved, by its adapter alone.
+    """
     if state.incomplete:
         raise ValueError(
             f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
             "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
         )
-    if state.adapter is not None:
-        state.adapter.check_unmerged()
-        state.adapter.check_unscaled()
-        if state.strategy.adapts:
-            _check_trained(state.model)
-
-
-def _check_trained(model: Any) -> None:
-    """Raise where somebody has chosen other parameters for training than the adapter's.
-
-    A task that fails is taken back, and a learner is saved, by its adapter alone.
-    """
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    names = [name for name, p in model.get_base_model().named_parameters() if id(p) in own and PREFIX not in name]
-    wrong = [name for name in names if "modules_to_save" not in name]
+    if state.adapter is None:
+        return
+    state.adapter.check_unmerged()
+    state.adapter.check_unscaled()
+    parameters = list(state.model.named_parameters()) if state.strategy.adapts else []
+    wrong = [n for n, p in parameters if p.requires_grad and PREFIX not in n and "modules_to_save" not in n]
     if wrong:
+        name = wrong[0].removeprefix("base_model.model.")
         raise ValueError(
-            f"{wrong[0]!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
+            f"{name!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
             "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
         )
-    adapter = [(name, p) for name, p in model.named_parameters() if PREFIX in name and name.endswith(".default")]
-    frozen = [name for name, p in adapter if not p.requires_grad]
+    frozen = [n for n, p in parameters if not p.requires_grad and PREFIX in n and n.endswith(".default")]
     if frozen:
         raise ValueError(
             f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
@@ -74,8 +107,8 @@ def _check_trained(model: Any) -> None:
         )
 
 
-def check_model(model: Any, strategy: Strategy) -> Any:
-    """The model under the adapter, after a check that the strategy can work with it."""
+def check_model(model: Any, processor: Any, strategy: Strategy, args: LearnerArguments) -> Any:
+    """The model under the adapter, after a check that the strategy can work with it and with the processor."""
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
         check_adapter_name(model)
         targets = strategy.target_modules
@@ -92,7 +125,18 @@ def check_model(model: Any, strategy: Strategy) -> Any:
             f"got {type(model).__name__}"
         )
     check_encoder(model, text=strategy.adapts)
+    check_processor(processor, model)
+    if strategy.adapts:
+        check_statistics_tokens(model, args.statistics_tokens)
+    refuse_sharded(model)
     return model
+
+
+def check_tracker(name: str | None) -> None:
+    """Raise where accelerate does not know a tracker, or its package is missing."""
+    if name and not filter_trackers(name, "runs"):
+        package = "tensorboard" if name == "all" else name
+        raise ImportError(f"log_with is {name!r}, whose package is missing: pip install {package}")
 
 
 def learner_classifiers(
@@ -119,17 +163,3 @@ def learner_classifiers(
     if reads_text and not has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
     return {name: classifier.to(device) for name, classifier in made.items()}
-
-
-def checked_texts(
-    state: LearnerState, encoder: Encoder, images: LabelledImages, class_texts: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[str, ...]]:
-    """All classes' own texts with those of a new task, after a check that its classes can be learned."""
-    names = check_class_names(images.class_names, seen=state.class_names)
-    absent = np.setdiff1d(np.arange(len(names)), images.labels)
-    if len(absent):
-        raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
-    texts = state.class_texts | check_class_texts(class_texts, names)
-    if has_text(state.base):
-        encoder.check_prompts((*state.class_names, *names), texts)
-    return texts

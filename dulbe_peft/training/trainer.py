@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import on_main_process, raise_in_all, shard, sum_over_processes
 
 Log = Callable[[dict[str, float], int], None]
@@ -35,34 +35,22 @@ Log = Callable[[dict[str, float], int], None]
 
 @dataclass
 class TaskRecord:
-    """What learning one task showed. Time and memory are not among it: the same task gives the same record.
+    """What learning one task showed. Time and memory are not among it: the same task gives the same record."""
 
-    Attributes:
-        images: class -> number of its training images.
-        loss: mean loss of each epoch.
-        shared_capture: mean over the adapted layers of `ModeBases.shared_capture`; None where nothing is measured.
-        residual_capture: the same of `ModeBases.residual_capture`.
-        expected_depth: mean over the task's classes of the bridge ensemble's expected depth; None without one.
-    """
-
-    images: dict[str, int]
-    loss: list[float] = field(default_factory=list)
-    shared_capture: float | None = None
+    images: dict[str, int]  # class -> number of its training images
+    loss: list[float] = field(default_factory=list)  # mean of each epoch
+    shared_capture: float | None = None  # mean over the layers of `ModeBases.shared_capture`, where one is measured
     residual_capture: float | None = None
-    expected_depth: float | None = None
+    expected_depth: float | None = None  # mean over the task's classes, where there is a bridge ensemble
 
 
 def learned(
-    state: LearnerState,
-    encoder: Encoder,
-    logit_scale: float,
-    images: PixelDataset,
-    names: tuple[str, ...],
-    log: Log | None = None,
+    state: LearnerState, encoder: Encoder, logit_scale: float, images: PixelDataset, log: Log | None = None
 ) -> tuple[LearnerState, TaskRecord, ClosingPass]:
     """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
-    trainer = TaskTrainer(state, encoder, logit_scale, log)
-    teacher, features, memory = trainer.learn(images, names)
+    trainer = TaskTrainer(state, encoder, logit_scale, images, log)
+    teacher, features, memory = trainer.learn()
+    names = trainer.names
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
         # The teacher saw the images as they are.
@@ -93,61 +81,43 @@ def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
 
 
 class TaskTrainer:
-    """Learns one task with a strategy, from the learner's state before it.
+    """Learns one task with a strategy, from the state before it and the task's images, which name its classes."""
 
-    `log` is called with the figures of every epoch and the number of steps so far. `record` holds what the task showed
-    when `learn` has returned, but for what the classifiers add.
-    """
-
-    def __init__(self, state: LearnerState, encoder: Encoder, logit_scale: float, log: Log | None = None) -> None:
-        self.model = state.model
-        self.adapter = state.adapter
-        self.strategy = state.strategy
-        self.args = state.args
-        self.memory = state.memory
-        self.seen = state.class_names
-        self.texts = state.class_texts
-        self.index = len(state.tasks)
-        self.encoder = encoder
-        self.logit_scale = logit_scale
-        self.log = log
+    def __init__(
+        self, state: LearnerState, encoder: Encoder, logit_scale: float, images: PixelDataset, log: Log | None = None
+    ) -> None:
+        self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
+        self.encoder, self.logit_scale, self.log = encoder, logit_scale, log
+        self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
         self.step = state.step
-        self.record = TaskRecord({})
+        counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
+        self.record = TaskRecord(dict(zip(self.names, counts, strict=True)))
 
-    def learn(
-        self, images: PixelDataset, names: Sequence[str]
-    ) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
-        """Train on labelled images of the classes `names`, fold and close.
-
-        Returns the images' features by the model before the task, (n, d), or None where nobody needs them; their
-        features by the finished model, (n, d); and what the strategy keeps.
-        """
-        counts = np.bincount(images.labels, minlength=len(names)).tolist()
-        self.record = TaskRecord(dict(zip(names, counts, strict=True)))
-        if self.adapter is None or not self.strategy.adapts:
+    def learn(self) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
+        """Features, (n, d), by the model before the task, where needed, and by the finished one; the memory."""
+        adapter, strategy = self.state.adapter, self.strategy
+        if adapter is None or not strategy.adapts:
             with self.encoder.profile.phase("close"):
-                return None, self.encoder.dataset_embeds(images, self.title("close")), self.memory
-        task, teacher = self.begin(self.adapter, images, names)
+                return None, self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
+        task, teacher = self.begin(adapter)
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
-            self.train(task, images, names, teacher)
+            self.train(task, teacher)
         # The last loss is computed before the step that breaks a weight.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
         with torch.no_grad():
-            self.strategy.finish(task)
-        if self.strategy.folds:
-            self.adapter.fold_task(self.strategy.keeps_factors)
+            strategy.finish(task)
+        if strategy.folds:
+            adapter.fold_task(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
-            features, inputs = self.encode(images, "close", self.strategy.remembers_inputs)
-            memory = self.strategy.remember(task, inputs)
+            features, inputs = self.encode("close", strategy.remembers_inputs)
+            memory = strategy.remember(task, inputs)
         return teacher, features, memory
 
-    def begin(
-        self, adapter: DualModeLoraModel, images: PixelDataset, names: Sequence[str]
-    ) -> tuple[NewTask, torch.Tensor | None]:
+    def begin(self, adapter: DualModeLoraModel) -> tuple[NewTask, torch.Tensor | None]:
         """Measure the new task and install its bases; returns it with the teacher's features, (n, d), or None."""
-        task = NewTask(self.index, adapter, self.args, self.memory)
-        teacher = self._measure(task, images, names)
+        task = NewTask(self.index, adapter, self.args, self.state.memory, encoder=self.encoder)
+        teacher = self._measure(task)
 
         def plan() -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
             modes = self.strategy.plan(task)
@@ -172,7 +142,7 @@ class TaskTrainer:
 
     # ------------------------------------------------------------------ passes without a step
 
-    def _measure(self, task: NewTask, images: PixelDataset, names: Sequence[str]) -> torch.Tensor | None:
+    def _measure(self, task: NewTask) -> torch.Tensor | None:
         """Fill in the task's gradients and inputs; returns the teacher's features, (n, d), where they are needed."""
         needs, altered = self.strategy.needs, self.strategy.measuring(task)
         drifts = self.args.drift != "none" and self.index > 0
@@ -180,17 +150,17 @@ class TaskTrainer:
         with self.encoder.profile.phase("probe"):
             with altered or nullcontext():
                 if GRADIENTS in needs:
-                    task.gradients, teacher = self.probe(images, names)
+                    task.gradients, teacher = self.probe()
                 if INPUTS in needs:
-                    teacher, task.inputs = self.encode(images, "probe", True)
+                    teacher, task.inputs = self.encode("probe", True)
             if (teacher is None or altered) and (drifts or TEACHER in needs):
-                teacher, _ = self.encode(images, "probe", False)
+                teacher, _ = self.encode("probe", False)
         return teacher
 
-    def probe(self, images: PixelDataset, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def probe(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
-        features = torch.zeros(len(images), self.encoder.embed_dim, device=self.encoder.device)
-        text = self.encoder.text_embeds(names, self.texts, training=True)
+        features = torch.zeros(len(self.images), self.encoder.embed_dim, device=self.encoder.device)
+        text = self._text(self.names)
 
         def loss_fn(_: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
             pixels, labels, index = batch
@@ -198,30 +168,34 @@ class TaskTrainer:
             features[index] = embeds.detach()
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
-        assert self.adapter is not None
-        batches = self.encoder.training_batches(images, self.title("probe"), range(len(images)))
-        with self.adapter.without_idle_modes(), raise_in_all():
-            gradients = probe_gradients(self.adapter, batches, loss_fn)
+        assert self.state.adapter is not None
+        batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
+        with self.state.adapter.without_idle_modes(), raise_in_all():
+            gradients = probe_gradients(self.state.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
         return gradients, features
 
-    def encode(self, images: PixelDataset, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
+    def encode(self, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
-        return features_and_inputs(self.adapter, self.encoder, images, self.title(phase), collect)
+        return features_and_inputs(self.state.adapter, self.encoder, self.images, self.title(phase), collect)
+
+    def _text(self, names: Sequence[str]) -> torch.Tensor:
+        """Embeddings, (classes, d), of the texts that training takes, by the model as it is."""
+        return self.encoder.text_embeds(names, self.state.class_texts, training=True)
 
     # ------------------------------------------------------------------ training
 
-    def train(self, task: NewTask, images: PixelDataset, names: Sequence[str], teacher: torch.Tensor | None) -> None:
+    def train(self, task: NewTask, teacher: torch.Tensor | None) -> None:
         """All steps of a task, from the bases that `begin` installed."""
-        args, encoder = self.args, self.encoder
-        old_text = self._old_text()
-        tokens, text = encoder.tokens(names, self.texts), None
+        args, encoder, size = self.args, self.encoder, len(self.images)
+        old_text = self._text(self.state.class_names) if self.index and TEACHER in self.strategy.needs else None
+        tokens, text = encoder.tokens(self.names, self.state.class_texts), None
         with ExitStack() as stack:
             extra = stack.enter_context(self.strategy.training(task))
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
             epoch, epochs = 0, self.strategy.epochs(task)
-            per_step, steps = args.lr_schedule == "step", math.ceil(len(images) / args.batch_size)
+            per_step, steps = args.lr_schedule == "step", math.ceil(size / args.batch_size)
             schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(  # to 0 by step, or to a floor of 1 % by epoch
                 optimizer,
                 T_max=epochs * steps if per_step else epochs,
@@ -229,13 +203,12 @@ class TaskTrainer:
             )
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)
-            wrong_logit = partial(self._wrong_logit, images, names)
-            while not self.strategy.stop_early(task, epoch, wrong_logit) and epoch < epochs:
+            while not self.strategy.stop_early(task, epoch, self._wrong_logit) and epoch < epochs:
                 self.model.train()
                 losses = []
-                order = epoch_order(len(images), args.seed, self.index, epoch)
+                order = epoch_order(size, args.seed, self.index, epoch)
                 title = self.title(f"epoch {epoch + 1}/{epochs}")
-                view = encoder.view(images, self.index, epoch + 1)
+                view = encoder.view(self.images, self.index, epoch + 1)
                 for batch in encoder.training_batches(view, title, order):
                     if text is None or text.requires_grad:
                         text = encoder.token_embeds(tokens)
@@ -265,30 +238,21 @@ class TaskTrainer:
         def teacher_features() -> torch.Tensor:
             if teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
                 return teacher[index]
-            assert self.adapter is not None
-            with torch.no_grad(), self.adapter.previous_task():
+            assert self.state.adapter is not None
+            with torch.no_grad(), self.state.adapter.previous_task():
                 return encode()
 
         features = encode()
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
         return Step(task_loss, features, labels, text, old_text, encode, teacher_features, self.logit_scale)
 
-    def _old_text(self) -> torch.Tensor | None:
-        """The old classes' text embeddings by the model as it is when this task begins, E_<t."""
-        if not self.seen or TEACHER not in self.strategy.needs:
-            return None
-        return self.encoder.text_embeds(self.seen, self.texts, training=True)
-
-    def _wrong_logit(self, images: PixelDataset, names: Sequence[str]) -> float:
+    @torch.no_grad()
+    def _wrong_logit(self) -> float:
         """Mean logit of the wrong classes over the task's images, by the model as it is."""
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
-            text = self.encoder.text_embeds(names, self.texts, training=True)
-            logits = self.logit_scale * self.encoder.dataset_embeds(images) @ text.T
-            labels = torch.as_tensor(images.labels, device=logits.device)
-            right = logits.gather(1, labels[:, None]).sum()
-        self.model.train(training)
+        with evaluating(self.model):
+            logits = self.logit_scale * self.encoder.dataset_embeds(self.images) @ self._text(self.names).T
+        labels = torch.as_tensor(self.images.labels, device=logits.device)
+        right = logits.gather(1, labels[:, None]).sum()
         return ((logits.sum() - right) / max(1, logits.numel() - len(logits))).item()
 
     def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from dulbe_peft.data.features import ModelKey
+from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.names import normalized
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -19,6 +21,7 @@ from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import features_and_inputs
+from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 from dulbe_peft.utils.specs import closest
 
 
@@ -27,6 +30,21 @@ def check_update(state: LearnerState, names: Sequence[str]) -> None:
     state.places(names)
     for classifier in state.classifiers.values():
         classifier.check_update()
+
+
+def checked_update(
+    state: LearnerState, dataset: Any, class_names: Sequence[str] | None
+) -> tuple[LabelledImages, list[int]]:
+    """Further images of known classes, and the place of each one's class; raises where they cannot be taken in."""
+    with raise_in_all():
+        if state.adapter is not None:
+            state.adapter.check_unscaled()
+        images = named_images(dataset, class_names, default=state.class_names)
+        names = [images.class_names[label] for label in images.labels]
+        check_update(state, names)
+        places = state.places(names)
+    check_same_in_all(places, "labels")
+    return images, places
 
 
 @torch.no_grad()
@@ -89,10 +107,7 @@ def merged_states(state: LearnerState, other: LearnerState, key: ModelKey, other
 
 
 def without_class(state: LearnerState, name: str) -> LearnerState:
-    """The state in which no classifier, task or note of an update knows a class any more.
-
-    A task that loses its last class stays, empty, because strategies count tasks.
-    """
+    """The state in which nothing knows a class any more; strategies count tasks, so an empty task stays."""
     name = normalized(name)
     if name not in state.class_names:
         hint = closest(name, state.class_names)

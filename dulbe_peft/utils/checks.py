@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Any
 
-_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of float32, in which nearly all is computed
+LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 
 
 def is_int(value: Any) -> bool:
@@ -30,18 +30,9 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
 
 
 def check_number(
-    name: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    positive: bool = False,
-    tiny: bool = False,
+    name: str, value: Any, *, least: Any = None, most: Any = None, positive: bool = False, tiny: bool = False
 ) -> None:
-    """Raise unless `value` is a number that float32 holds, from `least` to `most`, and above 0 where `positive`.
-
-    With `tiny`, a positive number may be so small that float32 rounds it to 0.
-    """
+    """Raise unless float32 holds `value`, from `least` to `most`, above 0 where `positive`; `tiny` may round to 0."""
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     too_small = (positive and value <= 0) or (least is not None and value < least)
@@ -50,5 +41,5 @@ def check_number(
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:g}, got {value}")
-    if abs(value) > _LARGEST or (positive and not tiny and value < _SMALLEST):
-        raise ValueError(f"{name} must be finite in float32, {_SMALLEST:.1e} to {_LARGEST:.1e}, got {value!r:.40}")
+    if abs(value) > MOST or (positive and not tiny and value < LEAST):
+        raise ValueError(f"{name} must be finite in float32, {LEAST:.1e} to {MOST:.1e}, got {value!r:.40}")

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which an enclosing autocast does not turn products on `tensor`'s device into half precision."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 _dtype_lock = threading.Lock()
@@ -82,17 +88,14 @@ def _float32_by_default() -> Iterator[None]:
 @contextmanager
 def own_randomness(*entropy: int) -> Iterator[None]:
     """Seed Python, numpy and torch while the block runs, so that a resumed task augments its images alike."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python, array = random.getstate(), np.random.get_state()
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-    random.seed(seeds[0])
-    np.random.seed(seeds[1])
-    torch.manual_seed(seeds[2])
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            random.seed(seeds[0])
+            np.random.seed(seeds[1])
+            torch.manual_seed(seeds[2])
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(array)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)

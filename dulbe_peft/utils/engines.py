@@ -38,17 +38,47 @@ def on_engine(
 
     `address` is that of a running cluster of Dask or Ray; without it, `jobs` workers start on this machine.
     """
+    if backend == "ray":
+        yield from _on_ray(function, calls, jobs, address)
+        return
     from joblib import Parallel, delayed
 
     with _engine(backend, jobs, address):
         work = (delayed(_numbered)(number, function, arguments) for number, arguments in enumerate(calls))
-        # Ray hands out nothing before all is done.
-        order = "list" if backend == "ray" else "generator_unordered"
-        yield from Parallel(n_jobs=jobs, batch_size=1, return_as=order)(work)
+        yield from Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(work)
 
 
 def _numbered(number: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[int, T]:
     return number, function(*arguments)
+
+
+def _on_ray(
+    function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, address: str | None
+) -> Iterator[tuple[int, T]]:
+    """As tasks of Ray, which repeats the one of a worker that died; joblib's backend would repeat all."""
+    try:
+        import ray
+    except ImportError as error:
+        raise _missing("ray") from error
+    running: list[Any] = []
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(address=address, num_cpus=None if address else jobs)
+    try:
+        numbered = ray.remote(num_cpus=1)(_numbered)
+        for number, arguments in enumerate(calls):
+            if len(running) == jobs:
+                done, running = ray.wait(running)
+                yield ray.get(done[0])
+            running.append(numbered.remote(number, function, arguments))
+        while running:
+            done, running = ray.wait(running)
+            yield ray.get(done[0])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    finally:
+        if mine:
+            ray.shutdown()
 
 
 @contextmanager
@@ -60,27 +90,16 @@ def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
             yield
         return
     try:
-        if backend == "dask":
-            from distributed import Client
-
-            where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
-            with Client(**where), parallel_config("dask", n_jobs=jobs):
-                yield
-            return
-        import ray
-        from ray.util.joblib import register_ray
+        from distributed import Client
     except ImportError as error:
-        raise ImportError(f"{backend} needs another package: pip install 'dulbe_peft[{backend}]'") from error
-    running = ray.is_initialized()
-    if not running:
-        ray.init(address=address, num_cpus=None if address else jobs)
-    register_ray()
-    try:
-        with parallel_config("ray", n_jobs=jobs):
-            yield
-    finally:
-        if not running:
-            ray.shutdown()
+        raise _missing(backend) from error
+    where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
+    with Client(**where), parallel_config("dask", n_jobs=jobs):
+        yield
+
+
+def _missing(backend: str) -> ImportError:
+    return ImportError(f"{backend} needs another package: pip install 'dulbe_peft[{backend}]'")
 
 
 def default_jobs() -> int:

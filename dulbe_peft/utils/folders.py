@@ -63,8 +63,8 @@ def commit_folder(
 ) -> None:
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`; a link is followed.
 
-    Files of others in the folder stay, and so does an edited model card. On any error the folder is as it was. Without
-    `lock` the caller keeps other writers out. With `overwrite` the caller knows that all in the folder may go.
+    Files of others in the folder stay, and so does an edited model card. Without `lock` the caller keeps other writers
+    out. With `overwrite` the caller knows that all in the folder may go.
     """
     folder = folder.resolve()
     check_outside_saved(folder.parent, f"write the {kind}")
@@ -180,10 +180,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def clear_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed processes left in `parent` while they wrote what the regular expression `names` matches.
-
-    A folder that had stepped aside is put back. The caller keeps living processes out.
-    """
+    """Remove what killed writers of anything that the regular expression `names` matches left, or put it back."""
     leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
     for path in sorted(parent.iterdir()):
         match = leftover.fullmatch(path.name)
@@ -195,10 +192,7 @@ def clear_leftovers(parent: Path, names: str) -> None:
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` of `what` while the block runs; any other thread or process is refused at once.
-
-    The kernel frees the lock of a process that died. A link, or a file with content, is somebody else's, and stays.
-    """
+    """Hold the lock file `path` of `what` while the block runs; any other thread or process is refused at once."""
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_size == 0)):

@@ -49,10 +49,7 @@ def push(
     create_pr: bool = False,
     replaces: Iterable[str] = (),
 ) -> Any:
-    """Upload what `write(folder, owner/name)` writes as one commit; a repository or branch that is missing is made.
-
-    Files that the commit `replaces` are removed from the repository where the folder does not hold them.
-    """
+    """Upload what `write(folder, owner/name)` writes as one commit, without files that it `replaces` and lacks."""
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with tempfile.TemporaryDirectory() as parent:

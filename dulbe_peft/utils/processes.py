@@ -77,10 +77,7 @@ def copy_from_main(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def on_main_process(make: Callable[[], T]) -> T:
-    """What `make` returns in the first process, in all of them; what it raises there is raised in all.
-
-    The value is pickled for the others: tensors in it should be on the CPU.
-    """
+    """What `make` returns or raises in the first process, in all of them; tensors in it should be on the CPU."""
     rank, size = world()
     if size == 1:
         return make()
@@ -154,15 +151,16 @@ def _cpu_group() -> distributed.ProcessGroup:
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raise a `ValueError` where a parameter is not whole here: the method reads whole weights and gradients."""
-    absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if absent is not None:
-        raise ValueError(
-            f"{absent} is on the meta device and has no values, as with weights that are offloaded to the disk: load "
-            "the model without device_map and without offloading"
-        )
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values, as with weights that are offloaded to the disk: "
+                "load the model without device_map and without offloading"
+            )
     kinds = {type(module).__name__ for module in model.modules()}
     found = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
-    found += [name for name, p in model.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
+    found += [name for name, p in parameters.items() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
     if found:
         raise ValueError(
             f"{found[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3): dual-mode adapters "

@@ -16,6 +16,8 @@ T = TypeVar("T")
 class Profile:
     """Seconds by phase since the last `clear`; a phase inside another counts for itself alone."""
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.waiting: dict[str, float] = {}  # of these seconds, those in which the next batch was not there yet
@@ -39,7 +41,7 @@ class Profile:
             self._phases.pop()
 
     def _switch(self) -> None:
-        now = time.perf_counter()
+        now = self.clock()
         if self._phases:
             self.seconds[self._phases[-1]] = self.seconds.get(self._phases[-1], 0.0) + now - self._since
         self._since = now

@@ -24,10 +24,7 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def check_settings(settings: Any, kind: type | None = None) -> None:
-    """Give the fields of a dataclass their declared types; `kind` names a base class whose fields alone are meant.
-
-    A value of another type is a `TypeError`, and one out of its limits a `ValueError`.
-    """
+    """Give the fields of a dataclass, or of its base class `kind`, their declared types, or raise."""
     for name, hint in field_types(kind or type(settings)).items():
         object.__setattr__(settings, name, check_value(name, hint, getattr(settings, name)))
 

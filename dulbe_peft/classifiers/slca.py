@@ -1,0 +1,144 @@
+"""SLCA's classifier: a linear head that each task aligns anew on features drawn from the Gaussians of all classes.
+
+x = sqrt(d) z,  score = W x + b
+head:       rows of a task's classes, trained on the task's features by the cross-entropy over these classes
+alignment:  from task 2 on, all rows, on x ~ N(a_c mu_c, Sigma_c), as many of each class
+            a_c = 0.9 + 0.1 (t_c + 1) / T             t_c: the class's task of T, from 0
+            cross-entropy of scores / (h n),  n = mean over tasks of |scores of the task's classes|,  h = 0.1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.classifiers.fitting import gaussians, gradients, minibatches, moved_gaussians, task_generator
+from dulbe_peft.utils.checks import check_int
+
+MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
+
+
+class SlcaClassifier(Classifier):
+    """A linear head and one Gaussian a class, 4 d (d + 1) bytes; it draws features, and keeps no image.
+
+    The authors' features have passed a LayerNorm, which gives them a norm near sqrt(d); unit features get it here.
+    Learning runs twice for each task, because the temperature of the probabilities needs held-back images.
+
+    Args:
+        epochs: passes over a task's features.
+        batch_size: features of images per step.
+        learning_rate: of SGD for head and alignment.
+        rounds: how often the alignment draws anew; its rate falls to 0 over them on a cosine.
+        draws: drawn features of each class in a round, and features in a step of the alignment.
+        norm: h.
+        ridge: what is added to the diagonal of a covariance of x.
+        seed: of the order of the features and of the draws.
+
+    Reference:
+        Zhang et al., "SLCA: Slow Learner with Classifier Alignment for Continual Learning on a Pre-trained Model",
+        arXiv 2303.05118, and the authors' public code, of which the settings are.
+    """
+
+    name = "slca"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float = 100.0,
+        epochs: int = 20,
+        batch_size: int = 128,
+        learning_rate: float = 0.01,
+        rounds: int = 5,
+        draws: int = 256,
+        norm: float = 0.1,
+        ridge: float = 1e-4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.epochs = check_int("epochs", epochs, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self.learning_rate = positive("learning_rate", learning_rate)
+        self.rounds = check_int("rounds", rounds, 0)
+        self.draws = check_int("draws", draws, 1)
+        self.norm = positive("norm", norm)
+        self.ridge = positive("ridge", ridge)
+        self.seed = check_int("seed", seed, 0)
+        self.register_rows("weight", embed_dim)
+        self.register_rows("bias")
+        self.register_rows("means", embed_dim)
+        self.register_rows("factors", embed_dim, embed_dim)
+        self.register_rows("task", dtype=torch.int64)
+
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
+        generator = task_generator(self.seed, old)
+        means, factors = gaussians(x, labels, len(names), self.ridge)
+        new = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
+        last = int(self.task.max()) + 1 if old else 0
+        new["task"] = torch.cat([self.task, torch.full((len(names),), last, device=self.task.device)])
+        head = self._head(x, labels, len(names), generator)
+        head = [torch.cat([rows.float(), own]) for rows, own in zip((self.weight, self.bias), head, strict=True)]
+        if old:
+            head = self._aligned(head, new["means"], new["factors"], new["task"], generator)
+        return new | {"weight": head[0], "bias": head[1]}
+
+    def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:
+        """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
+        with gradients():
+            x, labels = x.clone(), labels.clone()
+            weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
+            optimizer = self._optimizer([weight, bias])
+            for _ in range(self.epochs):
+                for rows in minibatches(x, self.batch_size, generator):
+                    optimizer.zero_grad()
+                    F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]).backward()
+                    optimizer.step()
+        return [weight.detach(), bias.detach()]
+
+    def _aligned(
+        self, head: list[Tensor], means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
+    ) -> list[Tensor]:
+        """W and b of all classes after training on drawn features."""
+        labels = torch.arange(len(means)).repeat_interleave(self.draws)
+        with gradients():
+            means, factors, task = shrunk(means, task), factors.clone(), task.clone()
+            weight, bias = (rows.clone().requires_grad_() for rows in head)
+            optimizer = self._optimizer([weight, bias])
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
+            for _ in range(self.rounds):
+                noise = torch.randn(len(means), self.draws, self.embed_dim, generator=generator).to(means)
+                drawn = (means[:, None] + noise @ factors.transpose(1, 2)).flatten(0, 1)
+                for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
+                    scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
+                    optimizer.zero_grad()
+                    F.cross_entropy(normed(scores, task) / self.norm, labels[rows].to(drawn.device)).backward()
+                    optimizer.step()
+                schedule.step()
+        return [weight.detach(), bias.detach()]
+
+    def _optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
+
+    def logits(self, images: Tensor) -> Tensor:
+        return F.linear(math.sqrt(self.embed_dim) * images, self.weight.float(), self.bias.float())
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; the alignment that follows brings the head along."""
+        return moved_gaussians(self, matrix)
+
+
+def shrunk(means: Tensor, task: Tensor) -> Tensor:
+    """a_c mu_c, (C, d): means of older tasks, (C,) from 0, are pulled towards 0."""
+    return means * (0.9 + 0.1 * (task + 1) / (task.max() + 1))[:, None]
+
+
+def normed(scores: Tensor, task: Tensor) -> Tensor:
+    """Scores, (n, C), over the mean over tasks, (C,), of the norm that an image's scores of a task's classes have."""
+    parts = [scores[:, task == index].norm(dim=1, keepdim=True) for index in task.unique()]
+    return scores / (torch.cat(parts, dim=1).mean(dim=1, keepdim=True) + 1e-7)

@@ -1,0 +1,41 @@
+"""Images whose label is likely wrong: a classifier that has not seen them takes them for another class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+
+import numpy as np
+from sklearn.model_selection import StratifiedKFold
+
+from dulbe_peft.sklearn import FeatureClassifier
+
+FOLDS = 5
+
+
+def doubtful_labels(
+    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+) -> list[tuple[int, int, float]]:
+    """(image, the class that it is taken for, probability of its label), the least probable label first.
+
+    `features` are (n, d), `texts` (classes, d). `bayes`, or `lda` without texts, judges each fifth of the images after
+    it has learned the others. An image that is alone in its class is not judged: nothing else shows the class.
+    """
+    counts = np.bincount(labels)
+    places = np.flatnonzero(counts[labels] > 1)
+    if (counts > 1).sum() < 2:
+        return []
+    X, y = features[places], labels[places]
+    found: list[tuple[int, int, float]] = []
+    given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts))
+    made = FeatureClassifier("bayes" if given else "lda", text_embeds=given, logit_scale=logit_scale)
+    folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The least populated class", UserWarning)  # it is in most folds all the same
+        for learned, judged in folds.split(X, y):
+            probabilities = made.fit(X[learned], y[learned]).predict_proba(X[judged])
+            best = made.classes_[probabilities.argmax(axis=1)]
+            own = probabilities[np.arange(len(judged)), np.searchsorted(made.classes_, y[judged])]
+            doubted = best != y[judged]
+            found += zip(places[judged[doubted]].tolist(), best[doubted].tolist(), own[doubted].tolist(), strict=True)
+    return sorted(found, key=lambda row: (row[2], row[0]))

@@ -1,0 +1,27 @@
+"""First-session adaptation: the model learns the first task as LoRA does, and then stays as it is.
+
+    W = W_0 + B A    A and B trained on the first task alone; later tasks teach the classifiers
+
+The row to compare with: what later tasks' training adds, and what it costs.
+
+Reference: Panos et al., "First Session Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning",
+arXiv 2303.13199; there with FiLM layers and LDA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.lora import Lora
+
+
+@dataclass(frozen=True)
+class FirstSession(Lora):
+    """LoRA on the first task, both towers frozen afterwards."""
+
+    name = "first_session"
+    classifiers = ("lda", "bridge")
+
+    def epochs(self, task: NewTask) -> int:
+        return 0 if task.index else task.args.epochs

@@ -1,0 +1,64 @@
+"""SGCL: targets and distillation follow how near the names of the classes are to each other.
+
+    s_k  = softmax over all seen classes k of softness * e_y . e_k                    y: the image's class
+    t_j  = tau z_old . e_j + m if j is the old class nearest to y, else - m           m = max over old j of e_y . e_j
+    loss = cross-entropy over the current classes
+         + soft_weight * KL(s || softmax over all seen classes k of tau z . e_k)
+         + distillation * T^2 KL(softmax(t / T) || softmax over old classes j of tau z . e_j / T)    from task 2 on
+
+z_old is the feature by the model before the task. The e of s and of m are those at the start of the task. One LoRA
+pair is trained on from task to task, where the paper fine-tunes the last block of the vision tower.
+
+Reference: Yu et al., "Exploiting the Semantic Knowledge of Pre-trained Text-Encoders for Continual Learning", arXiv
+2408.01076, and the authors' public code, of which the weights, the softness 13 and the temperature 4 are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.strategies.base import TEACHER, NewTask, Positive, Step, Weight
+from dulbe_peft.strategies.lora import Lora
+
+START = "start_text"
+
+
+def soft_targets(own: torch.Tensor, text: torch.Tensor, softness: float) -> torch.Tensor:
+    """s, (n, classes): how near each image's class, whose embeddings are `own`, (n, d), is to each of (classes, d)."""
+    return (softness * own @ text.T).softmax(dim=1)
+
+
+def guided(logits: torch.Tensor, own: torch.Tensor, old_text: torch.Tensor) -> torch.Tensor:
+    """t, (n, old classes): the teacher's logits, raised at the old class nearest to the image's own, else lowered."""
+    near, place = (own @ old_text.T).max(dim=1, keepdim=True)
+    return logits - near + 2 * near * F.one_hot(place[:, 0], len(old_text))
+
+
+@dataclass(frozen=True)
+class Sgcl(Lora):
+    """SGCL without stored images."""
+
+    soft_weight: Weight = 0.5
+    softness: Positive = 13.0
+    distillation: Weight = 0.5
+    temperature: Positive = 4.0
+
+    name = "sgcl"
+    needs = frozenset({TEACHER})
+
+    def backward(self, task: NewTask, step: Step) -> None:
+        old = step.old_text if step.old_text is not None else step.text.new_zeros(0, step.text.shape[1])
+        start = task.notes.setdefault(START, step.text.detach().clone())
+        own, scale = start[step.labels], step.logit_scale
+        targets = soft_targets(own, torch.cat([old, start]), self.softness)
+        predicted = (scale * step.features @ torch.cat([old, step.text]).T).log_softmax(dim=1)
+        loss = step.task_loss + self.soft_weight * F.kl_div(predicted, targets, reduction="batchmean")
+        if len(old):
+            teacher = guided(scale * step.teacher() @ old.T, own, old) / self.temperature
+            student = scale * step.features @ old.T / self.temperature
+            divergence = F.kl_div(student.log_softmax(dim=1), teacher.softmax(dim=1), reduction="batchmean")
+            loss = loss + self.distillation * self.temperature**2 * divergence
+        loss.backward()

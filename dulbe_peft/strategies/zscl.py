@@ -1,0 +1,107 @@
+"""ZSCL: on reference images the model keeps the similarities with texts that it had before it learned anything.
+
+    loss = cross-entropy over the current classes
+         + distillation * T^2 (mean over images of KL(p || q) over texts + mean over texts of KL(p || q) over images)
+    p, q: softmax of tau z_0 . e_0 / T and of tau z . e_0 / T        0: the pristine model, both towers
+
+Each step draws a batch of reference images. The texts are the names of their classes, or those of a file. One LoRA
+pair is trained on from task to task. With `average`, every tensor of the adapter ends the task as its mean over the
+steps, the start included, as the paper does with all weights.
+
+Reference: Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
+arXiv 2303.06628, and the authors' public code, of which T = 2 and the weight are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from dulbe_peft.data.splits import open_stream_data
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import logit_scale
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.strategies.base import NewTask, Positive, Weight
+from dulbe_peft.strategies.lora import Lora
+from dulbe_peft.strategies.losses import bidirectional_kl
+from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.utils.files import read_lines
+
+
+@dataclass
+class References:
+    """Reference images, and what the pristine model gives for them and for the texts."""
+
+    encoder: Encoder
+    images: PixelDataset
+    features: torch.Tensor  # (m, d)
+    text: torch.Tensor  # (texts, d)
+    generator: torch.Generator
+
+    def loss(self, temperature: float) -> torch.Tensor:
+        """The distillation on a batch of images that is drawn now."""
+        rows = torch.randperm(len(self.images), generator=self.generator)[: self.encoder.args.batch_size]
+        pixels = torch.stack([self.images[row][0] for row in rows.tolist()]).to(self.encoder.device)
+        text = logit_scale(self.encoder.clip) * self.text.T
+        before = self.features[rows.to(self.features.device)] @ text
+        return bidirectional_kl(self.encoder.image_embeds(pixels) @ text, before, temperature, temperature)
+
+
+@dataclass(frozen=True)
+class Zscl(Lora):
+    """ZSCL with a LoRA pair."""
+
+    reference_images: str = ""  # as for `--data`; in both, variables such as $DATA are filled in
+    reference_texts: str = ""  # a file with one text a line; without it, the names of the images' classes
+    distillation: Weight = 1.0
+    temperature: Positive = 2.0
+    average: bool = True
+
+    name = "zscl"
+
+    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+        if not self.reference_images:
+            raise ValueError("the strategy 'zscl' needs images to refer to: zscl:reference_images=FOLDER")
+        return super().plan(task)
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        task.notes["references"] = self.references(task)
+        with super().training(task) as bases:
+            trained = {id(tensor): tensor for tensor in [*bases, *task.adapter.parameters()] if tensor.requires_grad}
+            task.notes["means"] = [(tensor, tensor.detach().clone()) for tensor in trained.values()]
+            task.notes["count"] = 1
+            yield bases
+
+    def references(self, task: NewTask) -> References:
+        """The reference images, as the pristine model sees them."""
+        encoder = task.encoder
+        assert encoder is not None
+        images = open_stream_data(filled_in(self.reference_images))[0]
+        texts = read_lines(filled_in(self.reference_texts)) if self.reference_texts else None
+        names, given = texts or list(images.class_names), {text: (text,) for text in texts or ()}
+        pixels = encoder.images(images, keep=True)
+        with task.adapter.scaled(0):
+            features, text = encoder.dataset_embeds(pixels, "references"), encoder.text_embeds(names, given)
+        return References(encoder, pixels, features, text, task.generator(salt=1))
+
+    def penalty(self, task: NewTask) -> torch.Tensor:
+        return self.distillation * task.notes["references"].loss(self.temperature)
+
+    def after_step(self, task: NewTask) -> None:
+        task.notes["count"] += 1
+        for tensor, mean in task.notes["means"]:
+            mean += (tensor - mean) / task.notes["count"]
+
+    def finish(self, task: NewTask) -> None:
+        for tensor, mean in task.notes["means"] if self.average else ():
+            tensor.copy_(mean)
+
+
+def filled_in(path: str) -> str:
+    """A path with ~ and variables of the environment filled in."""
+    return os.path.expanduser(os.path.expandvars(path))
