@@ -411,8 +411,9 @@ def test_intervals_of_three_seeds_cover():
 
 
 def ranked_entry(stream, name, last):
-    numbers = dict.fromkeys(("calibration_error", "seconds", "trainable_parameters", "kept_bytes"), 0)
-    nothing = {"gain": None, "retention": None, "spreads": {}, "differences": {}}
+    zeros = "calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes"
+    numbers = dict.fromkeys(zeros, 0)
+    nothing = {"gain": None, "retention": None, "spreads": {}, "differences": {}, "intervals": {}, "curve": []}
     return Entry(stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last}, **nothing, **numbers)
 
 

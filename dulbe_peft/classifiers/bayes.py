@@ -37,7 +37,7 @@ from dulbe_peft.classifiers.base import Classifier, linear
 from dulbe_peft.classifiers.calibration import places_among, ranking
 from dulbe_peft.classifiers.checks import check_directions, positive
 from dulbe_peft.classifiers.lda import oas_shrinkage
-from dulbe_peft.classifiers.ranpac import random_layer
+from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.utils.checks import check_int
 
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -230,9 +230,11 @@ class BayesClassifier(Classifier):
         features: int = 500,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.features = check_int("features", features, 0, 10**6)
+        self.features = check_int("features", features, 0, MOST_FEATURES)
         self.kappa = kappa if kappa == "auto" else positive("kappa", kappa)
         self.rho = rho if rho == "auto" else positive("rho", rho)
+        if not isinstance(exact_forgetting, bool):
+            raise TypeError(f"exact_forgetting must be True or False, got {exact_forgetting!r}")
         self.exact_forgetting = exact_forgetting
         self._random = features if "auto" in (kappa, rho) else 0
         width = embed_dim + self._random

@@ -16,6 +16,8 @@ from torch import Tensor
 from dulbe_peft.classifiers.ridge import RidgeRegression
 from dulbe_peft.utils.checks import check_int
 
+MOST_FEATURES = 50_000  # G then takes 9.3 GiB
+
 
 def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Scores, (n, C), of unit features z, (n, d): a random layer, and a matrix behind it."""
@@ -58,7 +60,7 @@ class RanpacClassifier(RidgeRegression):
         ridge: float | Literal["auto"] = "auto",
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.features = check_int("features", features, 1, 10**6)
+        self.features = check_int("features", features, 1, MOST_FEATURES)
         self.seed = check_int("seed", seed, 0, 2**32 - 1)
         self.unit = self.features
         self._keep_sums(features, torch.float32, ridge)

@@ -134,8 +134,12 @@ class GrowingState(nn.Module):
     def fork(self) -> Self:
         """A module with the same classes that can learn on without changing this one; tensors are shared."""
         twin = copy.copy(self)
-        twin._buffers, twin._derived = dict(self._buffers), {}
+        twin._buffers = dict(self._buffers)
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: not what can be computed again."""
+        return {**vars(self), "_derived": {}}
 
     def install(self, changes: Mapping[str, Tensor]) -> None:
         """Put new values of buffers in, all at once."""

@@ -49,7 +49,7 @@ class Cost(Record):
     """What a run took: seconds of all tasks, parameters that a task trains, bytes that are kept between tasks."""
 
     seconds: float
-    cpu_seconds: float | None = None
+    cpu_seconds: float
     trainable_parameters: int
     kept_bytes: int
 
@@ -80,7 +80,7 @@ class AnswersFacts(Record):
     class_names: list[str]
     nbytes: int
     seconds: float
-    cpu_seconds: float = 0.0
+    cpu_seconds: float
     settings: dict[str, Any]
 
 
@@ -170,7 +170,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         bridge={"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         cost=Cost(
             seconds=sum(task["seconds"] for task in timings),
-            cpu_seconds=sum(task.get("cpu_seconds", 0.0) for task in timings),
+            cpu_seconds=sum(task["cpu_seconds"] for task in timings),
             trainable_parameters=trainable_parameters(learner.model, strategy)["total"] if strategy.adapts else 0,
             kept_bytes=memory_bytes(learner.memory),
         ),

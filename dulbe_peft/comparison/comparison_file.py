@@ -38,7 +38,7 @@ class Retention(Record):
 class Entry(Record):
     """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is.
 
-    `curve` is the accuracy after each task; the CPU's seconds are None where a run did not note them.
+    `curve` is the accuracy after each task. It and `intervals` are empty where the seeds' streams differ.
     """
 
     stream: str
@@ -46,13 +46,13 @@ class Entry(Record):
     seeds: tuple[int, ...]
     means: dict[Measure, Mean]
     spreads: dict[Measure, float | None]
-    intervals: dict[Measure, Difference] = {}
+    intervals: dict[Measure, Difference]
     differences: dict[Measure, Difference | None]
     gain: Difference | None
     calibration_error: float
     seconds: float
-    cpu_seconds: float | None = None
-    curve: list[Fraction] = []
+    cpu_seconds: float
+    curve: list[Fraction]
     trainable_parameters: int
     kept_bytes: int
     retention: Retention | None

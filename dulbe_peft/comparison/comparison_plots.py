@@ -97,12 +97,12 @@ def curves_figure(entries: Sequence[Entry], rows: Sequence[Row]) -> Any:
 def cost_figure(entries: Sequence[Entry]) -> Any:
     """A_last of every row on one stream against its seconds; a method has one colour and mark."""
     methods = list(dict.fromkeys(entry.row.method for entry in entries))
-    words = {"xlabel": "seconds, of the CPU where they are known", "ylabel": _LAST}
+    words = {"xlabel": "seconds of the CPU", "ylabel": _LAST}
     figure, axes = new_figure(2.8 + 0.2 * len(methods), xscale="log", **words)
     handles = []
     for number, method in enumerate(methods):
         own = [entry for entry in entries if entry.row.method == method]
-        seconds = [max(entry.seconds if entry.cpu_seconds is None else entry.cpu_seconds, 0.1) for entry in own]
+        seconds = [max(entry.cpu_seconds, 0.1) for entry in own]
         look: dict[str, Any] = {**line_style(number), "linestyle": "none", "markersize": 5}
         handles += axes.plot(seconds, [100 * entry.means["last"] for entry in own], **look)
     _legend(figure, handles, methods)

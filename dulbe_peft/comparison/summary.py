@@ -79,7 +79,6 @@ def _entry(
     values = {name: [mean_share(one) for one in own] for name, own in shares.items()}
     same = len({len(one) for one in shares["last"]}) == 1
     curves = [one.curve for one in found]
-    cpu = [one.cell.cost.cpu_seconds + one.facts.cpu_seconds for one in found if one.cell.cost.cpu_seconds is not None]
     return Entry(
         stream=stream,
         row=row,
@@ -91,7 +90,7 @@ def _entry(
         gain=gain,
         calibration_error=statistics.fmean(one.calibration_error for one in found),
         seconds=statistics.fmean(one.cell.cost.seconds + one.facts.seconds for one in found),
-        cpu_seconds=statistics.fmean(cpu) if cpu else None,
+        cpu_seconds=statistics.fmean(one.cell.cost.cpu_seconds + one.facts.cpu_seconds for one in found),
         curve=[statistics.fmean(step) for step in zip(*curves)] if len(set(map(len, curves))) == 1 else [],
         trainable_parameters=found[0].cell.cost.trainable_parameters,
         kept_bytes=max(one.cell.cost.kept_bytes + one.facts.nbytes for one in found),
@@ -246,7 +245,7 @@ COLUMNS: list[Column[Entry]] = [
     ),
     _column(
         "CPU seconds",
-        lambda entry: "" if entry.cpu_seconds is None else f"{entry.cpu_seconds:.0f}",
+        lambda entry: f"{entry.cpu_seconds:.0f}",
         "The same, but the seconds that the run's own process computed, which others on the machine do not change.",
         cpu_seconds="cpu_seconds",
     ),
