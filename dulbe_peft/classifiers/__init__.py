@@ -9,6 +9,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.engine import EngineClassifier
 from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
@@ -109,7 +110,7 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca")  # of one strategy each
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine")  # of one strategy each
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -123,5 +124,6 @@ for _cls in (
     RapfClassifier,
     BofaClassifier,
     SlcaClassifier,
+    EngineClassifier,
 ):
     register_classifier(_cls)

@@ -32,6 +32,7 @@ METHODS = {
     "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
     "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
     "slca": "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes",
+    "engine": "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 

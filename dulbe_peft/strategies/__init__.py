@@ -11,6 +11,7 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
+from dulbe_peft.strategies.engine import Engine
 from dulbe_peft.strategies.first_session import FirstSession
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.strategies.inflora import InfLora
@@ -32,7 +33,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 _LORA = (Lora, MergedLora, FirstSession, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Sgcl, Zscl)
-_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Bofa)
+_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Bofa)
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 

@@ -1,0 +1,185 @@
+"""ENGINE: a linear unit for images and one for texts a task, beside a Gaussian discriminant of the features.
+
+u(z) = sum over tasks of W_t s z + b_t,  s = 10        one sum for images, one for texts; finished units are frozen
+cos  = u_image(z) . u_text(e_c) at length 1
+g    = mu_c' P z - mu_c' P mu_c / 2 - log C            P = d (S + tr S / (N - 1) I)^-1,  S: scatter within the classes
+score = tau (a g / |g| + (1 - a) cos)                  |g| over the classes
+
+A batch of images z_i of classes y_i, and a drawn s mu_c + 0.25 n for each old class c, n standard normal, train the
+task's units. With pairs (i, j) of the batch and K(p, q) = mean over i of -log softmax_j(p_i . q_j) at j = i:
+
+(K(l u(z), u(e_y)) + K(l u(e_y), u(z))) / 2 + 2 K(u(e_y), e_y) + 0.5 K(u(z), z)        l = log 100, new z alone last
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
+from dulbe_peft.utils.checks import check_int, check_number
+
+LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
+SHARPNESS = math.log(100)  # the authors' code multiplies by the logarithm of CLIP's scale
+MOMENTUM, DECAY = 0.9, 0.05
+MOST_DRAWN = 1024  # old classes in a step: the loss compares every pair of a batch
+
+
+def injected(
+    z: torch.Tensor,
+    unit: torch.Tensor,
+    shift: torch.Tensor,
+    texts: torch.Tensor,
+    directions: torch.Tensor,
+    offsets: torch.Tensor,
+    share: torch.Tensor,
+) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): cosines with texts behind a linear map, and a discriminant."""
+    cosines = torch.nn.functional.normalize(z @ unit.T + shift, dim=1) @ texts.T
+    return cosines + share * torch.nn.functional.normalize(z @ directions.T + offsets, dim=1)
+
+
+class EngineClassifier(Classifier):
+    """The sums of the tasks' units, one mean a class, and one scatter; it draws features, and keeps no image.
+
+    What is left out: the paper's GPT-4 descriptions. `text_embeds` are the means of each class's texts, so u(e_y) is
+    drawn to this mean where the authors draw one description a step; give descriptions as `class_texts`. The second
+    ranking, which compares an image with descriptions of each pair of its best five classes, needs the texts of C^2
+    pairs and the text tower at test. Also, u(z) is drawn to the image's own feature, not to that of the image with
+    noise, and the discriminant sees projected features. P is that of the scatter of all tasks; the authors average
+    the tasks' P. Of more than 1024 old classes, a step draws 1024.
+
+    Args:
+        epochs, batch_size: passes over a task's features, and features of images per step.
+        learning_rate: of SGD at the start of each task; it falls to 0 on a cosine over the epochs.
+        text_loss, image_loss: weights of the last two losses.
+        noise: standard deviation of a drawn feature, whose mean has about the length 10.
+        discriminant: a, from 0 to 1.
+        seed: of the units' start, of the order of the features and of the draws.
+
+    Reference:
+        Zhou et al., "External Knowledge Injection for CLIP-Based Class-Incremental Learning", ICCV 2025, arXiv
+        2503.08510; formulas and settings from the authors' public code and its configuration for CIFAR-100.
+    """
+
+    name = "engine"
+    needs_text = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float = 100.0,
+        epochs: int = 10,
+        batch_size: int = 64,
+        learning_rate: float = 0.05,
+        text_loss: float = 2.0,
+        image_loss: float = 0.5,
+        noise: float = 0.25,
+        discriminant: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.epochs = check_int("epochs", epochs, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self.learning_rate = positive("learning_rate", learning_rate)
+        for name, value in (("text_loss", text_loss), ("image_loss", image_loss), ("noise", noise)):
+            check_number(name, value, least=0)
+        check_number("discriminant", discriminant, least=0, most=1)
+        self.text_loss, self.image_loss, self.noise = float(text_loss), float(image_loss), float(noise)
+        self.discriminant = float(discriminant)
+        self.seed = check_int("seed", seed, 0)
+        for name in ("image_unit", "text_unit"):  # [W b], s included
+            self.register_buffer(name, torch.zeros(embed_dim, embed_dim + 1))
+        self.register_rows("means", embed_dim, dtype=torch.float64)
+        self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+        self.register_buffer("images", torch.zeros((), dtype=torch.int64))
+
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        assert texts is not None
+        rows, own = images.to(self.means), labels.to(self.means.device)
+        means = rows.new_zeros(len(names), self.embed_dim).index_add(0, own, rows) / own.bincount()[:, None]
+        spread = rows - means[own]
+        return self._trained(images, labels + len(self._class_names), texts) | {
+            "means": torch.cat([self.means, means]),
+            "scatter": self.scatter + spread.T @ spread,
+            "images": self.images + len(images),
+        }
+
+    def _trained(self, images: Tensor, labels: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        """The sums of units with the task's own; `labels` index all seen classes."""
+        old = len(self._class_names)
+        generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
+        sums = {name: self.tensors()[name].float() for name in ("image_unit", "text_unit")}
+        with gradients():
+            images, labels, texts = images.clone(), labels.clone(), texts.clone()
+            before = [value.clone() for value in sums.values()]
+            starts = [(2 * torch.rand(width, generator=generator) - 1) / math.sqrt(self.embed_dim) for _ in before]
+            units = [start.to(images.device).requires_grad_() for start in starts]  # as PyTorch's linear layers start
+            optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+            for _ in range(self.epochs):
+                for rows in minibatches(images, self.batch_size, generator):
+                    drawn, classes = self._drawn(old, generator)
+                    image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
+                    features = torch.cat([LENGTH * images[rows], drawn.to(images)])
+                    classes = torch.cat([labels[rows], classes.to(labels)])
+                    mapped, named = _mapped(features, image_unit), _mapped(LENGTH * texts, text_unit)[classes]
+                    loss = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
+                    loss = loss + self.text_loss * contrast(named, texts[classes])
+                    loss = loss + self.image_loss * contrast(mapped[: len(rows)], images[rows])
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                schedule.step()
+        return {name: value + unit.detach() for (name, value), unit in zip(sums.items(), units, strict=True)}
+
+    def _drawn(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One feature of each old class, at most 1024, (n, d), float64 on the CPU, and the classes, (n,)."""
+        classes = torch.randperm(old, generator=generator)[:MOST_DRAWN]
+        noise = torch.randn(len(classes), self.embed_dim, generator=generator)
+        return LENGTH * self.means.cpu()[classes] + self.noise * noise, classes
+
+    def logits(self, images: Tensor) -> Tensor:
+        return injected(images, **self.formula()[1])
+
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        return injected, self.derived("formula", self._tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        precision, classes = self._precision(), len(self.means)
+        directions = self.means @ precision
+        offsets = -(directions * self.means).sum(dim=1) / 2 - math.log(classes)
+        unit, texts = self.image_unit.float(), _mapped(LENGTH * self.text_embeds.float(), self.text_unit.float())
+        return {
+            "unit": LENGTH * unit[:, :-1],
+            "shift": unit[:, -1],
+            "texts": self.logit_scale * (1 - self.discriminant) * texts,
+            "directions": directions.float().to(self.device),
+            "offsets": offsets.float().to(self.device),
+            "share": torch.tensor(self.logit_scale * self.discriminant, device=self.device),
+        }
+
+    def _precision(self) -> Tensor:
+        """P, (d, d), float64; 0 while no class has two different images."""
+        more = self.scatter.trace() / max(1, int(self.images) - 1) * torch.eye(self.embed_dim).to(self.scatter)
+        return self.embed_dim * torch.linalg.pinv(self.scatter + more, hermitian=True)
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """mu_c to mu_c M and S to M' S M; the units stay, and the task that follows trains one on moved draws."""
+        matrix = matrix.to(self.means.device)
+        return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
+
+
+def contrast(one: Tensor, other: Tensor) -> Tensor:
+    """K: mean cross-entropy of one_i . other_j, both (n, d), with j = i as the right answer."""
+    return F.cross_entropy(one @ other.T, torch.arange(len(one), device=one.device))
+
+
+def _mapped(features: Tensor, unit: Tensor) -> Tensor:
+    return F.normalize(features @ unit[:, :-1].T + unit[:, -1], dim=1)

@@ -1,0 +1,179 @@
+"""ENGINE's classifier: three whole tasks beside a literal version, and what the discriminant does without spread."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from lives import images_of, tiny_base, tiny_learner
+from test_rapf import DIM, features, normal
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import engine
+from dulbe_peft.classifiers.engine import EngineClassifier
+from dulbe_peft.strategies.engine import Engine
+
+SETTINGS = {
+    "epochs": 3,
+    "batch_size": 5,
+    "learning_rate": 0.4,
+    "text_loss": 1.5,
+    "image_loss": 0.7,
+    "noise": 2.0,
+    "discriminant": 0.3,
+    "seed": 2,
+}
+TASKS = [(3, "abc"), (2, "de"), (1, "f")]
+
+
+def mapped(x, units):
+    """The sum of the units' outputs for one feature, (d,), at length 1."""
+    total = sum(weight @ (10 * x) + bias for weight, bias in units)
+    return total / total.norm()
+
+
+def contrast(rows, others, sharpness=1.0):
+    """Mean over the rows of the cross-entropy of a row with all others, its own being right."""
+    losses = []
+    for i, row in enumerate(rows):
+        scores = torch.stack([sharpness * row @ other for other in others])
+        losses.append(scores.logsumexp(dim=0) - scores[i])
+    return sum(losses) / len(losses)
+
+
+def batch_loss(images, classes, new, texts, image_units, text_units):
+    """The loss of features, of which the first `new` are images, in float64; `images` have length 1 where they do."""
+    z = [mapped(image, image_units) for image in images]
+    e = [mapped(texts[c], text_units) for c in classes]
+    pair = (contrast(z, e, math.log(100)) + contrast(e, z, math.log(100))) / 2
+    return pair + 1.5 * contrast(e, [texts[c] for c in classes]) + 0.7 * contrast(z[:new], images[:new])
+
+
+def literal_units(x, y, texts, old_means, earlier, generator):
+    """This task's two units, after SGD with momentum 0.9 and decay 0.05 by hand on a cosine; `earlier` stay."""
+    rows = [(2 * torch.rand(DIM, DIM + 1, generator=generator) - 1) / math.sqrt(DIM) for _ in range(2)]
+    own = [tensor for row in rows for tensor in (row[:, :DIM].double(), row[:, DIM].double())]
+    speeds, old = [torch.zeros_like(tensor) for tensor in own], len(old_means)
+    for epoch in range(3):
+        rate = 0.4 * (1 + math.cos(math.pi * epoch / 3)) / 2
+        for batch in torch.randperm(len(x), generator=generator).split(5):
+            order = torch.randperm(old, generator=generator).tolist()
+            noise = torch.randn(old, DIM, generator=generator).double()
+            drawn = [old_means[c] + 2.0 * n / 10 for c, n in zip(order, noise, strict=True)]
+            images, classes = [*x[batch], *drawn], [*(y[batch] + old).tolist(), *order]
+            tensors = [tensor.clone().requires_grad_() for tensor in own]
+            units = [earlier[0] + [tensors[:2]], earlier[1] + [tensors[2:]]]
+            slopes = torch.autograd.grad(batch_loss(images, classes, len(batch), texts, *units), tensors)
+            speeds = [0.9 * speed + slope + 0.05 * t for speed, slope, t in zip(speeds, slopes, own, strict=True)]
+            own = [tensor - rate * speed for tensor, speed in zip(own, speeds, strict=True)]
+    return own[:2], own[2:]
+
+
+def literal_scores(tests, texts, units, tasks):
+    """Scores in float64; `tasks` hold the unit features and labels of all tasks."""
+    means = [rows[labels == c].mean(dim=0) for rows, labels in tasks for c in range(int(labels.max()) + 1)]
+    centred = [z - rows[labels == c].mean(dim=0) for rows, labels in tasks for z, c in zip(rows, labels, strict=True)]
+    n = len(centred)
+    covariance = sum(torch.outer(row, row) for row in centred) / (n - 1)
+    precision = DIM * torch.linalg.inv((n - 1) * covariance + covariance.trace() * torch.eye(DIM))
+    scores = []
+    for z in tests:
+        g = torch.stack([m @ precision @ z - m @ precision @ m / 2 - math.log(len(means)) for m in means])
+        cosines = torch.stack([mapped(z, units[0]) @ mapped(e, units[1]) for e in texts])
+        scores.append(20 * (0.3 * g / g.norm() + 0.7 * cosines))
+    return torch.stack(scores)
+
+
+def test_three_tasks_equal_the_literal_version():
+    classifier, texts, units = EngineClassifier(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
+    e, old, tasks, tests = F.normalize(texts.double(), dim=1), [], [], F.normalize(normal(9, DIM, seed=9), dim=1)
+    for number, (classes, names) in enumerate(TASKS):
+        images, labels = features(classes, 13, 5 * number)
+        x, seen = F.normalize(images, dim=1).double(), len(old) + classes
+        generator = torch.Generator().manual_seed(2 * 1_000_003 + len(old))
+        before = classifier.image_unit.double()
+        own = literal_units(x, labels, e[:seen], old, units, generator)
+        units, tasks = [[*kept, unit] for kept, unit in zip(units, own, strict=True)], [*tasks, (x, labels)]
+        old += [x[labels == c].mean(dim=0) for c in range(classes)]
+        order = normal(len(x), seed=number).argsort()  # any gives the same
+        classifier.add_classes(list(names), images[order], labels[order], texts[:seen])
+        assert (classifier.image_unit.double() - before).abs().max() > 0.1
+    for name, expected in zip(("image_unit", "text_unit"), units, strict=True):
+        total = torch.cat([sum(w for w, _ in expected), sum(b for _, b in expected)[:, None]], dim=1)
+        torch.testing.assert_close(classifier.tensors()[name].double(), total, rtol=0, atol=1e-4)
+    expected = literal_scores(tests.double(), e, units, tasks)
+    torch.testing.assert_close(classifier(tests).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def taught(**settings):
+    classifier = EngineClassifier(DIM, **settings)
+    classifier.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
+    return classifier
+
+
+def test_of_many_old_classes_each_step_draws_some(monkeypatch):
+    monkeypatch.setattr(engine, "MOST_DRAWN", 3)
+    classifier, drawn, draw = taught(epochs=4), [], EngineClassifier._drawn
+    classifier.add_classes(list("cdefg"), *features(5, 20, 4), normal(7, DIM, seed=8))
+    monkeypatch.setattr(EngineClassifier, "_drawn", lambda *args: (drawn.append(draw(*args)), drawn[-1])[1])
+    classifier.add_classes(["h"], *features(1, 8, 6), normal(8, DIM, seed=8))
+    classes = torch.stack([each for _, each in drawn])
+    assert classes.shape[1] == 3 and len(classes.unique()) > 5
+    assert all(len(row.unique()) == 3 for row in classes)
+
+
+def test_without_spread_the_discriminant_says_nothing():
+    images, labels = features(2, 8, 0)
+    classifier, texts = EngineClassifier(DIM, epochs=1, discriminant=0.5), normal(2, DIM, seed=8)
+    same = torch.stack([images[labels == c][0] for c in (0, 1)]).repeat_interleave(7, dim=0)
+    classifier.add_classes(["a", "b"], same, [0] * 7 + [1] * 7, texts)
+    assert not classifier.scatter.any()
+    alone = EngineClassifier(DIM, epochs=1, discriminant=0.0)
+    alone.load_state_dict(classifier.state_dict())
+    apart = classifier(images)[:, 0] - classifier(images)[:, 1]
+    torch.testing.assert_close(apart, (alone(images)[:, 0] - alone(images)[:, 1]) / 2, rtol=1e-4, atol=1e-3)
+
+
+def test_means_and_scatter_move_with_the_features():
+    classifier = taught(epochs=1)
+    matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
+    means, scatter, unit = classifier.means.clone(), classifier.scatter.clone(), classifier.image_unit.clone()
+    before = classifier(normal(4, DIM, seed=3))
+    classifier.move(matrix)
+    torch.testing.assert_close(classifier.means, means @ matrix, rtol=0, atol=1e-12)
+    torch.testing.assert_close(classifier.scatter, matrix.T @ scatter @ matrix, rtol=0, atol=1e-12)
+    assert torch.equal(classifier.image_unit, unit)
+    assert not torch.equal(classifier(normal(4, DIM, seed=3)), before)
+
+
+def test_a_learner_goes_on_from_its_files_as_if_nothing_had_been_between(tmp_path):
+    """The strategy brings the classifier; descriptions are its texts; further images of known classes are refused."""
+    whole = tiny_learner("engine", Engine.classifiers)
+    plain = tiny_learner("engine", Engine.classifiers)
+    whole.learn_task(images_of(0, 0, 1, 1, 1), ["ant", "bee"], class_texts={"ant": ["six legs", "an ant"]})
+    plain.learn_task(images_of(0, 0, 1, 1, 1), ["ant", "bee"])
+    assert not torch.equal(whole.classifiers["engine"].text_unit, plain.classifiers["engine"].text_unit)
+    with pytest.raises(ValueError, match="the 'engine' classifier cannot learn more images of a known class"):
+        whole.update_classes(images_of(0, seed=1), ["ant"])
+    whole.save_pretrained(tmp_path)
+    machine = {"device": "cpu", "progress": False}
+    loaded = type(whole).from_pretrained(tmp_path, copy.deepcopy(tiny_base()[0]), machine=machine)
+    for learner in (whole, loaded):
+        learner.learn_task(images_of(0, 0, 1, 1, seed=1), ["cat", "dog"])
+        assert learner.strategy.name == "engine" and list(learner.classifiers) == ["engine", "bridge"]
+    states = [learner.classifiers["engine"].state_dict() for learner in (whole, loaded)]
+    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"discriminant": 1.5}, "discriminant must be at most 1"),
+        ({"noise": -1}, "noise must be finite and at least 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EngineClassifier(DIM, **settings)
