@@ -19,7 +19,7 @@ from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
 from dulbe_peft.deployment.parts import Head, ImageEncoder, choose_classifier, merged_model
-from dulbe_peft.encoders.loading import image_size
+from dulbe_peft.encoders.loading import image_shape
 
 FORMATS = ("lora", "transformers", "onnx", "onnx float16", "onnx int8")
 
@@ -123,7 +123,7 @@ def _speed(learner: Any, classifier: Any, folder: Path, values: Any, where: str)
     def graphs(pixels: Any) -> Any:
         return head.run(None, {"image_embeds": encoder.run(None, {"pixel_values": pixels})[0]})
 
-    size, rows = image_size(learner.clip, learner.processor), []
+    size, rows = image_shape(learner.clip, learner.processor)[-1], []
     for batch in values.batch:
         pixels = torch.randn(batch, 3, size, size)
         sides = {

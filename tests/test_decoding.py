@@ -55,7 +55,7 @@ def test_pil_images_given_directly_are_turned_before_the_model_sees_them(base, t
     Image.fromarray(CORNERS).save(tmp_path / "a.jpg", exif=tagged(6))
     with Image.open(tmp_path / "a.jpg") as lying:
         upright = ImageOps.exif_transpose(lying)
-        seen = [PixelDataset(labelled_images([(image, 0)]), base[1], 16)[0][0] for image in (lying, upright)]
+        seen = [PixelDataset(labelled_images([(image, 0)]), base[1], (3, 16, 16))[0][0] for image in (lying, upright)]
     assert (seen[0] == seen[1]).all()
 
 

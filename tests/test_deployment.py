@@ -49,6 +49,7 @@ CASES = {
     "clip": [("lora", name.partition(":")[0]) for name in WITH_TEXT]
     + [("transformers", "bridge"), ("onnx", "ranpac")],
     "siglip": [("lora", "bridge"), ("transformers", "lda"), ("onnx", "bridge")],
+    "siglip2": [("lora", "bridge"), ("transformers", "lda")],
     "dinov2": [("transformers", "lda"), ("onnx", "lda")],
     "vit": [("transformers", "prototype")],
 }
@@ -378,7 +379,7 @@ def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
     assert not (tmp_path / "onnx").exists()
 
 
-@pytest.mark.parametrize("model_type", [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY])
+@pytest.mark.parametrize("model_type", tiny.OF_ONE_SIZE)
 def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
     processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
     steps = json.loads(json.dumps(processor_steps(processor)))
@@ -422,6 +423,7 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
         (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
         (clip, {"compress_to": 0}, ValueError, "at least 1, got 0"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
+        (learners["siglip2"], {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
         (learners["vit"], {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
         (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
         (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),

@@ -12,7 +12,7 @@ import torch
 from peft import get_peft_model
 from scipy.stats import spearmanr
 from small_runs import QUICK, tasks_of
-from tiny_encoders import IMAGE_ONLY, IMAGE_SIZE, WITH_TEXT, make_model
+from tiny_encoders import IMAGE_SIZE, OF_ONE_SIZE, make_model
 from torch.nn import functional as F
 
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
@@ -244,7 +244,7 @@ def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
     assert expected.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("model_type", [*WITH_TEXT, *IMAGE_ONLY])
+@pytest.mark.parametrize("model_type", OF_ONE_SIZE)
 def test_every_served_encoder_has_maps(model_type):
     model = make_model(model_type).eval()
     pixels = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE)

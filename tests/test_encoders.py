@@ -10,7 +10,7 @@ import pytest
 import tiny_encoders as tiny
 import torch
 import transformers
-from lives import images_of, learn, stream
+from lives import stream
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ from dulbe_peft.encoders.loading import (
     embed_dim,
     encoder_of,
     has_text,
-    image_size,
+    image_shape,
     logit_scale,
     pixel_values,
     tokenize,
@@ -39,9 +39,9 @@ from dulbe_peft.encoders.registry import ENCODERS
 
 EVERY = [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY]
 PROMPTS = ["a photo of the cat.", "dog", "a digit of zero-one", "the low bird"]
+NAFLEX = {"patch_size": tiny.PATCH, "max_num_patches": tiny.PATCHES}  # SigLIP 2's processor has its own defaults
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 CONFIG = {"residual_rank": 2, "support_rank": 4}
-IMAGES = images_of(0, 1, 2, 3, seed=9)
 
 ATTENTION, MLP = ["self_attn.k_proj", "self_attn.v_proj"], ["mlp.fc1", "mlp.fc2"]
 VISION = {name: ("vision_model.encoder.layers", [*ATTENTION, *MLP]) for name in tiny.WITH_TEXT} | {
@@ -51,7 +51,9 @@ VISION = {name: ("vision_model.encoder.layers", [*ATTENTION, *MLP]) for name in 
     "vit": ("layers", ["attention.k_proj", "attention.v_proj", *MLP]),
 }
 BERT = ["attention.self.key", "attention.self.value", "intermediate.dense", "output.dense"]
-TEXT = {name: ("text_model.encoder.layers", [*ATTENTION, *MLP]) for name in ("clip", "siglip", "metaclip_2")} | {
+TEXT = {
+    name: ("text_model.encoder.layers", [*ATTENTION, *MLP]) for name in ("clip", "siglip", "siglip2", "metaclip_2")
+} | {
     "chinese_clip": ("text_model.encoder.layer", BERT),
     "altclip": ("text_model.roberta.encoder.layers", BERT),
 }
@@ -70,13 +72,18 @@ def adapted(model_type, **fields):
     return get_peft_model(tiny.make_model(model_type), DualModeLoraConfig(**{**CONFIG, **fields}))
 
 
-def pictures(count=4):
-    generator = np.random.default_rng(0)
-    return [Image.fromarray(generator.integers(0, 255, (20, 26, 3), np.uint8)) for _ in range(count)]
+def pictures(seed=0):
+    generator, sides = np.random.default_rng(seed), ((20, 26), (16, 16), (90, 21), (33, 34))
+    return [Image.fromarray(generator.integers(0, 255, (*side, 3), np.uint8)) for side in sides]
 
 
 def pixels(processor, images=None):
     return torch.stack([pixel_values(processor, image) for image in images or pictures()])
+
+
+def learn(learner, index):
+    rows = [(image, place % 2) for place, image in enumerate(pictures(seed=index))]
+    learner.learn_task(rows, [f"a{index}", f"b{index}"])
 
 
 def paths(block, names):
@@ -97,6 +104,7 @@ def features(model, model_type):
     [
         ("siglip", {"padding": "max_length"}),
         ("gemma", {"padding": "max_length", "max_length": tiny.LONGEST}),
+        ("siglip2", {"padding": "max_length", "max_length": tiny.LONGEST}),
         *((name, {"padding": True}) for name in ("clip", "metaclip_2", "chinese_clip", "altclip")),
     ],
 )
@@ -135,7 +143,7 @@ def test_image_features_equal_the_models_own(folders, model_type):
     assert type(model).__name__ == record.model
     assert not any("pooler" in name for name in model.state_dict()), "it has random weights in many checkpoints"
     with torch.no_grad():
-        inputs = own(images=pictures(), return_tensors="pt")
+        inputs = own(images=pictures(), return_tensors="pt", **(NAFLEX if record.patches else {}))
         reference = tiny.make_model(model_type)
         if record.image_only:
             expected = reference(**inputs).last_hidden_state[:, 0]
@@ -146,7 +154,8 @@ def test_image_features_equal_the_models_own(folders, model_type):
     if has_text(model):
         model.logit_scale.data.fill_(3.0)
     assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
-    assert pixels(processor).shape[1:] == (3, image_size(model), image_size(model)) == (3, 16, 16)
+    assert pixels(processor).shape[1:] == image_shape(model, processor)
+    assert image_shape(model) == ((4, 3 * tiny.PATCH**2 + 2) if record.patches else (3, 16, 16))
     torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
     if "dino" in model_type:
         with torch.no_grad():
@@ -176,22 +185,21 @@ def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_
     square = {"height": 24, "width": 24}
     transformers.BitImageProcessorPil(size={"shortest_edge": 24}, crop_size=square).save_pretrained(tmp_path)
     model, processor = load_dual_encoder(tmp_path)
-    assert image_size(model) == 16 and image_size(model, processor) == 24
+    assert image_shape(model) == (3, 16, 16) and image_shape(model, processor) == (3, 24, 24)
     assert unit_image_embeds(model, pixels(processor)).shape == (4, 32)
 
 
 @pytest.mark.parametrize("model_type", EVERY)
 def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_path, model_type):
     shutil.copytree(folders[model_type], tmp_path / "bare", ignore=shutil.ignore_patterns("*processor_config.json"))
-    _, processor = load_dual_encoder(tmp_path / "bare")
+    model, processor = load_dual_encoder(tmp_path / "bare")
     assert type(processor.image_processor).__name__ == ENCODERS[model_type].image_processor
-    assert pixels(processor).shape == (4, 3, 16, 16)
+    assert pixels(processor).shape == (4, *image_shape(model))
 
 
 def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path):
     for model_type, why in (
         ("of_nobody", ""),
-        ("siglip2", r" \(SigLIP 2 NaFlex takes images as patches"),
         ("timm_wrapper", r" \(timm needs torchvision"),
         ("dinov3_convnext", r" \(it has no class token"),
     ):
@@ -293,7 +301,7 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
     model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
     learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK))
     before = {key: value.clone() for key, value in learner.model.state_dict().items() if "text_B" in key}
-    learn(0)(learner)
+    learn(learner, 0)
     after = learner.model.state_dict()
     assert before and all(not torch.equal(after[key], value) for key, value in before.items())
     learner.save_pretrained(tmp_path / "learner")
@@ -303,8 +311,9 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
     assert type(loaded.processor.image_processor) is type(learner.processor.image_processor)
     assert loaded.predict(pictures()) == learner.predict(pictures())
     for each in (learner, loaded):
-        learn(1)(each)
-    assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
+        learn(each, 1)
+    images = [(image, 0) for image in pictures(seed=9)]
+    assert torch.equal(loaded.image_embeds(images), learner.image_embeds(images))
     title = "CLIP" if name == "clip" else encoder_of(loaded.clip).title
     card = (tmp_path / "learner/README.md").read_text(encoding="utf-8")
     assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card

@@ -13,15 +13,17 @@ from transformers import PreTrainedTokenizerFast
 
 from dulbe_peft.encoders.registry import ENCODERS
 
-IMAGE_SIZE = 16
+IMAGE_SIZE, PATCH = 16, 8
 LONGEST = 24
 TOWER = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-VISION = {**TOWER, "hidden_size": 32, "image_size": IMAGE_SIZE, "patch_size": 8}
+VISION = {**TOWER, "hidden_size": 32, "image_size": IMAGE_SIZE, "patch_size": PATCH}
 TEXT = {**TOWER, "hidden_size": 24, "vocab_size": 128, "max_position_embeddings": LONGEST}
 LETTERS = string.ascii_letters + string.digits + ".,-"
 WORDS = ("photo", "of", "the", "digit", "cat")
 WITH_TEXT = [name for name, record in ENCODERS.items() if not record.image_only]
 IMAGE_ONLY = [name for name, record in ENCODERS.items() if record.image_only]
+OF_ONE_SIZE = [name for name, record in ENCODERS.items() if not record.patches]
+PATCHES = 6  # of an image, as the image processor makes them; the model's own positions are 2 x 2
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
@@ -74,6 +76,7 @@ def gemma_tokenizer() -> Any:
 TOKENIZERS = {
     "clip": clip_tokenizer,
     "siglip": siglip_tokenizer,
+    "siglip2": gemma_tokenizer,
     "metaclip_2": xlm_roberta_tokenizer,
     "chinese_clip": bert_tokenizer,
     "altclip": xlm_roberta_tokenizer,
@@ -88,13 +91,17 @@ def make_config(model_type: str) -> Any:
     special = {
         "clip": {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
         "siglip": {"projection_size": 32, "pad_token_id": 0},
+        "siglip2": {"projection_size": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
         "metaclip_2": {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
         "chinese_clip": {"pad_token_id": 0},
         # The positions of a text begin behind the padding token's id.
         "altclip": {"pad_token_id": 1, "max_position_embeddings": LONGEST + 2, "project_dim": 20},
     }
-    widths = {} if model_type == "siglip" else {"projection_dim": 16}
-    return config(vision_config=VISION, text_config={**TEXT, **special[model_type]}, **widths)
+    widths = {} if "siglip" in model_type else {"projection_dim": 16}
+    vision = VISION
+    if record.patches:
+        vision = {**TOWER, "hidden_size": 32, "patch_size": PATCH, "num_patches": (IMAGE_SIZE // PATCH) ** 2}
+    return config(vision_config=vision, text_config={**TEXT, **special[model_type]}, **widths)
 
 
 def make_model(model_type: str) -> Any:
@@ -116,6 +123,8 @@ def make_model(model_type: str) -> Any:
 def make_image_processor(model_type: str) -> Any:
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     kind = getattr(transformers, ENCODERS[model_type].image_processor)
+    if ENCODERS[model_type].patches:
+        return kind(patch_size=PATCH, max_num_patches=PATCHES)
     if model_type in ("siglip", "vit", "dinov3_vit"):
         return kind(size=square)
     return kind(size={"shortest_edge": IMAGE_SIZE}, crop_size=square)

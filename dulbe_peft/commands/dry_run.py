@@ -53,13 +53,13 @@ def _describe_model(model: Any, strategy: Any) -> None:
 
 def _describe_stream(setup: Setup) -> None:
     """Memory and time of a whole run, from two small tasks of one batch each, or of 16 images."""
-    from dulbe_peft.encoders.loading import image_size
+    from dulbe_peft.encoders.loading import image_shape
     from dulbe_peft.metrics.cost import memory_bytes
 
     args, tasks = setup.args, setup.tasks
     quick = dataclasses.replace(args, epochs=1, num_workers=0, progress=False, profile=False, log_with=None)
     learner = setup.make_learner(quick)
-    pixels = max(len(task.train) for task in tasks) * 3 * 4 * image_size(learner.clip, learner.processor) ** 2
+    pixels = max(len(task.train) for task in tasks) * 4 * math.prod(image_shape(learner.clip, learner.processor))
     reads_once = args.num_workers == 0 and args.teacher == "cached"
     cached = reads_once and pixels <= args.pixel_cache_mb * 2**20
     if not cached:

@@ -23,7 +23,7 @@ from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.parts import Head, ImageEncoder, class_facts, merged_model
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
-from dulbe_peft.encoders.loading import encoder_of, image_size
+from dulbe_peft.encoders.loading import encoder_of, image_shape
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 
@@ -98,8 +98,11 @@ def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = Tr
         raise ImportError(
             f"the export to ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'"
         ) from error
+    if encoder_of(state.base).patches:
+        title = encoder_of(state.base).title
+        raise ValueError(f"{title} has other positions for each image, a graph cannot: take 'transformers' or 'lora'")
     encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
-    return encoder.eval(), head.eval(), image_size(state.base, state.processor)
+    return encoder.eval(), head.eval(), image_shape(state.base, state.processor)[-1]
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from dulbe_peft.data.features import Features, ModelKey
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders import loading
+from dulbe_peft.encoders.patches import patch_mask
 from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.profiling import Profile
@@ -86,7 +87,7 @@ class Encoder:
             self._check_features(images.features)
         kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
-        return PixelDataset(images, self.processor, loading.image_size(self.clip, self.processor), cache_bytes)
+        return PixelDataset(images, self.processor, loading.image_shape(self.clip, self.processor), cache_bytes)
 
     def view(self, images: PixelDataset, task: int, number: int) -> PixelDataset:
         """A view of a task's images: as they are, number 0 or without augmentation, or augmented by this number."""
@@ -166,6 +167,10 @@ class Encoder:
         tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
+
+    def token_mask(self, pixels: torch.Tensor) -> torch.Tensor | None:
+        """Which tokens of images are no padding, (rows, tokens) in bool; None: all of them."""
+        return patch_mask(pixels) if loading.encoder_of(self.clip).patches else None
 
     def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""

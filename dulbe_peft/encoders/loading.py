@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
 
+from dulbe_peft.encoders.patches import packed, unpacked
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, type_of, unserved
 from dulbe_peft.utils.devices import evaluating
 
@@ -41,8 +42,8 @@ def load_dual_encoder(
 ) -> tuple[Any, Any]:
     """A served encoder in float32 and evaluation mode, and its processor, from a folder or the Hub.
 
-    Served are CLIP, SigLIP, SigLIP 2 of a fixed resolution, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
-    encoders DINOv2, DINOv3 and ViT.
+    Served are CLIP, SigLIP, SigLIP 2, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only encoders DINOv2, DINOv3
+    and ViT.
 
     Args:
         name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
@@ -118,10 +119,7 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
         image_processor = kind.from_pretrained(name, revision=revision or "main")
     else:
-        size = image_size(model)
-        square, short = {"height": size, "width": size}, {"shortest_edge": size}
-        crops = "shortest_edge" in kind.size
-        image_processor = kind(size=short, crop_size=square) if crops else kind(size=square)
+        image_processor = _own_image_processor(kind, model)
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -133,6 +131,16 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
             backend = tokenizer.backend_tokenizer
             backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def _own_image_processor(kind: Any, model: Any) -> Any:
+    if encoder_of(model).patches:
+        vision = model.config.vision_config
+        return kind(patch_size=vision.patch_size, max_num_patches=vision.num_patches)
+    size = image_shape(model)[-1]
+    square = {"height": size, "width": size}
+    crops = "shortest_edge" in kind.size
+    return kind(size={"shortest_edge": size}, crop_size=square) if crops else kind(size=square)
 
 
 def encoder_of(model: Any) -> DualEncoder:
@@ -187,13 +195,17 @@ def logit_scale(model: Any) -> float:
     return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
 
 
-def image_size(model: Any, processor: Any = None) -> int:
-    """Height and width of the images in pixels; `processor` decides where the model takes images of any size."""
+def image_shape(model: Any, processor: Any = None) -> tuple[int, ...]:
+    """Shape of an image, (3, height, width) or as `packed`; `processor` decides where the model takes any size."""
     record = encoder_of(model)
     if record.any_image_size and processor is not None:
-        return int(pixel_values(processor, Image.new("RGB", (256, 256))).shape[-1])
+        return tuple(pixel_values(processor, Image.new("RGB", (256, 256))).shape)
+    if record.patches:
+        vision = model.config.vision_config
+        return vision.num_patches, vision.num_channels * vision.patch_size**2 + 2
     size = attrgetter(record.image_size)(model.config)
-    return int(size[0] if isinstance(size, (list, tuple)) else size)
+    side = int(size[0] if isinstance(size, (list, tuple)) else size)
+    return 3, side, side
 
 
 def longest_text(model: Any) -> int:
@@ -203,10 +215,12 @@ def longest_text(model: Any) -> int:
 
 
 def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width)."""
-    if encoder_of(model).image_only:
+    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width) or `packed` images."""
+    record = encoder_of(model)
+    if record.image_only:
         return _unit(model(pixel_values=pixel_values).last_hidden_state[:, 0])
-    return _unit(model.get_image_features(pixel_values=pixel_values))
+    inputs = unpacked(pixel_values) if record.patches else {"pixel_values": pixel_values}
+    return _unit(model.get_image_features(**inputs))
 
 
 def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -262,7 +276,7 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
-    """A PIL image as the model takes it, (3, height, width) in float32; or a tensor that is preprocessed already."""
+    """A PIL image as the model takes it, (3, height, width) or `packed`; or a tensor that is preprocessed already."""
     if isinstance(image, torch.Tensor):
         if not image.is_floating_point() or image.ndim != 3 or image.shape[0] != 3:
             expected = "must be preprocessed, float (3, height, width); pass PIL images to have them preprocessed"
@@ -275,4 +289,5 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
         if hasattr(image, "__array_interface__"):
             found = f"a NumPy array of shape {image.shape}: PIL's Image.fromarray makes an image of it"
         raise TypeError(f"it is {found}; a PIL image or a preprocessed tensor is needed")
-    return processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]
+    inputs = processor.image_processor(images=image, return_tensors="pt")
+    return packed(inputs) if "spatial_shapes" in inputs else inputs["pixel_values"][0]

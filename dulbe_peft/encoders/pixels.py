@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 from dulbe_peft.data.augmentation import augmented
 from dulbe_peft.data.decoding import UnreadableImageError
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.encoders.loading import ImageOnlyProcessor, image_size, pixel_values
+from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 
 IMAGE_RESIZES = ("crop", "squash")
 
@@ -20,8 +21,8 @@ def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
     """A processor like this one that crops the centre of the resized image, "crop", or "squash"es it to a square."""
     if resize not in IMAGE_RESIZES:
         raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
-    old, size = processor.image_processor, image_size(model)
-    if not hasattr(old, "do_center_crop"):
+    old, size = processor.image_processor, image_shape(model)[-1]
+    if encoder_of(model).patches or not hasattr(old, "do_center_crop"):
         raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave it out")
     square, crop = {"height": size, "width": size}, resize == "crop"
     new = type(old).from_dict(
@@ -35,16 +36,17 @@ def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
 
 
 class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
-    """Images as pixel values (3, image_size, image_size) with label and index, kept in memory while they fit."""
+    """Images as pixel values of `image_shape` with label and index, kept in memory while they fit."""
 
-    def __init__(self, images: LabelledImages, processor: Any, image_size: int, cache_bytes: int = 0) -> None:
+    def __init__(
+        self, images: LabelledImages, processor: Any, image_shape: tuple[int, ...], cache_bytes: int = 0
+    ) -> None:
         self.images = images
         self.labels = images.labels
         self.processor = processor
-        self.image_size = image_size
-        self.cache: dict[int, torch.Tensor] | None = (
-            {} if 0 < 12 * image_size**2 * len(images) <= cache_bytes else None
-        )
+        self.image_shape = image_shape
+        fits = 0 < 4 * math.prod(image_shape) * len(images) <= cache_bytes
+        self.cache: dict[int, torch.Tensor] | None = {} if fits else None
         self.augment: tuple[str, tuple[int, ...]] | None = None
 
     def view(self, kinds: str, *seed: int) -> PixelDataset:
@@ -70,7 +72,7 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
             raise ValueError(f"image {index} ({name}) cannot be {what}: {kind}{error}") from error
 
     def pixels(self, index: int) -> torch.Tensor:
-        """An image's pixel values, (3, height, width); errors do not say which image it is."""
+        """An image's pixel values, of `image_shape`; errors do not say which image it is."""
         if self.cache is not None and index in self.cache:
             return self.cache[index]
         image = self.images.image(index)
@@ -78,9 +80,8 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
             kinds, seed = self.augment
             image = augmented(image, kinds, (*seed, index))
         pixels = pixel_values(self.processor, image)
-        if pixels.shape[1:] != (self.image_size, self.image_size):
-            size = f"{self.image_size} x {self.image_size}"
-            raise ValueError(f"it is {tuple(pixels.shape)} pixels large, the model takes {size}")
+        if pixels.shape != self.image_shape:
+            raise ValueError(f"its pixel values are {tuple(pixels.shape)}, the model takes {self.image_shape}")
         if self.cache is not None:
             self.cache[index] = pixels
         return pixels
@@ -99,5 +100,4 @@ class ReadablePixels(Dataset[tuple[torch.Tensor, str, int]]):
         try:
             return self.images.pixels(index), "", index
         except Exception as error:  # whatever the data set of a user raises
-            size = self.images.image_size
-            return torch.zeros(3, size, size), str(error) or type(error).__name__, index
+            return torch.zeros(self.images.image_shape), str(error) or type(error).__name__, index

@@ -23,6 +23,7 @@ class DualEncoder:
     embed_dim: str = "projection_dim"  # where the configuration holds the width of the features
     image_size: str = "vision_config.image_size"  # where it holds the height and width of the images
     any_image_size: bool = False  # position embeddings are interpolated: the image processor decides the size
+    patches: bool = False  # an image is a row of patches in its own proportions, as `packed` lays them out
     cls_token: bool = True  # token 0 of an image is a class token, and the other ones are patches
     # Name endings of the vision blocks' layers that are adapted by default: keys, values and MLP.
     target_modules: tuple[str, ...] = ("fc1", "fc2", "k_proj", "v_proj")
@@ -58,6 +59,11 @@ def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> D
     )
 
 
+def _siglip(title: str, model: str, image_processor: str, processor: str, **facts: Any) -> DualEncoder:
+    facts |= {"embed_dim": "vision_config.hidden_size", "cls_token": False, "pooling_head": "head"}
+    return DualEncoder(title, model, image_processor, processor, padding="max_length", padding_side=None, **facts)
+
+
 def _with_bert(title: str, model: str, image_processor: str, processor: str, **facts: Any) -> DualEncoder:
     facts |= {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
     return DualEncoder(title, model, image_processor, processor, **facts)
@@ -66,16 +72,14 @@ def _with_bert(title: str, model: str, image_processor: str, processor: str, **f
 ENCODERS: dict[str, DualEncoder] = {
     "clip": DualEncoder("CLIP", "CLIPModel", "CLIPImageProcessorPil", "CLIPProcessor"),
     # The checkpoints of SigLIP 2 with a fixed resolution are of this type too.
-    "siglip": DualEncoder(
-        "SigLIP",
-        "SiglipModel",
-        "SiglipImageProcessorPil",
-        "SiglipProcessor",
-        embed_dim="vision_config.hidden_size",
-        cls_token=False,
-        pooling_head="head",
-        padding="max_length",
-        padding_side=None,
+    "siglip": _siglip("SigLIP", "SiglipModel", "SiglipImageProcessorPil", "SiglipProcessor"),
+    "siglip2": _siglip(
+        "SigLIP 2 NaFlex",
+        "Siglip2Model",
+        "Siglip2ImageProcessorPil",
+        "Siglip2Processor",
+        any_image_size=True,
+        patches=True,
     ),
     "metaclip_2": DualEncoder("MetaCLIP 2", "MetaClip2Model", "CLIPImageProcessorPil", "CLIPProcessor"),
     "chinese_clip": _with_bert(
@@ -109,7 +113,6 @@ def find_record(model: object) -> DualEncoder | None:
 
 # Why other encoders of transformers are not served.
 _UNSERVED = {
-    "siglip2": "SigLIP 2 NaFlex takes images as patches, in their own proportions: take one of a fixed resolution",
     "timm_wrapper": "timm needs torchvision: take the model's form in transformers, such as DINOv2, DINOv3 or ViT",
     "dinov3_convnext": "it has no class token and no linear layers of attention: take a DINOv3 ViT",
 }

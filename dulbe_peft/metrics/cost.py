@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.encoders.loading import has_text, image_size, longest_text, unit_image_embeds, unit_text_embeds
+from dulbe_peft.encoders.loading import has_text, image_shape, longest_text, unit_image_embeds, unit_text_embeds
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.subspaces.inputs import observed_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -69,7 +69,7 @@ def multiply_adds(model: Any, adapted: bool = False) -> dict[str, int]:
 
 
 def _blank_image(base: Any) -> torch.Tensor:
-    return torch.zeros(1, 3, image_size(base), image_size(base), device=next(base.parameters()).device)
+    return torch.zeros(1, *image_shape(base), device=next(base.parameters()).device)
 
 
 def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:

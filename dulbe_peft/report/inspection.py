@@ -68,6 +68,9 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
     width = learner.encoder.embed_dim
     if prototypes.ndim != 2 or prototypes.shape[1] != width:
         raise ValueError(f"prototypes must be (P, {width}) as the features, got shape {tuple(prototypes.shape)}")
+    record = encoder_of(learner.clip)
+    if record.patches:
+        raise ValueError(f"{record.title} gives each image a grid of its own, and maps need one grid for all images")
     directions = nn.functional.normalize(prototypes.to(learner.device, torch.float32), dim=1)
     pixels = learner.encoder.images(unlabelled_images(images))
     each = (pixels[index][0][None].to(learner.device) for index in range(len(pixels)))

@@ -24,6 +24,7 @@ def collect_statistics(
     forward_fn: Callable[[nn.Module, Any], Any],
     into: OccupationStatistics,
     tokens: str = "all",
+    mask_fn: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> OccupationStatistics:
     """Add the input tokens of every adapted layer, over all batches, to the statistics.
 
@@ -36,6 +37,8 @@ def collect_statistics(
         into: statistics to add to, exact or a sketch, which are also returned; on an error they are as they were.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
+        mask_fn: `mask_fn(batch)` gives (n, tokens) in bool, False for padding, which is left out of what layers read
+            that have so many tokens; None: there is no padding.
 
     Raises:
         ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
@@ -49,6 +52,7 @@ def collect_statistics(
     collector = _Collector(tokens)
     with evaluating(model), observed_inputs(layers, collector.add):
         for batch in batches:
+            collector.mask = None if mask_fn is None else mask_fn(batch)
             forward_fn(model, batch)
     unreached = [name for name in layers if name not in collector.leader_of]
     if unreached:
@@ -82,6 +86,7 @@ class _Collector:
 
     def __init__(self, tokens: str) -> None:
         self.tokens = tokens
+        self.mask: torch.Tensor | None = None
         self.leader_of: dict[str, str] = {}
         self.sums: dict[str, torch.Tensor] = {}
         # An id may be given anew to another tensor, and a strong reference would keep all inputs in memory.
@@ -102,6 +107,9 @@ class _Collector:
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":
             raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
-        if hidden.ndim > 2 and self.tokens != "all":
-            hidden = hidden[:, :1] if self.tokens == "cls" else hidden[:, 1:]
-        return hidden
+        if hidden.ndim < 3:
+            return hidden
+        chosen = {"all": slice(None), "cls": slice(1), "patch": slice(1, None)}[self.tokens]
+        if self.mask is None or self.mask.shape != hidden.shape[:2]:
+            return hidden[:, chosen]
+        return hidden[:, chosen][self.mask[:, chosen]]

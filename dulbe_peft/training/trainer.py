@@ -285,7 +285,10 @@ def features_and_inputs(
     with resting, raise_in_all():
         if shard(range(len(images))):
             batches = encoder.batches(images, title)
-            collect_statistics(adapter, batches, forward_fn, into=inputs, tokens=encoder.args.statistics_tokens)
+            tokens = encoder.args.statistics_tokens
+            collect_statistics(
+                adapter, batches, forward_fn, inputs, tokens, lambda batch: encoder.token_mask(batch[0])
+            )
     inputs.sum_over_processes(features.device)
     sum_over_processes([features])
     return features, inputs
