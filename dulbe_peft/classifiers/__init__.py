@@ -12,6 +12,7 @@ from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.engine import EngineClassifier
 from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
+from dulbe_peft.classifiers.proof import ProofClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
 from dulbe_peft.classifiers.rapf import RapfClassifier
@@ -110,7 +111,7 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine")  # of one strategy each
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof")  # of one strategy each
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -125,5 +126,6 @@ for _cls in (
     BofaClassifier,
     SlcaClassifier,
     EngineClassifier,
+    ProofClassifier,
 ):
     register_classifier(_cls)

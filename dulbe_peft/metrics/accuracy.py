@@ -33,6 +33,7 @@ METHODS = {
     "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
     "slca": "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes",
     "engine": "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images",
+    "proof": "PROOF's rule: projected features, names and class means, compared before and after they see one another",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 

@@ -21,6 +21,7 @@ from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
+from dulbe_peft.strategies.proof import Proof
 from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.strategies.sgcl import Sgcl
@@ -33,7 +34,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 _LORA = (Lora, MergedLora, FirstSession, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Sgcl, Zscl)
-_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Bofa)
+_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Proof, Bofa)
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 

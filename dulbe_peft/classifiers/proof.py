@@ -1,0 +1,204 @@
+"""PROOF: linear projections of both branches, one more pair a task, and one self-attention over all that they give.
+
+x = P_i(z),  p_c = P_i(v_c),  w_c = P_t(e_c), all of length 1      P(z) = sum over tasks of A_b z + a_b; old A_b stay
+tokens = [x, w_1 .. w_C, p_1 .. p_C, contexts]                     3 contexts more a task; old ones stay
+t~ = LN(t + O sum_s softmax_s((Q t) . (K s) / sqrt(d)) V s + o)    for each token t
+score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          a task minimises the three cross-entropies
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_directions, positive
+from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
+from dulbe_peft.utils.checks import check_int
+
+MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
+PROJECTIONS = ("image_map", "image_shift", "text_map", "text_shift")  # sums over the tasks
+ATTENTION = ("query", "key", "value", "out", "out_shift")
+
+
+def projected_fusion(
+    z: torch.Tensor,
+    texts: torch.Tensor,
+    means: torch.Tensor,
+    contexts: torch.Tensor,
+    image_map: torch.Tensor,
+    image_shift: torch.Tensor,
+    text_map: torch.Tensor,
+    text_shift: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    out_shift: torch.Tensor,
+    scale: torch.Tensor,
+    sums: bool = True,
+) -> torch.Tensor:
+    """Scores, (n, C), of unit features z, (n, d): by texts, by fused class means, by fused texts; or all three."""
+    unit, width, classes = torch.nn.functional.normalize, z.shape[1] ** 0.5, len(texts)
+    x, w = unit(z @ image_map.T + image_shift, dim=1), unit(texts @ text_map.T + text_shift, dim=1)
+    tokens = torch.cat([w, unit(means @ image_map.T + image_shift, dim=1), contexts])
+    rows = tokens[: 2 * classes]
+    asked, own = x @ query.T / width, x @ value.T @ out.T
+    itself = (asked * (x @ key.T)).sum(dim=1, keepdim=True)
+    taken = torch.cat([itself, asked @ (tokens @ key.T).T], dim=1).softmax(dim=1)
+    values = tokens @ value.T @ out.T
+    image = x + out_shift + taken[:, :1] * own + taken[:, 1:] @ values
+    # The tokens see one another alike beside each image; what the image adds is a share of its own value.
+    among = rows @ query.T @ (tokens @ key.T).T / width
+    share = (x @ key.T @ (rows @ query.T).T / width - among.logsumexp(dim=1)).sigmoid()
+    rest = among.softmax(dim=1) @ values
+    image, own, rest, base = (
+        part - part.mean(dim=1, keepdim=True) for part in (image, own, rest, rows + out_shift + rest)
+    )
+    # Row c is base_c + share_c (own - rest_c); its product with the image, and its length squared.
+    product = image @ base.T + share * ((image * own).sum(dim=1, keepdim=True) - image @ rest.T)
+    apart = (own**2).sum(dim=1, keepdim=True) - 2 * own @ rest.T + (rest**2).sum(dim=1)
+    square = (base**2).sum(dim=1) + 2 * share * (own @ base.T - (base * rest).sum(dim=1)) + share**2 * apart
+    fused = product / (square.clamp(min=1e-12).sqrt() * image.norm(dim=1, keepdim=True))
+    scores = scale * torch.stack([x @ w.T, fused[:, classes:], fused[:, :classes]])
+    return scores.sum(dim=0) if sums else scores
+
+
+class ProofClassifier(Classifier):
+    """The projections' sums, the attention, and of each class the text, the mean feature and its task's contexts.
+
+    The authors replay 20 images of each old class. Here each old class is replayed as its mean feature, as many times
+    as they would have images of it: how its images differ is lost, and its match with its own mean is trivial. They
+    keep every task's projections; their sums are enough. They fuse texts and class means with each image and take the
+    mean over the batch, so that an answer depends on the other images; here each image has its own. All three scores
+    are tau times a cosine, as in the paper. In their code the fused ones are plain products of vectors of length
+    sqrt(d), the first loss is CLIP's over the batch, and old text projections and tau are trained on. Dropout and the
+    gain and bias of the LayerNorm are left out. The projections start at random, so task 1 gives the zero-shot scores
+    up.
+
+    Args:
+        epochs, batch_size: passes over a task's features, and features per step.
+        learning_rate: of SGD; over a task it falls to 0 on a cosine.
+        contexts: c, how many context vectors a task adds.
+        exemplars: as how many images an old class is replayed, at most as it had.
+        seed: of all that starts at random, and of the order of the features.
+
+    Reference:
+        Zhou et al., "Learning without Forgetting for Vision-Language Models", arXiv 2305.19270, and the authors'
+        public code; settings from its configuration for CIFAR-100.
+    """
+
+    name = "proof"
+    needs_text = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        logit_scale: float = 100.0,
+        epochs: int = 5,
+        batch_size: int = 64,
+        learning_rate: float = 1e-3,
+        contexts: int = 3,
+        exemplars: int = 20,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(embed_dim, logit_scale)
+        self.epochs = check_int("epochs", epochs, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self.learning_rate = positive("learning_rate", learning_rate)
+        self.contexts = check_int("contexts", contexts, 1)
+        self.exemplars = check_int("exemplars", exemplars, 1)
+        self.seed = check_int("seed", seed, 0)
+        for name in (*PROJECTIONS, *ATTENTION):
+            self.register_buffer(name, torch.zeros((embed_dim,) * (1 if name.endswith("shift") else 2)))
+        self.register_rows("means", embed_dim)
+        self.register_rows("context_prompts", contexts, embed_dim)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("task", dtype=torch.int64)
+
+    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+        assert texts is not None
+        old, new = len(self._class_names), len(names)
+        counts = labels.bincount()
+        sums = torch.zeros(new, self.embed_dim, dtype=torch.float64).index_add(0, labels.cpu(), images.cpu().double())
+        means = (sums / counts.cpu()[:, None]).to(images)
+        check_directions(means, names)
+        last = int(self.task.max()) + 1 if old else 0
+        changes = {
+            "means": torch.cat([self.means.float(), means]),
+            "counts": torch.cat([self.counts, counts]),
+            "task": torch.cat([self.task, torch.full_like(counts, last)]),
+        }
+        replayed = self.means.float().repeat_interleave(self.counts.clamp(max=self.exemplars), dim=0)
+        known = torch.arange(old, device=labels.device).repeat_interleave(self.counts.clamp(max=self.exemplars))
+        rows, classes = torch.cat([images, replayed]), torch.cat([labels + old, known])
+        trained = self._trained(rows, classes, texts, changes["means"], task_generator(self.seed, old))
+        new_prompts = trained.pop("contexts").expand(new, -1, -1)
+        return changes | trained | {"context_prompts": torch.cat([self.context_prompts.float(), new_prompts])}
+
+    def _trained(
+        self, rows: Tensor, labels: Tensor, texts: Tensor, means: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Projections, attention and the task's contexts after training; `labels` index all seen classes."""
+        old = {name: getattr(self, name).float() for name in PROJECTIONS}
+        contexts = self._contexts()
+        started = self._started(generator, first=not len(contexts))
+        with gradients():
+            rows, labels, texts, means, contexts = (one.clone() for one in (rows, labels, texts, means, contexts))
+            old = {name: tensor.clone() for name, tensor in old.items()}
+            leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
+            optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+            scale = rows.new_tensor(self.logit_scale)
+            for _ in range(self.epochs):
+                for batch in minibatches(rows, self.batch_size, generator):
+                    now: dict[str, Any] = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
+                    now["contexts"] = torch.cat([contexts, leaves["contexts"]])
+                    scores = projected_fusion(rows[batch], texts, means, scale=scale, sums=False, **now)
+                    loss = torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                schedule.step()
+        found = {name: tensor.detach() for name, tensor in leaves.items()}
+        return found | {name: old[name] + found[name] for name in PROJECTIONS}
+
+    def _started(self, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
+        """Where the task's tensors start, as the authors': only the attention goes on from where it was."""
+        width, bound = self.embed_dim, 1 / math.sqrt(self.embed_dim)
+
+        def uniform(*shape: int) -> Tensor:
+            return bound * (2 * torch.rand(*shape, generator=generator) - 1)
+
+        started = {name: uniform(*getattr(self, name).shape) for name in PROJECTIONS}
+        started["contexts"] = torch.randn(self.contexts, width, generator=generator)
+        for name in ATTENTION[:-1]:
+            started[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
+        return started | {"out_shift": uniform(width) if first else self.out_shift}
+
+    def _contexts(self) -> Tensor:
+        """The contexts of all tasks of which a class is left, (tasks c, d)."""
+        firsts = self.task.diff(prepend=self.task.new_tensor([-1])) != 0
+        return self.context_prompts[firsts].float().flatten(0, 1)
+
+    def logits(self, images: Tensor) -> Tensor:
+        function, tensors = self.formula()
+        return function(images, **tensors)
+
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        tensors = {name: getattr(self, name).float() for name in ("means", *PROJECTIONS, *ATTENTION)}
+        scale = torch.tensor(self.logit_scale, device=self.device)
+        return projected_fusion, tensors | {
+            "texts": self.text_embeds.float(),
+            "contexts": self._contexts(),
+            "scale": scale,
+        }
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """v_c to v_c M; the projections stay, for the task that follows trains them on moved means."""
+        return {"means": self.means.double().cpu() @ matrix.cpu()}
