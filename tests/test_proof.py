@@ -10,8 +10,8 @@ from test_rapf import DIM, features, normal
 
 from dulbe_peft.classifiers.proof import ProofClassifier
 
-SETTINGS = {"epochs": 3, "batch_size": 5, "learning_rate": 0.02, "contexts": 2, "exemplars": 3}
-TASKS = [(3, 13), (2, 8), (2, 9)]  # classes and images
+SETTINGS = {"epochs": 2, "batch_size": 5, "learning_rate": 0.03, "contexts": 2, "exemplars": 2}
+TASKS = [(2, 7), (2, 6), (1, 3)]  # classes and images
 TAU = 10.0
 
 
@@ -62,11 +62,11 @@ def literal_task(x, y, texts, old, finished, attention, generator):
     speeds = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
     means = [mean for mean, _ in old] + [x[y == c].mean(dim=0) for c in range(len(texts) - len(old))]
     rows = list(zip(x, (y + len(old)).tolist(), strict=True))
-    rows += [(mean, c) for c, (mean, count) in enumerate(old) for _ in range(min(count, 3))]
+    rows += [(mean, c) for c, (mean, count) in enumerate(old) for _ in range(min(count, 2))]
     ranks = torch.tensor([float(row.float() @ torch.arange(1, DIM + 1).sin()) for row, _ in rows])
     rows = [rows[i] for i in ranks.argsort()]
-    for epoch in range(3):
-        rate = 0.02 * (1 + math.cos(math.pi * epoch / 3)) / 2
+    for epoch in range(2):
+        rate = 0.03 * (1 + math.cos(math.pi * epoch / 2)) / 2
         for batch in torch.randperm(len(rows), generator=generator).split(5):
             leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
             losses = []
@@ -96,20 +96,19 @@ def test_three_tasks_equal_the_literal_version():
         now, means = literal_task(z, y, e, old, finished, attention, generator)
         classifier.add_classes([f"{number}-{c}" for c in range(classes)], x, y, seen)
         expected = torch.stack([three_scores(row, e, means, finished, now).sum(dim=0) for row in z])
-        torch.testing.assert_close(classifier(x).double(), expected, rtol=0, atol=2e-3)
+        torch.testing.assert_close(classifier(x).double(), expected, rtol=0, atol=5e-4)
         for name in SUMS:
             total = sum(task[name] for task in (*finished, now))
-            torch.testing.assert_close(getattr(classifier, name).double(), total, rtol=0, atol=2e-4)
+            torch.testing.assert_close(getattr(classifier, name).double(), total, rtol=0, atol=5e-5)
         for name in ("query", "key", "value", "out", "out_shift"):
-            torch.testing.assert_close(getattr(classifier, name).double(), now[name], rtol=0, atol=2e-4)
-        own = classifier.context_prompts[known:]
-        torch.testing.assert_close(own.double(), now["contexts"].expand(classes, 2, DIM), rtol=0, atol=2e-4)
+            torch.testing.assert_close(getattr(classifier, name).double(), now[name], rtol=0, atol=5e-5)
+        torch.testing.assert_close(classifier.prompts[-1].double(), now["contexts"].flatten(), rtol=0, atol=5e-5)
         finished.append(now)
         attention = {name: now[name] for name in ("query", "key", "value", "out", "out_shift")}
         old += [(mean, int((y == c).sum())) for c, mean in enumerate(means[known:])]
     assert (
         attention["query"] - random_start(torch.Generator().manual_seed(2 * 1_000_003), True)["query"]
-    ).abs().max() > 0.05
+    ).abs().max() > 0.02
 
 
 def test_an_answer_does_not_depend_on_the_other_images():
@@ -141,8 +140,7 @@ def test_means_move_with_the_features_and_a_task_s_contexts_leave_with_its_last_
     contexts = classifier.formula()[1]["contexts"]
     classifier.forget_class("b")
     assert torch.equal(classifier.formula()[1]["contexts"], contexts[[0, 1, 4, 5, 6, 7]])
-    # d = 6 and 7 contexts of 2: nine maps and shifts of d (d + 1) numbers less one shift each for attention, rows
-    shared, row = 6 * DIM * DIM + 3 * DIM, 2 * DIM + 2 * DIM
-    assert classifier.nbytes_with(100) == 4 * shared + 100 * (4 * row + 16)
+    shared, row = 6 * DIM * DIM + 3 * DIM, 4 * 2 * DIM + 2 * 8  # two vectors and two integers
+    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * 2 * DIM)  # one class a task
     with pytest.raises(ValueError, match="'proof' classifier cannot learn more images of a known class"):
         classifier.update_classes(x[:1], [0])

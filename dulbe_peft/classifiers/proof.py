@@ -70,7 +70,7 @@ def projected_fusion(
 
 
 class ProofClassifier(Classifier):
-    """The projections' sums, the attention, and of each class the text, the mean feature and its task's contexts.
+    """The projections' sums, the attention, each class's text and mean feature, and each task's contexts.
 
     The authors replay 20 images of each old class. Here each old class is replayed as its mean feature, as many times
     as they would have images of it: how its images differ is lost, and its match with its own mean is trivial. They
@@ -117,7 +117,7 @@ class ProofClassifier(Classifier):
         for name in (*PROJECTIONS, *ATTENTION):
             self.register_buffer(name, torch.zeros((embed_dim,) * (1 if name.endswith("shift") else 2)))
         self.register_rows("means", embed_dim)
-        self.register_rows("context_prompts", contexts, embed_dim)
+        self.register_ragged("prompts", contexts * embed_dim, torch.float32)  # one row a task
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("task", dtype=torch.int64)
 
@@ -128,7 +128,7 @@ class ProofClassifier(Classifier):
         sums = torch.zeros(new, self.embed_dim, dtype=torch.float64).index_add(0, labels.cpu(), images.cpu().double())
         means = (sums / counts.cpu()[:, None]).to(images)
         check_directions(means, names)
-        last = int(self.task.max()) + 1 if old else 0
+        last = len(self.prompts)
         changes = {
             "means": torch.cat([self.means.float(), means]),
             "counts": torch.cat([self.counts, counts]),
@@ -138,15 +138,15 @@ class ProofClassifier(Classifier):
         known = torch.arange(old, device=labels.device).repeat_interleave(self.counts.clamp(max=self.exemplars))
         rows, classes = torch.cat([images, replayed]), torch.cat([labels + old, known])
         trained = self._trained(rows, classes, texts, changes["means"], task_generator(self.seed, old))
-        new_prompts = trained.pop("contexts").expand(new, -1, -1)
-        return changes | trained | {"context_prompts": torch.cat([self.context_prompts.float(), new_prompts])}
+        prompts = trained.pop("contexts").view(1, -1)
+        return changes | trained | {"prompts": torch.cat([self.prompts.float(), prompts])}
 
     def _trained(
         self, rows: Tensor, labels: Tensor, texts: Tensor, means: Tensor, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Projections, attention and the task's contexts after training; `labels` index all seen classes."""
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
-        contexts = self._contexts()
+        contexts = self.prompts.float().view(-1, self.embed_dim)
         started = self._started(generator, first=not len(contexts))
         with gradients():
             rows, labels, texts, means, contexts = (one.clone() for one in (rows, labels, texts, means, contexts))
@@ -181,11 +181,6 @@ class ProofClassifier(Classifier):
             started[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
         return started | {"out_shift": uniform(width) if first else self.out_shift}
 
-    def _contexts(self) -> Tensor:
-        """The contexts of all tasks of which a class is left, (tasks c, d)."""
-        firsts = self.task.diff(prepend=self.task.new_tensor([-1])) != 0
-        return self.context_prompts[firsts].float().flatten(0, 1)
-
     def logits(self, images: Tensor) -> Tensor:
         function, tensors = self.formula()
         return function(images, **tensors)
@@ -195,10 +190,16 @@ class ProofClassifier(Classifier):
         scale = torch.tensor(self.logit_scale, device=self.device)
         return projected_fusion, tensors | {
             "texts": self.text_embeds.float(),
-            "contexts": self._contexts(),
+            "contexts": self.prompts.float().view(-1, self.embed_dim),
             "scale": scale,
         }
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to v_c M; the projections stay, for the task that follows trains them on moved means."""
         return {"means": self.means.double().cpu() @ matrix.cpu()}
+
+    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
+        """The contexts of a task leave with its last class."""
+        changes = super().forgotten(kept)
+        left, changes["task"] = changes["task"].unique(return_inverse=True)
+        return changes | {"prompts": self.prompts[left]}
