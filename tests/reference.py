@@ -135,9 +135,6 @@ class Head:
         return torch.stack(rows)
 
 
-# ---------------------------------------------------------------------- classifiers, on all images at once
-
-
 def unit(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([row / row.norm() for row in rows.double()])
 

@@ -77,9 +77,6 @@ SPECTRA = {
 }
 
 
-# ---------------------------------------------------------------------- supports
-
-
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
     matrix = matrix_of(SPECTRA[spectrum])
@@ -100,9 +97,6 @@ def test_support_rank_is_clamped(count, support_rank, residual_rank, expected):
     found = historical_support(statistic(24, count), support_rank, residual_rank)
     assert found.shape == (24, expected)
     assert_orthonormal(found)
-
-
-# ---------------------------------------------------------------------- bases
 
 
 @pytest.mark.parametrize("spectrum", ["random", "decaying", "decaying slowly", "flat"])
@@ -180,9 +174,6 @@ def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_sign
         assert (a.gather(0, a.abs().argmax(0, keepdim=True)) > 0).all()
 
 
-# ---------------------------------------------------------------------- whole models
-
-
 @pytest.fixture
 def probe():
     return {"k": randn(10, 12), "v": randn(10, 12, seed=1), "fc2": randn(12, 20, seed=2)}
@@ -235,22 +226,15 @@ def test_allocation_is_pure(probe, stats):
     ("kwargs", "error", "message"),
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
-        ({"residual_rank": 1.0}, TypeError, "residual_rank must be an int, got 1.0"),
-        ({"shared_rank": 0, "residual_rank": 0}, ValueError, "= 0 of layer 'k' must be from 1 to"),
         ({"residual_rank": 12}, ValueError, "= 13 of layer 'k' must be from 1 to its 12 input"),
-        ({"probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
         ({"probe": {"v": randn(3, 12) * float("inf")}}, ValueError, "gradient of layer 'v' holds NaN or infinity"),
         ({"stats": {"v": torch.eye(11)}}, ValueError, "statistic of layer 'v' must be (12, 12)"),
-        ({"stats": {"v": torch.eye(12) * float("nan")}}, ValueError, "statistic of layer 'v' holds NaN or infinity"),
     ],
 )
 def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     with pytest.raises(error) as raised:
         allocate_modes(**{"probe": probe, "stats": stats, **kwargs})
     assert message in str(raised.value)
-
-
-# ---------------------------------------------------------------------- decompositions
 
 
 @few

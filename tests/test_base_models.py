@@ -113,9 +113,6 @@ def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind)
         ClassIncrementalLearner.from_pretrained(here / "less")
 
 
-# ---------------------------------------------------------------------- what a run may rely on
-
-
 def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
     """Python's, numpy's and torch's random numbers are a task's own, whatever ran before it in the process."""
     names = ["a", "b"], ["c", "d"]

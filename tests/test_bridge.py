@@ -159,8 +159,6 @@ def test_moving_keeps_the_weight_of_old_images_and_forgetting_drops_it():
     assert head.counts.tolist() == [6, 6, 14, 5] and len(head.lengths) == 4
 
 
-# ---------------------------------------------------------------------- under the classes' shared covariance
-
 SPREAD = torch.linspace(0.1, 1.2, DIM)
 
 

@@ -102,8 +102,6 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     context.close()
 
 
-# ---------------------------------------------------------------------- serve
-
 folder = test_serving.folder
 SCRIPT = "<img src=x>"  # a page that took it for HTML would ask for the picture
 DROP = """([files, where]) => {

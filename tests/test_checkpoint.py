@@ -94,9 +94,6 @@ def test_a_missing_or_changed_file_is_named(folder):
         read_manifest(folder.parent)
 
 
-# ---------------------------------------------------------------------- what others wrote
-
-
 def test_a_folder_of_others_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
@@ -158,9 +155,6 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     assert names(tmp_path / "disk") == ["saved"] and names(tmp_path) == ["disk", "saved"]
 
 
-# ---------------------------------------------------------------------- writing that fails
-
-
 @pytest.mark.parametrize("existing", [True, False])
 def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, existing):
     """Each operation on a file fails once. An error names the folder; the next call leaves nothing over."""
@@ -191,9 +185,6 @@ def full(_):
     raise Exception("No space left on device (os error 28)")  # word for word what tokenizers raise
 
 
-# ---------------------------------------------------------------------- what killed processes leave
-
-
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     ours = [".task-003.dulbe-tmp-a1b2c3d4", ".task-002.dulbe-tmp-a1b2c3d4.old", ".results.json.dulbe-tmp-__345678"]
     others = [".other.dulbe-tmp-a1b2c3d4", ".task-003.20251121", ".task-003.dulbe-tmp-short", ".task-003", "task-002"]
@@ -212,9 +203,6 @@ def test_saving_puts_back_what_a_killed_writer_moved(folder):
         folders.commit_folder(folder, "learner", full)
     assert names(folder.parent) == ["saved"] and read_manifest(folder)
     assert (folder / "inner" / "a.txt").read_text() == "old"
-
-
-# ---------------------------------------------------------------------- one holder at a time
 
 
 def refused(path):

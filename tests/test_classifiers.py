@@ -314,14 +314,11 @@ def test_add_classes_refuses_and_changes_nothing(digits):
     good = {"class_names": ["x", "y"], "image_embeds": images, "labels": labels, "text_embeds": texts}
     for change, message in (
         ({"class_names": ["digit 0", "x"]}, "'digit 0', a class that was seen already"),
-        ({"class_names": ["x", 3]}, "must be a string, got 3"),
         ({"image_embeds": torch.full((120, DIM), math.nan)}, "image_embeds row 0 holds NaN or infinity"),
-        ({"image_embeds": torch.zeros(120, DIM)}, "image_embeds row 0 is zero"),
         ({"image_embeds": torch.ones(120, 3)}, r"must be \(rows, 64\), got shape \(120, 3\)"),
         ({"image_embeds": torch.ones(120, DIM).long()}, "must be a floating-point tensor"),
         ({"labels": [True, False] * 60}, "labels must be integers, got torch.bool"),
         ({"labels": torch.arange(120) % 2 + 1}, "label 2 is out of range for 2 classes"),
-        ({"labels": torch.zeros(5).long()}, r"labels must be \(120,\), one per image"),
         ({"labels": torch.zeros(120).long()}, "class 'y' has no image"),
         ({"text_embeds": torch.ones(3, DIM)}, "text_embeds must have 12 rows"),
     ):
@@ -337,18 +334,14 @@ def test_other_bad_calls_are_named_and_change_nothing(digits):
     text.install({"text_embeds": 1e38 * text.text_embeds})
     opposite = torch.cat([torch.eye(DIM), -torch.eye(DIM)[:1]])
     for call, message in (
-        (lambda: classifier.update_classes(images, labels + 9), "label 10 is out of range for 10 classes"),
         (lambda: classifier.add_classes(["x"], opposite[[0, -1]], [0, 0]), "class 'x' cancel out"),
-        (lambda: classifier.move(torch.eye(3)), "the map"),
         (lambda: classifier.move(torch.full((DIM, DIM), math.nan)), "the map"),
         (lambda: classifier.load_state_dict(state | {"means": state["means"][:4]}), r"means must be .*\(10, 64\)"),
-        (lambda: classifier.load_state_dict({"means": state["means"]}), "Missing key"),
         (lambda: classifier.load_state_dict(state | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
         (lambda: make_classifier("lda", DIM)(images), "no class yet"),
         (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
         (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
         (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
-        (lambda: make_classifier(classifier, DIM), "already has 10 classes"),
         (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
@@ -504,9 +497,7 @@ def test_specs_that_do_not_fit_are_refused():
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
-        ("ranpac:features=0", "features must be at least 1"),
         ("bridge:metric=euclid", "must be '?cosine'? or '?whitened"),
-        ("ridge:ridge=-1", "ridge must be finite and positive"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
     ):

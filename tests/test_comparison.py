@@ -75,9 +75,6 @@ def copied(finished, tmp_path):
     return tmp_path / "copied", *finished[1:]
 
 
-# ---------------------------------------------------------------------- a whole comparison
-
-
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
 
@@ -304,35 +301,21 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     ]
 
 
-# ---------------------------------------------------------------------- the file
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
-        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
-        ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
-        ({"methods": {"a": {"choose": {"seed": [1, 2]}}}}, "choose of method 'a' sets 'seed'"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
-        (
-            {"streams": {"a": {"model": "m", "data": "x", "images_per_class": "long:3"}}},
-            "longtail:32, or 4+4, got 'long:3'",
-        ),
-        ({"methods": {"a": {"increment": 2}}}, "method 'a' sets 'increment', which it cannot: it belongs to a stream"),
-        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
-        ({"classifiers": ["brigde"]}, "bridge"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
         (
             {"reference": {"method": "LoRA", "classifier": "text"}},
             "'LoRA with text', which is no row of this comparison",
         ),
         ({"streams": {"a": {"model": "m", "data": "x", "images_per_class": "4+4"}}}, "method 'LoRA' trains"),
-        ({"reference": {"method": "frozen"}}, "reference must name method and classifier"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
@@ -351,9 +334,6 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
     plan = replace(plan, classifiers=["ranpac:features=9", "lda"], drifts=["none", "linear"])
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def answers_of(orders, seed):

@@ -100,9 +100,6 @@ def changed(record, **fields):
     return record.model_copy(update=fields)
 
 
-# ---------------------------------------------------------------------- what it says
-
-
 def beside(*others, seeds=(0, 1, 2)):
     """What is said of the reference, which has 80 %, and of rows with these accuracies and differences."""
     rows = [entry(Row("DuLBE", str(n)), *other) for n, other in enumerate(others)]
@@ -197,9 +194,6 @@ def test_a_name_is_only_a_text(tmp_path):
     assert r"\_{<}b{>}\$\textbackslash{}frac\$" in (tmp_path / "t.tex").read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------------- pictures
-
-
 def test_the_map_from_images_to_accuracy():
     table = made_comparison()
     assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
@@ -252,9 +246,6 @@ def test_differences_are_drawn_with_their_intervals():
     assert [line.get_markerfacecolor() == "none" for line in lines[1::2]] == [False, True, False]
     many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST + 5)]
     assert len(forest_figure(many).axes[0].texts) == MOST
-
-
-# ---------------------------------------------------------------------- files and the command
 
 
 def test_the_command(folder, tmp_path, capsys, monkeypatch):

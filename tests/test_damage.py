@@ -193,9 +193,6 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
     assert not wrong
 
 
-# ---------------------------------------------------------------------- the manifest fits, the content is wrong
-
-
 def fields(**changes: Any) -> Callable[[bytes], bytes]:
     return lambda content: json.dumps(json.loads(content) | changes).encode()
 

@@ -94,14 +94,6 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, mon
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_dry_run_of_a_single_class_and_of_images_that_are_read_each_time(photos, capsys):
-    for folder in [path for path in photos.glob("*/*") if path.name != "zero"]:
-        shutil.rmtree(folder)
-    assert run(photos, "--dry-run", "--pixel-cache-mb", "0", "--num-workers", "1", "--strategy", "dulbe") == 0
-    said = capsys.readouterr().out
-    assert "task 1: 1 class," in said and "pixel cache: none" in said and "in this process alone" in said
-
-
 @pytest.mark.parametrize("names", ["text_projection", "k_porj"])
 def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys, names):
     flags = ["--output", str(tmp_path / "out"), "--target-modules", names]
@@ -111,9 +103,6 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
     assert not (tmp_path / "out").exists()
     assert run(photos, *flags, "--dry-run", *FROZEN) == 0
     assert "--target-modules changes nothing" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------- check
 
 
 def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):

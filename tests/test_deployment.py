@@ -33,7 +33,6 @@ from dulbe_peft import (
     load_dual_encoder,
 )
 from dulbe_peft.classifiers.base import random_features
-from dulbe_peft.commands.main import main
 from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.parts import checked_formula
@@ -419,9 +418,7 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
     for learner, options, error, words in (
         (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
         (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
-        (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
         (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
-        (clip, {"compress_to": 0}, ValueError, "at least 1, got 0"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
         (learners["siglip2"], {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
         (learners["vit"], {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
@@ -431,17 +428,6 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
         with pytest.raises(error, match=re.escape(words)):
             export_learner(learner, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_the_command_exports(saved, tmp_path, capsys):
-    base = ["export", str(saved)]
-    assert main([*base, str(tmp_path / "plain"), "--format", "transformers", "--classifier", "lda"]) == 0
-    assert facts(tmp_path)["classifier"] == "lda" and "README.md" in capsys.readouterr().out
-    assert main([*base, str(tmp_path / "lora"), "--compress-to", "2"]) == 0
-    assert "relative error" in capsys.readouterr().out and (tmp_path / "lora/compression.json").is_file()
-    assert main([*base, str(saved)]) == 2
-    assert "of the kind 'learner', expected 'export'" in capsys.readouterr().err
 
 
 def test_a_learner_s_folder_names_this_package(saved):

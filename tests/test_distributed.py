@@ -119,9 +119,6 @@ def test_two_processes_sum_exactly_and_keep_the_same_sketch(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-# ---------------------------------------------------------------------- one process
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     shares, parts = [], []
@@ -132,9 +129,6 @@ def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     assert len({len(share) for share in shares}) == 1
     assert [row for share in shares for row in share][:count] == list(range(count))
     assert parts == list(range(count))
-
-
-# ---------------------------------------------------------------------- sharded models
 
 
 def test_sharded_modules_and_parameters_are_refused():

@@ -48,6 +48,10 @@ def adapt(model=None, adapter="default", **fields):
     return get_peft_model(model or copy.deepcopy(tiny_base()[0]), config, adapter_name=adapter)
 
 
+def adapted_learner(adapter):
+    return ClassIncrementalLearner(adapt(adapter=adapter), tiny_base()[1])
+
+
 def begin(world, change=lambda modes: modes, **fields):
     """Begin a task with bases that fit, but for what `change` does to all and `fields` to one layer's."""
     layers = world.model.dual_mode_layers()
@@ -90,6 +94,7 @@ SETTINGS = [
     ("wrapped twice", lambda w: adapt(w.model), V, "already"),
     ("adapter name with a dot", lambda w: adapt(adapter="a.b"), V, "'a.b' adapter"),
     ("no adapter", lambda w: ClassIncrementalLearner(*tiny_base()), V, "get_peft_model CLIPModel"),
+    ("adapter of another name", lambda w: adapted_learner("mine"), V, "['mine'] 'default'"),
     ("no processor", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
     ("head too narrow", lambda w: ClassIncrementalLearner(w.model, tiny_base()[1], BridgeEnsembleHead(4)), V, "4"),
 ]
@@ -118,6 +123,7 @@ TASKS = [
     ("pixels of another size", lambda w: learn_image(w, torch.zeros(3, 17, 16)), V, "image 0 17 16"),
     ("pixels NaN", lambda w: learn_image(w, torch.full((3, 16, 16), NAN)), V, "image 0 NaN"),
     ("label out of range", lambda w: learn(w, images_of(1, 2)), V, "2 classes 0..1"),
+    ("label too large", lambda w: learn(w, [(images_of(0)[0][0], 2**64)], ["x"]), (V, T), "label"),
     ("class without an image", lambda w: learn(w, images_of(0, 1), ["x", "y", "z"]), V, "'z' no image"),
     ("class of an earlier task", lambda w: learn_names(w, "a0", "y"), V, "'a0' already"),
     ("class too long", lambda w: learn_names(w, "ab " * 100), V, "'a ab tokens"),

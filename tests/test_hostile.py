@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import unicodedata
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
@@ -96,17 +94,6 @@ def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(finish
     assert write_figures(run, tmp_path / "figures") == files
 
 
-def test_links_to_themselves_and_deep_folders_are_stepped_over(tmp_path):
-    (tmp_path / "cat").mkdir()
-    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "1.png")
-    (tmp_path / "cat" / "loop.png").symlink_to("loop.png")
-    (tmp_path / "loop").symlink_to("loop")
-    deep = tmp_path / "cat" / os.path.join(*["d"] * 150)
-    deep.mkdir(parents=True)
-    assert folder_content(tmp_path / "cat") == (["1.png", "loop.png"], [(str(deep), "an empty folder")])
-    assert ImageFolder(tmp_path).class_names == ("cat",)
-
-
 def test_a_name_that_is_not_utf8_is_left_out(tmp_path):
     (tmp_path / "cat").mkdir()
     for name in (b"1.png", b"\xff.png"):
@@ -140,7 +127,9 @@ class Calling(list):
 
 
 @pytest.mark.parametrize("outer", ["learn_task", "update_classes"])
-@pytest.mark.parametrize(("inner", "value"), [("predict", images_of(0)[0][0]), ("forget_class", "a0")])
+@pytest.mark.parametrize(
+    ("inner", "value"), [("predict", images_of(0)[0][0]), ("forget_class", "a0"), ("__deepcopy__", {})]
+)
 def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, inner, value):
     learner = learned(tiny_learner(pixel_cache_mb=0), 1)
     before, images = everything(learner), Calling(images_of(0, 1))
@@ -227,8 +216,6 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
         check_class_names([one, other])
 
 
-# ---------------------------------------------------------------------- what a program has set, or hands in by mistake
-
 TASK = images_of(0, 1, 0, 1, seed=1), ["a1", "b1"]
 MORE = images_of(0, seed=3), ["a0"]
 PROBES = [image for image, _ in images_of(0, 1, seed=99)]
@@ -287,16 +274,6 @@ def test_what_a_program_has_set_changes_nothing(beginning, learner, name, tmp_pa
     assert not differences(everything(learner), everything(calm))
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
-def test_a_copy_lives_on_its_own(beginning, learner, twin):
-    other, before = twin(learner), everything(learner)
-    assert not differences(everything(other), before)
-    live(other)
-    assert not differences(everything(learner), before)
-    live(learner)
-    assert not differences(everything(other), everything(learner))
-
-
 def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(beginning, learner):
     calm = copy.deepcopy(beginning)
     learner.model.train()
@@ -322,23 +299,6 @@ def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words)
     learner.model.requires_grad_(False)
     learner.model.set_adapter("default")
     live(learner)
-
-
-def test_a_refused_task_leaves_a_merged_adapter_merged(learner):
-    learner.model.merge_adapter()
-    with refused(learner, ValueError, "call unmerge_adapter"):
-        learner.learn_task(*TASK)
-
-
-@pytest.mark.parametrize("label", [2**64, np.uint64(2**63), -1, 0.5, "0", None])
-@pytest.mark.parametrize("alone", [True, False])
-def test_labels_of_no_use_are_refused(learner, label, alone):
-    class Listed(list):
-        labels = [0, label]
-
-    images = [(PROBES[0], 0), (PROBES[1], label)]
-    with refused(learner, (ValueError, TypeError), "label"):
-        learner.learn_task(Listed(images) if alone else images, ["x"])
 
 
 @pytest.mark.parametrize("place", ["", ".", ".."])

@@ -68,9 +68,6 @@ def load_from(repo_id, base, **fields):
     return ClassIncrementalLearner.from_pretrained(repo_id, base_model=copy.deepcopy(base[0]), **fields)
 
 
-# ---------------------------------------------------------------------- round trips
-
-
 FRESH = """
 import sys, torch
 import dulbe_peft
@@ -150,9 +147,6 @@ def test_missing_repositories_revisions_and_files_are_named(hub, uploaded, base,
         load_from("someone/learner", base)
 
 
-# ---------------------------------------------------------------------- what is published
-
-
 def test_card_is_written_from_the_data(hub, learned):
     learner, output, _ = learned
     results = output / "results.json"
@@ -210,9 +204,6 @@ def test_a_learner_without_statistics_predicts_and_says_why_it_cannot_go_on(hub,
         again.learn_task(tasks[2].train, tasks[2].class_names)
     again.save_pretrained(tmp_path / "copy")
     assert not load_from(tmp_path / "copy", base).memory
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 class _Trap:

@@ -76,9 +76,6 @@ def plain(base, digits):
     return outcome(base, digits)
 
 
-# ---------------------------------------------------------------------- the method
-
-
 def test_two_tasks_equal_a_literal_transcription(base, digits):
     """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and a dense float32 weight."""
     tasks = stream(digits, 2)
@@ -228,28 +225,12 @@ def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedul
     assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
 
 
-def test_accuracy_rises_and_predictions_are_names(base, digits):
-    learner = make_learner(base, epochs=3)
-    for task in stream(digits, 5):
-        learner.learn_task(task.train, task.class_names)
-    figures = learner.evaluate(digits[1])
-    assert figures["accuracy"] > 0.7 and figures["num_images"] == 40
-    first = digits[1][0]["image"]
-    assert learner.predict(first) == learner.predict([first])
-    guesses = learner.predict([digits[1][i]["image"] for i in range(40)])
-    truth = [digits[1].class_names[label] for label in digits[1].labels]
-    assert np.mean([a == b for a, b in zip(guesses, truth, strict=True)]) == pytest.approx(figures["accuracy"])
-
-
 def test_zero_shot_is_the_pristine_model_s(base, digits):
     learner = make_learner(base)
     tasks = stream(digits, 2)
     before = learner.zero_shot([(task.test, task.class_names) for task in tasks])
     learner.learn_task(tasks[0].train, tasks[0].class_names)
     assert learner.zero_shot([(task.test, task.class_names) for task in tasks]) == before
-
-
-# ---------------------------------------------------------------------- saving and resuming
 
 
 def test_trackers_of_accelerate(base, digits, tmp_path):
@@ -283,9 +264,6 @@ def learned_folder(base, tmp_path_factory):
     return folder
 
 
-# ---------------------------------------------------------------------- bad input
-
-
 def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
     """Also what an interrupted step left in `.grad`: the task learned again equals one learned in peace."""
     learner, calm = make_learner(base), make_learner(base)
@@ -313,22 +291,6 @@ def test_the_machine_s_settings_do_not_travel(digits, base, tmp_path):
     assert again.args.batch_size == 5
 
 
-def test_refused_constructions(base):
-    clip, processor = base
-    tower = get_peft_model(copy.deepcopy(clip).vision_model, DualModeLoraConfig(residual_rank=2))
-    with pytest.raises(ValueError, match="give a CLIPModel|the served types are"):
-        ClassIncrementalLearner(tower, processor)
-    full = BridgeEnsembleHead(64)
-    full.add_classes(["a"], torch.ones(1, 64), torch.tensor([0]), torch.ones(1, 64))
-    with pytest.raises(ValueError, match="the 'bridge' classifier already has 1 classes"):
-        ClassIncrementalLearner(make_learner(base).model, processor, head=full)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        ClassIncrementalLearner.from_pretrained("nowhere")
-
-
-# ---------------------------------------------------------------------- devices
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attention):
     """Tensors on the meta device have no values: to read one, copy one to the CPU or branch on one raises."""
@@ -352,9 +314,6 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
         losses[0][0].item()
 
 
-# ---------------------------------------------------------------------- options of speed
-
-
 @pytest.mark.slow
 def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monkeypatch):
     real = torch.compile
@@ -375,22 +334,6 @@ def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monk
         assert len(ran) == 2 * number, "one graph for each of a task's two steps"
         assert len(compiled) == 2, "one for each size of batch, whatever the history's rank"
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
-
-
-def test_a_learner_works_on_the_default_adapter_alone(base, digits):
-    clip, processor = base
-    config = DualModeLoraConfig(residual_rank=2, support_rank=8)
-    named = get_peft_model(copy.deepcopy(clip), config, adapter_name="mine")
-    with pytest.raises(ValueError, match=r"active adapters are \['mine'\]: .*'default'"):
-        ClassIncrementalLearner(named, processor, args=LearnerArguments(**QUICK))
-    learner = make_learner(base)
-    learner.model.add_adapter("other", config)
-    learner.model.set_adapter("other")
-    task = stream(digits, 1)[0]
-    with pytest.raises(ValueError, match=r"\['other'\]"):
-        learner.learn_task(task.train, task.class_names)
-    learner.model.set_adapter("default")
-    learner.learn_task(task.train, task.class_names)
 
 
 def test_a_failed_load_gives_back_also_modules_to_save(base, tmp_path):

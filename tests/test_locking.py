@@ -56,13 +56,6 @@ def test_what_takes_a_learner_waits_until_its_task_is_learned(tmp_path, name):
     assert content(tmp_path / "taken") == content(tmp_path / "calm")
 
 
-@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
-def test_a_data_set_cannot_copy_the_learner_that_reads_it(take):
-    learner = tiny_learner()
-    with pytest.raises(RuntimeError, match="__deepcopy__ is called inside learn_task"):
-        learner.learn_task(Calling(images_of(0, 1), lambda: take(learner)), ["a", "b"])
-
-
 def test_a_scale_holds_in_its_own_thread_and_asyncio_task_alone():
     learner, image = learned(tiny_learner(), 1), images_of(0, seed=7)[0][0]
     whole, found = learner.image_embeds(image), {}

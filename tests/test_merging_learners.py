@@ -67,18 +67,6 @@ def test_two_teams_are_one(base, images, tmp_path):
     [
         ({"prompt_template": "a drawing of {}."}, "merge where templates is equal"),
         ({"classifiers": ("lda",)}, "merge where strategy and classifiers are equal"),
-        (
-            {
-                "classifiers": (
-                    "lda",
-                    "prototype",
-                    "ridge:ridge=1",
-                    "ranpac:features=40,ridge=1,seed=3",
-                    "bayes",
-                )
-            },
-            "seed",
-        ),
         ({"image_resize": "squash"}, "encode images with other models or in other ways: image_processor differ"),
     ],
 )

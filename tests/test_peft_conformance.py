@@ -91,9 +91,6 @@ def close(got, expected, atol=1e-5):
     torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("name", ["default", "my_dulbe_adapter"])
 @pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
 def test_a_saved_adapter_is_the_same_adapter(case, tmp_path, name, low_cpu_mem_usage):
@@ -152,9 +149,6 @@ def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
     assert torch.equal(case(model), expected)
 
 
-# ---------------------------------------------------------------------- merging
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
 def test_merging_in_every_precision(case, dtype, autocast_adapter_dtype):
@@ -210,9 +204,6 @@ def test_a_deleted_adapter_leaves_nothing(case):
         assert not any("default" in value for value in vars(layer).values() if isinstance(value, (dict, list)))
     with pytest.raises(ValueError, match="Adapter unknown does not exist"):
         model.delete_adapter("unknown")
-
-
-# ---------------------------------------------------------------------- training
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
@@ -275,9 +266,6 @@ def test_trainer_saves_and_resumes(tiny_clip, tmp_path):
     assert fresh.history_rank == through.history_rank == 6
     got, expected = get_peft_model_state_dict(fresh), get_peft_model_state_dict(through)
     assert all(torch.equal(got[key], value) for key, value in expected.items())
-
-
-# ---------------------------------------------------------------------- the towers elsewhere
 
 
 @pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted:UserWarning")

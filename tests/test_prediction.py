@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip, load_data
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
 
@@ -108,9 +108,6 @@ def test_sets_cover_the_right_class(world):
         world.learner.predict(world.test, top_k=2, coverage=0.7)
 
 
-# ---------------------------------------------------------------------- the command
-
-
 def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
     folder = str(world.root / "test")
     argv = ["predict", world.folder, folder, "--top-k", "2", "--device", "cpu", "--num-workers", "0"]
@@ -129,25 +126,6 @@ def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, cap
     assert main(argv) == 0
     first = capsys.readouterr().out.splitlines()[0].split("\t")
     assert first[0] == written[0]["path"] and first[1] == f"{expected[0][0][0]} {100 * expected[0][0][1]:.2f} %"
-
-
-@pytest.mark.slow
-def test_evaluate_measures_what_is_refused_and_what_is_found(world, digit_folders, capsys):
-    folder = digit_folders(9, 1, 8)
-    argv = ["evaluate", str(world.folder), "--data", str(folder), "--device", "cpu", "--no-progress"]
-    assert main([*argv, "--reject", "0.3"]) == 0
-    said = capsys.readouterr()
-    measured = json.loads(said.out)["rejection"]
-    tests = load_data(folder, "test")
-    known = [name for name in tests.class_names if name in world.learner.class_names]
-    others = [name for name in tests.class_names if name not in known]
-    for key, names in (("refused", known), ("found", others)):
-        answers = world.learner.predict(tests.select(names), reject=0.3)
-        assert measured[key] == pytest.approx(answers.count(None) / len(answers))
-    assert measured["asked_for"] == 0.3 and measured["found"] > measured["refused"]
-    assert f"none of these: {100 * measured['refused']:.2f} % of the images of known classes" in said.err
-    assert main(argv) == 0
-    assert "rejection" not in json.loads(capsys.readouterr().out)
 
 
 def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):

@@ -88,9 +88,6 @@ def hundred(tmp_path_factory):
     return root
 
 
-# ---------------------------------------------------------------------- what the files say
-
-
 @pytest.mark.parametrize("name", sorted({*FILES, *TABLE}))
 def test_a_file_says_what_the_table_says(name):
     settings = settings_from(name)
@@ -113,9 +110,6 @@ def test_a_file_says_what_the_table_says(name):
     assert list(make_classifiers(split_specs(stream.classifiers), 512)) == ["bridge", "text"]
     written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     assert settings | HYPER_PARAMETERS == settings and HYPER_PARAMETERS.keys() <= written.keys()
-
-
-# ---------------------------------------------------------------------- orders
 
 
 def classes_of(tasks):
@@ -146,9 +140,6 @@ def test_imagenet_100_draws_its_order_over_synsets_and_takes_names_from_a_file(h
     assert tasks[0].train.item_name(0).endswith(f"class_{min(order[:10]):02d}/0.png")
     with pytest.raises(FileNotFoundError, match="imagenet100_class_names.txt' is no file"):
         stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags[:-1])))
-
-
-# ---------------------------------------------------------------------- what stops a run
 
 
 def test_other_counts_stop_a_run_before_the_model_is_loaded(hundred, tmp_path, capsys):
@@ -194,9 +185,6 @@ def test_a_learner_keeps_how_images_are_resized(digit_folders, tmp_path, capsys)
     assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
     assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
     assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------- class names
 
 
 def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path):

@@ -22,7 +22,6 @@ from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -56,23 +55,14 @@ def red(sample: dict[str, Any]) -> int:
     return int(np.asarray(sample["image"])[0, 0, 0])
 
 
-# ---------------------------------------------------------------------- folders
-
-
 def test_image_folder_is_sorted_and_labelled(folder):
     data = ImageFolder(folder, "train")
     assert data.class_names == ("Ant eater", "zebra") and data.split == "train"
-    assert data.labels.dtype == np.int64 and data.labels.tolist() == [sample["label"] for sample in data] == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    assert data.labels.tolist() == [sample["label"] for sample in data]
+    assert data.labels.tolist() == [0, 0, 1, 1]
     assert [Path(data.item_name(index)).name for index in range(4)] == ["1.webp", "2.bmp", "a.jpeg", "b.PNG"]
     assert (red(data[1]), red(data[3]), red(data[-1])) == (40, 20, 20)
     assert ImageFolder(folder / "train").labels.tolist() == data.labels.tolist()
-    with pytest.raises(IndexError):
-        data[4]
 
 
 def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
@@ -141,9 +131,6 @@ def test_load_data_chooses_by_the_path(folder, tmp_path):
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             load_data(path)
-
-
-# ---------------------------------------------------------------------- the library datasets
 
 
 @pytest.fixture
@@ -262,9 +249,6 @@ def test_without_the_datasets_package_the_error_says_how_to_get_it(monkeypatch, 
             load_data(place)
 
 
-# ---------------------------------------------------------------------- a user's data set
-
-
 class Listed:
     """A data set with a list of labels, which its items may contradict."""
 
@@ -325,23 +309,6 @@ def test_an_overridden_item_is_what_is_read(folder):
     images = labelled_images(Grey(folder, "train"))
     assert len(set(images[0]["image"].getpixel((0, 0)))) == 1 and images.class_names == ("Ant eater", "zebra")
     assert len(set(ImageFolder(folder, "train")[0]["image"].getpixel((0, 0)))) > 1
-
-
-def test_unlabelled_images_of_every_kind(folder):
-    photos = ImageFolder(folder, "train")
-    assert unlabelled_images(photos) is not photos and len(unlabelled_images([photos, photos])) == 8
-    assert unlabelled_images(photos).item_name(3) == photos.item_name(3)
-    assert unlabelled_images([Image.new("RGB", (2, 2))]).item_name(0) == "item 0"
-    assert len(unlabelled_images(folder)) == 8 and red(unlabelled_images(folder / "train")[1]) == 40
-    assert len(unlabelled_images([Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8, 8)])) == 3
-    assert unlabelled_images((Image.new("RGB", (2, 2)), 7))[0]["label"] == -1
-    assert red(unlabelled_images(io.BytesIO(encoded(90)))[0]) == 90
-    assert len(unlabelled_images([np.zeros((8, 8, 3), np.uint8)])) == 1
-    with pytest.raises(TypeError, match=r"a NumPy array of shape \(8, 8, 3\): PIL's Image.fromarray makes an image"):
-        pixel_values(None, np.zeros((8, 8, 3), np.uint8))
-
-
-# ---------------------------------------------------------------------- fingerprints
 
 
 def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):

@@ -29,9 +29,9 @@ from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_ef
 from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import write_pictures
-from dulbe_peft.report.plots import SERIES, accuracy_figure, counts_figure, inline_svg, reliability_figure
+from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
 from dulbe_peft.report.run_groups import GroupResult, MeanSpread, best_results, group_results, group_runs
-from dulbe_peft.report.shares import ClassRow, Share, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.shares import Share, class_rows, confusion_matrix, reliability, sure_answers
 from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
 from dulbe_peft.report.verdict import clearly_better, leaderboard, next_steps
 from dulbe_peft.streams.tasks import Task
@@ -145,9 +145,6 @@ def test_a_run_leaves_what_people_look_at(runs):
     assert frozen["loss"] == [] and frozen["shared_capture"] is None and frozen["residual_capture"] is None
 
 
-# ---------------------------------------------------------------------- the page
-
-
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
     return Page(write_report(runs["one"], tmp_path_factory.mktemp("page") / "page.html"))
@@ -256,9 +253,6 @@ def test_a_page_is_one_file_and_a_class_name_is_only_a_text(page, runs, tmp_path
         assert "<script>alert" not in one.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in one.source
 
 
-# ---------------------------------------------------------------------- other kinds of runs
-
-
 def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_path):
     assert read_effects(read_run(runs["frozen"])).drift[0].old == pytest.approx(1)
     page = Page(write_report(runs["frozen"], tmp_path / "page.html"))
@@ -268,6 +262,10 @@ def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_pat
         assert word not in page.text, word
     rows = [row[0] for row in page.table("classifier", "what it is")]
     assert "zero_shot, text" in rows, "rows that are the same stand once"
+    lda = next(row for row in leaderboard(read_run(runs["frozen"])) if "lda" in row.names)
+    assert lda.size == (runs["frozen"] / "task-003" / "lda.safetensors").stat().st_size
+    timings = json_of(runs["frozen"] / "timings.json")["tasks"]
+    assert lda.seconds == pytest.approx(sum(task["phases"]["teach lda"] for task in timings))
 
 
 def test_a_task_of_a_run_and_a_saved_learner(runs, tmp_path):
@@ -325,47 +323,23 @@ def test_results_alone_are_enough(runs, tmp_path):
     assert "of the test images right" in page.words and page.table("classifier", "right")
 
 
-def test_a_run_of_a_learner_that_had_learned_before(runs, tmp_path):
-    """Its first two tasks were learned elsewhere: no test images of theirs are here."""
-    learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
-    learner.folder = None
-    last = tasks_of(digits(0, 6), digits(6, 16), increment=2)[2]
-    learner.run([last], tmp_path / "run")
-    page = Page(write_report(tmp_path / "run", tmp_path / "page.html"))
-    assert [row["task"] for row in rows_of(tmp_path / "run" / "predictions.csv")] == ["3"] * 20
-    results = json_of(tmp_path / "run" / "results.json")
-    bridge = next(row for row in page.table("right (%) after", "task 3") if "bridge" in row[0].split(", "))
-    assert bridge[1:] == ["", "", percent(results["head"]["overall"][2], 1)]
-    assert page.words.count("training images, 6 a class") == 1
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         (None, None, "is no folder"),
-        (None, {}, "holds neither results.json"),
         ("results.json", [], "results.json is damaged or foreign"),
-        ("results.json", {}, "results.json is damaged or foreign: class_names: Field"),
-        ("results.json", {"classifiers": {"bridge": {}}}, "results.json is damaged or foreign: classifiers"),
         ("timings.json", {"tasks": [{"seconds": "long"}]}, "timings.json is damaged or foreign: tasks"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),
     ],
 )
 def test_what_is_no_run_or_a_damaged_one_is_refused_by_name(runs, file, content, words, tmp_path):
     bad = tmp_path / "bad"
-    if content and isinstance(content, dict):
-        shutil.copytree(runs["one"], bad)
-        content = json_of(bad / file) | content
-    elif content is not None:
-        bad.mkdir()
     if file:
-        (bad / file).write_text(json.dumps(content))
+        shutil.copytree(runs["one"], bad)
+        (bad / file).write_text(json.dumps(json_of(bad / file) | content if content else []))
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(str(bad))) as caught:
         write_report([runs["two"], bad], tmp_path / "page.html", tmp_path / "a.csv", tmp_path / "a.tex")
     assert words in str(caught.value) and not list(tmp_path.glob("*.*"))
-
-
-# ---------------------------------------------------------------------- several runs
 
 
 def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
@@ -411,10 +385,13 @@ def test_the_terminal_s_table_explains_itself(runs):
     assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
 
 
-def test_the_table_as_csv_and_latex(runs, tmp_path):
+def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(runs["frozen"], tmp_path / "=50%_of & {all}")
-    folders = [runs["one"], runs["two"], copy]
-    write_report(folders, tmp_path / "page.html", csv=tmp_path / "t.csv", latex=tmp_path / "t.tex")
+    command = ["report", str(runs["one"]), str(runs["two"]), str(copy), "--csv", "t.csv", "--latex", "t.tex"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.split()[:6] == ["written:", "report.html", "written:", "t.csv", "written:", "t.tex"]
+    assert main(["report", "gone"]) == 2 and "gone is no folder" in capsys.readouterr().err
     rows = rows_of(tmp_path / "t.csv")
     lda = json_of(runs["frozen"] / "results.json")["classifiers"]["lda"]
     found = next(row for row in rows if row["method"] == "lda" and row["strategy"] == "frozen")
@@ -424,18 +401,6 @@ def test_the_table_as_csv_and_latex(runs, tmp_path):
     latex = (tmp_path / "t.tex").read_text()
     assert r"=50\%\_of \& \{all\} & 1 & frozen & lda & " + percent(lda["last_accuracy"]) in latex
     assert all(line.count("&") - line.count(r"\&") == 7 for line in latex.splitlines() if line.endswith(r"\\"))
-
-
-def test_the_command(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(runs["one"]), "--output", "a.html", "--csv", "a.csv", "--latex", "a.tex"]) == 0
-    assert capsys.readouterr().out.split()[:6] == ["written:", "a.html", "written:", "a.csv", "written:", "a.tex"]
-    assert len(rows_of("a.csv")) == 5
-    shutil.copytree(runs["one"], "run")
-    assert main(["report", "run"]) == 0 and Path("run/report.html").is_file()
-    assert main(["report", "run", str(runs["two"])]) == 0 and Path("report.html").is_file()
-    assert main(["report", "gone"]) == 2
-    assert "gone is no folder" in capsys.readouterr().err
 
 
 def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
@@ -449,9 +414,6 @@ def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
     for folder, name in (("june", "notes.txt"), ("july", "broken.png")):
         page = Page(write_report(tmp_path / folder))
         assert "What was left out" in page.words and name in page.words
-
-
-# ---------------------------------------------------------------------- parts
 
 
 def test_one_list_of_columns_makes_every_table(tmp_path):
@@ -469,9 +431,6 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
     write_table_latex(columns, rows, tmp_path / "t.tex")
     hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
     assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
-
-
-# ---------------------------------------------------------------------- what predictions amount to
 
 
 def answers(*rows):
@@ -534,25 +493,6 @@ def test_the_next_step_is_the_most_useful_one(runs):
     found = steps(crabs, {"crab": 3, "a": 50})
     assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
     assert "Look at crab and lobster: 8 of 8" in found[1][0]
-
-
-def test_rows_that_are_the_same_stand_once(runs):
-    run = read_run(runs["frozen"])
-    rows = leaderboard(run)
-    names = [name for row in rows for name in row.names]
-    assert sorted(names) == sorted({"zero_shot", "text", "class_means", "bridge", "lda"})
-    assert next(row for row in rows if "text" in row.names).names == ("zero_shot", "text")
-    lda = next(row for row in rows if "lda" in row.names)
-    assert lda.size == (runs["frozen"] / "task-003" / "lda.safetensors").stat().st_size
-    timings = json_of(runs["frozen"] / "timings.json")["tasks"]
-    assert lda.seconds == pytest.approx(sum(task["phases"]["teach lda"] for task in timings))
-
-
-def test_classes_by_their_training_images():
-    rows = [ClassRow("a", Share(1, 4), None, [], 2), ClassRow("b", Share(3, 4), None, [], 40)]
-    axes = counts_figure(rows).axes[0]
-    assert axes.lines[0].get_xdata().tolist() == [2, 40] and axes.lines[0].get_ydata().tolist() == [25, 75]
-    assert axes.get_xscale() == "log" and axes.get_ylim() == (0, 100)
 
 
 def test_pictures_of_a_page_take_its_colours(runs):

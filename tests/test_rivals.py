@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import frozen, rivals
+from benchmarks import rivals
 from dulbe_peft.classifiers.calibration import hold_back
 
 
@@ -49,22 +48,3 @@ def test_held_back_images_choose_the_setting(monkeypatch):
     seen.clear()
     rivals.scores("rule", Z[:3], LABELS[:3], TEXTS, 20.0, TESTS)
     assert seen == [(3, 5, False)]
-
-
-def test_they_stand_in_the_table_of_frozen(monkeypatch, tmp_path):
-    centres = F.normalize(normal(4, 8, seed=5), dim=1)
-    y = torch.arange(80) % 4
-    images = F.normalize(centres[y] + 0.1 * normal(80, 8, seed=6), dim=1)
-    features = {
-        "train": images[:40],
-        "y": y[:40],
-        "test": images[40:],
-        "truth": y[40:],
-        "text": centres,
-        "scale": 20.0,
-    }
-    monkeypatch.setattr(frozen, "encoded", lambda _: features | {"names": list("abcd")})
-    out = tmp_path / "few.json"
-    frozen.main(["--counts", "1", "5", "--repeats", "1", "--classifiers", *rivals.RIVALS, "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2 * len(rivals.RIVALS) and all(row["value"] > 90 for row in rows)

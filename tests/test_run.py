@@ -106,9 +106,6 @@ def breaking(tasks, call, action):
     return [*first, Task(Breaking(last.train, call, action), last.test, last.class_names)]
 
 
-# ---------------------------------------------------------------------- what a folder says
-
-
 def test_a_task_folder_names_its_run(finished):
     manifest = read_manifest(finished / "task-002")
     identity = manifest.notes["identity"]
@@ -126,8 +123,6 @@ def other_weight(learner):
     ("fields", "change", "names", "words"),
     [
         ({"seed": 1}, None, NAMES, "seed was 0 and is now 1;"),
-        ({"learning_rate": 0.5, "epochs": 2}, None, NAMES, "epochs was 1 and is now 2, learning_rate was .* 0.5;"),
-        ({"rank": 3}, None, NAMES, "residual_rank was 2 and is now 3;"),
         ({"classifiers": "bridge:depths=0.5"}, None, NAMES, r"classifiers\.bridge\.depths"),
         ({}, other_weight, NAMES, "base_model was "),
         ({}, None, ["three", "one", *NAMES[2:]], r"task 1 has the classes \['one', 'three'\] there, and \['three', "),
@@ -164,7 +159,6 @@ def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, ou
     [
         ("bytes", r"training images of task 2, which is finished, differ: 1 changed \(two/0\.png\); put"),
         ("name", r"training images of task 2, .* differ: 1 added \(two/9\.png\), 1 removed \(two/0\.png\); put"),
-        ("one more", r"training images of task 2, .* differ: 1 added \(two/9\.png\); put"),
         ("test", r"test images of task 2, which is finished, differ: 1 changed \(two/4\.png\); put"),
     ],
 )
@@ -172,8 +166,6 @@ def test_other_data_of_a_finished_task_are_refused_by_the_files(base, root, fini
     file = root / ("test" if change == "test" else "train") / "two" / ("4.png" if change == "test" else "0.png")
     if change == "name":
         file.rename(file.with_name("9.png"))
-    elif change == "one more":
-        shutil.copy(file, file.with_name("9.png"))
     else:
         Image.new("RGB", (9, 9), "red").save(file)
     with pytest.raises(ValueError, match=f"task-002 belongs to another run: the {words}"):
@@ -229,9 +221,6 @@ def test_where_no_folder_is_valid_nothing_is_replaced(base, photos, output, tmp_
     assert content(tmp_path) == before
 
 
-# ---------------------------------------------------------------------- tasks that follow may be others
-
-
 def test_a_run_goes_on_when_tasks_are_added_as_if_they_had_been_there(base, photos, whole, tmp_path):
     output, learner = tmp_path / "run", frozen(base)
     learner.run(stream(photos, 1), output)
@@ -270,13 +259,8 @@ def test_later_classes_may_be_others_and_tests_may_be_missing(base, photos, tmp_
         assert ("classifiers" in results) == test
 
 
-# ---------------------------------------------------------------------- a learner that has learned before
-
-
-@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
-def test_a_saved_learner_goes_on_in_a_new_folder_and_nothing_is_invented(base, photos, tmp_path, strategy):
-    tasks = stream(photos, 3)
-    learner = make_learner(base, strategy=strategy)
+def test_a_saved_learner_goes_on_in_a_new_folder_and_nothing_is_invented(base, photos, tmp_path):
+    tasks, learner = stream(photos, 3), make_learner(base)
     for task in tasks[:2]:
         learner.learn_task(task.train)
     learner.save_pretrained(tmp_path / "saved")
@@ -373,9 +357,6 @@ def test_a_run_s_folder_loads_its_newest_whole_task(whole, tmp_path, capsys):
         (output / name / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of its tasks is whole: .*task-003.*task-002.*task-001"):
         ClassIncrementalLearner.from_pretrained(output)
-
-
-# ---------------------------------------------------------------------- what breaks
 
 
 def test_ctrl_c_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path):

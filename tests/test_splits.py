@@ -33,9 +33,6 @@ def counts_of(dataset) -> list[int]:
     return np.bincount(dataset.labels, minlength=len(dataset.class_names)).tolist()
 
 
-# ---------------------------------------------------------------------- what there is
-
-
 @pytest.mark.parametrize("slow", [-1, 1e9])
 def test_an_inventory_counts_and_names(tmp_path, slow, monkeypatch):
     """Headers are read one by one, or in threads."""
@@ -70,9 +67,6 @@ def test_an_inventory_of_tasks_and_lists(tmp_path):
     plain = inspect_images([(Image.new("RGB", (4, 4)), 1), (Image.new("RGB", (4, 4)), 0)])
     assert plain.unchecked == 2 and plain.counts == {"images": {"0": 1, "1": 1}}
     assert "not looked at before training: 2 images" in plain.format()
-
-
-# ---------------------------------------------------------------------- held-back images
 
 
 def test_hold_out_ignores_order_place_and_other_images(tmp_path):
@@ -125,9 +119,6 @@ def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
     assert sorted(several[0]) == [2, 2, 2, 9, 9, 9] and len(set(map(tuple, several))) > 1, "the seed says which"
     assert sorted(counts_of(draw_per_class(data, "longtail:12"))) == [2, 2, 3, 4, 6, 12]
     assert set(draw_per_class(data, [2, 9]).indices) <= set(draw_per_class(data, 9).indices)
-
-
-# ---------------------------------------------------------------------- what a folder holds
 
 
 def test_splits_are_found(tmp_path):

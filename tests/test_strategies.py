@@ -218,11 +218,8 @@ def test_a_strategy_from_outside_the_package(tmp_path):
         ("merge_lora", "did you mean 'merged_lora'"),
         ("lora:rank=3", "no setting 'rank'"),
         ({"name": "lora_sub", "rank": 3}, "does not have the settings.*rank"),
-        ({"name": "lora_sub", "energy": "much"}, "does not have the settings.*much"),
-        ("o_lora:lambda_1=-1", "lambda_1 must be at least 0"),
         ("inflora:energy=0.9,final_energy=0.8", "energy must be at most final_energy = 0.8, got 0.9"),
         ("cl_lora:shared_blocks=1", "shared_blocks must be less than 1"),
-        ("cl_lora:similarity=nan", "similarity must be a finite number"),
         ("dulbe:routing=none", "routing"),
     ],
 )
@@ -235,10 +232,7 @@ def test_settings_that_are_wrong_are_named(spec, message):
     ("name", "memory"),
     [
         ("lora", {"other": torch.ones(1)}),
-        ("dulbe", {"other": torch.ones(1)}),
         ("mg_clip", {"epochs": torch.tensor(0)}),
-        ("mg_clip", {"epochs": torch.tensor([2])}),
-        ("cl_lora", {"block_weights": torch.ones(2, 2)}),
         ("cl_lora", {"block_weights": torch.ones(1)}),
         ("cl_lora", {"block_weights": torch.ones(2, 1, dtype=torch.int64)}),
     ],

@@ -11,12 +11,10 @@ from lives import differences, everything
 from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
-from dulbe_peft.checkpoints import saving
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.streams.tasks import select_classes
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.utils.folders import commit_folder
 
 QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 
@@ -43,9 +41,6 @@ def taught(base, data, count=2, **options):
     for task in class_incremental_tasks(data, increment=2)[:count]:
         learner.learn_task(task.train)
     return learner
-
-
-# ---------------------------------------------------------------------- further images
 
 
 def test_half_and_half_is_as_all_at_once_where_nothing_is_trained(base, digits):
@@ -111,19 +106,6 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
     assert not differences(everything(learner), before[0]) and not differences(everything(able), before[1])
 
 
-def test_without_statistics_it_updates_and_stays_unable_to_learn(base, digits, tmp_path):
-    learner = taught(base, digits[0], strategy="dulbe")
-    published = tmp_path / "published"
-    commit_folder(published, "learner", lambda folder: saving.write(learner.state, folder, statistics=False))
-    published = ClassIncrementalLearner.from_pretrained(published)
-    published.update_classes(select_classes(digits[1], ("one",)))
-    published.save_pretrained(tmp_path / "again")
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "again")
-    assert again.head.counts.tolist() == [6, 12, 6, 6] and not again.memory
-    with pytest.raises(ValueError, match="it can predict and evaluate, but not learn"):
-        again.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
-
-
 def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     learner = taught(base, digits[0])
     learner.update_classes(select_classes(digits[1], ("three", "one")))
@@ -144,9 +126,6 @@ def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     ]
     loaded.save_pretrained(tmp_path / "less")
     assert '"one"' not in (tmp_path / "less" / "learner.json").read_text(), "a forgotten class leaves no name"
-
-
-# ---------------------------------------------------------------------- forgetting
 
 
 def test_a_forgotten_class_is_never_the_answer_and_can_be_learned_again(base, digits):
