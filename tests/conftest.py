@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
+os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
 
 

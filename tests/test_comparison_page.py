@@ -209,32 +209,6 @@ def test_the_map_from_images_to_accuracy():
     assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
 
 
-def test_no_stream_s_winner_is_left_out_and_no_name_is_cut():
-    table = made_comparison()
-    alone = [entry(Row("frozen", "winner" * 20), 0.93, stream=f"stream {n}") for n in range(3)]
-    rows = [Row("frozen", f"{n}") for n in range(20)]
-    crowd = [entry(row, 0.9, stream="16 images") for row in rows]
-    scope = changed(table.scope, streams={**table.scope.streams, **{f"stream {n}": {} for n in range(3)}})
-    full = changed(table, entries=[*table.entries, *alone, *crowd], scope=scope)
-    shown = important_rows(full)
-    assert alone[0].row in shown and Row("DuLBE", "lda") in shown and REFERENCE in shown
-    texts = [text.get_text().replace("\n", "") for text in streams_figure(full, shown).legends[0].get_texts()]
-    assert alone[0].row.title.replace(" ", "") in [text.replace(" ", "") for text in texts]
-
-
-def test_streams_that_differ_in_more_have_a_line_each():
-    table = made_comparison()
-    for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
-        streams = {**table.scope.streams, "4 images": {**table.scope.streams["4 images"], **change}}
-        assert image_counts(streams) == {}, change
-    figure = streams_figure(changed(table, scope=changed(table.scope, streams=streams)), [REFERENCE])
-    axes = figure.axes[0]
-    assert axes.get_xlim() == (0, 100) and axes.get_xscale() == "linear"
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["4 images", "16 images"]
-    line = axes.containers[0].lines[0]
-    assert list(line.get_xdata()) == [80, 90] and line.get_linestyle() == "None"
-
-
 def test_differences_are_drawn_with_their_intervals():
     rows = with_difference(made_comparison().entries[:4])
     assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]

@@ -92,6 +92,8 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     capsys.readouterr()
     assert learn(tmp_path / "less", june / "photos", tmp_path / "again") == 2
     assert "count twice" in capsys.readouterr().err
+    assert learn(june / "run", some(photos, tmp_path / "known", ["one"]), tmp_path / "again", "--no-update") == 2
+    assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
     page = write_report(tmp_path / "last").read_text(encoding="utf-8")
     assert "after task 3, a class of task 2 was forgotten" in page and "two" not in page
 
@@ -140,21 +142,6 @@ def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, jun
     assert "task 1 are not used again: the run did not note where they came from" in said.err
     assert results_of(tmp_path / "run")["head"]["matrix"][:2] == [[None], [None, None]]
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
-
-
-def test_what_cannot_be_learned_is_one_line(photos, june, tmp_path, capsys):
-    known = some(photos, tmp_path / "known", ["one"])
-    command = ["run", "--model", str(demo_model_folder()), "--data", str(known), "--output", str(tmp_path / "rapf")]
-    assert main([*command, *FROZEN, "--classifiers", "rapf"]) == 0
-    more = some(photos, tmp_path / "more", ["one"], 3)
-    for learner, data, flags, words in (
-        (june / "run", june / "photos", [], "would count twice"),
-        (june / "run", known, ["--no-update"], "has nothing to learn"),
-        (tmp_path / "rapf", more, [], "'rapf' classifier cannot learn more images"),
-    ):
-        capsys.readouterr()
-        assert learn(learner, data, tmp_path / "new", *flags) == 2
-        assert words in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 def test_names_that_contradict_the_dataset():

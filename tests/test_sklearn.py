@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -81,17 +77,6 @@ def test_classes_may_arrive_later(digits):
     assert counts["0"] == (y == 0).sum() and counts["1"] == (y == 1).sum() + ((y == 1) & half).sum()
     assert counts["9"] == (y == 9).sum() and counts["4"] == (y == 4).sum() + ((y == 4) & half).sum()
     assert made.score(X, y) > 0.9
-
-
-def test_a_saved_estimator_answers_in_a_fresh_process(digits, tmp_path):
-    X, _, words = digits
-    made = FeatureClassifier("bayes", text_embeds=texts(X, words)).fit(X, words)
-    (tmp_path / "made.pickle").write_bytes(pickle.dumps(made))
-    np.save(tmp_path / "X.npy", X)
-    code = "import pickle, sys, numpy as np; made = pickle.load(open(sys.argv[1] + '/made.pickle', 'rb'));"
-    code += "np.save(sys.argv[1] + '/found.npy', made.predict_proba(np.load(sys.argv[1] + '/X.npy')))"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), made.predict_proba(X))
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
