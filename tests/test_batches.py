@@ -19,7 +19,7 @@ def saved(digit_folders, tmp_path_factory):
     """A saved learner of three digits, paths of test images, their features and answers."""
     root = digit_folders(3, 8, 3)
     args = LearnerArguments(device="cpu", progress=False)
-    learner = ClassIncrementalLearner(*load_clip(demo_model_folder()), args=args, strategy="frozen")
+    learner = ClassIncrementalLearner(*load_clip(demo_model_folder()), args=args, strategy="frozen", classifiers="lda")
     learner.learn_task(ImageFolder(root, "train"))
     folder = tmp_path_factory.mktemp("learners") / "digits"
     learner.save_pretrained(folder)

@@ -156,9 +156,8 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
 
 
 @pytest.mark.parametrize("existing", [True, False])
-def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, existing):
+def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path, existing):
     """Each operation on a file fails once. An error names the folder; the next call leaves nothing over."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here outlives the process
     for at in range(200):
         error = KeyboardInterrupt() if at % 2 else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         folder = tmp_path / str(at) / "saved"

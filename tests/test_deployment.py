@@ -39,7 +39,7 @@ from dulbe_peft.deployment.parts import checked_formula
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
-WIDE = ("ranpac:features=50", "bayes")
+WIDE = ("ranpac:features=50", "bayes:features=50")
 WITH_TEXT = ("bridge", "text", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
 WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1")
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")

@@ -34,7 +34,7 @@ def texts(X, y):
     return {label: X[y == label][:3].mean(axis=0) for label in np.unique(y).tolist()}
 
 
-@pytest.mark.parametrize("spec", ["lda", "bayes", "gda:alpha=0.5", "text"])
+@pytest.mark.parametrize("spec", ["lda", "bayes:features=0", "gda:alpha=0.5", "text"])
 def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, spec):
     X, numbers, words = digits
     classifier = make_classifier(spec, 64, 50.0)

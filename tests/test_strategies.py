@@ -38,7 +38,7 @@ def _named_base(tmp_path_factory, digit_folders):
 
 
 def make_learner(name):
-    few = [f"{key}:features=50" if key == "ranpac" else key for key in make_strategy(name).classifiers]
+    few = [f"{key}:features=50" if key in ("ranpac", "bayes") else key for key in make_strategy(name).classifiers]
     return tiny_learner(SPECS.get(name, name), tuple(few), drift="linear", epochs=2)
 
 
