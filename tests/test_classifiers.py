@@ -143,8 +143,8 @@ def test_ranpac_keeps_its_random_layer():
 
 @pytest.fixture(scope="module")
 def unequal(digits):
-    """Two images of every odd digit, 40 of every even one, and how many each has."""
-    rows = torch.cat([(digits.labels == c).nonzero()[: 2 if c % 2 else 40, 0] for c in range(CLASSES)])
+    """Two images of every odd digit, 14 of every even one, and how many each has."""
+    rows = torch.cat([(digits.labels == c).nonzero()[: 2 if c % 2 else 14, 0] for c in range(CLASSES)])
     labels = digits.labels[rows]
     return digits.images[rows], labels, torch.bincount(labels).double()
 
