@@ -1,7 +1,7 @@
 """ENGINE: a linear unit for images and one for texts a task, beside a Gaussian discriminant of the features.
 
-u(z) = sum over tasks of W_t s z + b_t,  s = 10        one sum for images, one for texts; finished units are frozen
-cos  = u_image(z) . u_text(e_c) at length 1
+u(z) = v / |v|,  v = sum over tasks of s W_t z + b_t   one sum for images, one for texts; finished units are frozen
+cos  = u(z) . u(e_c)                                   s = 10
 g    = mu_c' P z - mu_c' P mu_c / 2 - log C            P = d (S + tr S / (N - 1) I)^-1,  S: scatter within the classes
 score = tau (a g / |g| + (1 - a) cos)                  |g| over the classes
 
