@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
 from dulbe_peft.data.features import FeatureFile, write_classes, write_shard
 from dulbe_peft.runs.run import Run
+from dulbe_peft.streams.tasks import Task
+
+NUMBERS, NEAR = (2, 20, 80), 5  # tasks that get a row; the median of so many up to each
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,40 +43,63 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured(values: Any, work: Path) -> list[dict[str, Any]]:
-    """Learn all tasks in a run's folder, and ask the command line for one prediction."""
+    """Learn all tasks in a run's folder, then the last one after a single task, and ask for one prediction."""
     clip, processor = models.clip("wide", "sdpa")
     clip.save_pretrained(work / "model")
     processor.save_pretrained(work / "model")
-    made = {"args": LearnerArguments(device="cpu", progress=False), "classifiers": values.classifiers.split(",")}
-    learner = ClassIncrementalLearner(*load_clip(work / "model"), strategy="frozen", **made)
+    classes, (learner, other) = values.tasks * values.classes, (made(values, work) for _ in range(2))
     (work / "features").mkdir()
-    write_data(work / "features", learner, values.tasks * values.classes, values.images)
+    write_data(work / "features", learner, classes, values.images)
     train, test = (load_data(work / "features", split) for split in ("train", "test"))
-    ends, learn = [time.process_time()], Run.learn
-
-    def timed(run: Run, *arguments: Any) -> None:
-        learn(run, *arguments)
-        ends.append(time.process_time())
-
-    Run.learn = timed  # type: ignore[method-assign]
-    try:
-        learner.run(class_incremental_tasks(train, test, increment=values.classes), work / "run")
-    finally:
-        Run.learn = learn  # type: ignore[method-assign]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    seconds, few = np.diff(ends), max(1, min(10, values.tasks // 4))
+    cut = partial(class_incremental_tasks, train, test, increment=values.classes)
+    learned, tested, peaks = timed_run(learner, cut(), work / "run")
+    alone = timed_run(other, cut(initial_increment=classes - values.classes), work / "other")[0][-1]
     newest = work / "run" / f"task-{values.tasks:03d}"
     notes = [(newest / name).stat().st_size for name in ("progress.json", "manifest.json", "learner.json")]
-    where = f"{values.tasks} tasks of {values.classes:,} classes"
-    found = {
-        "CPU of the first tasks": (statistics.median(seconds[1 : 1 + few]), "s a task"),
-        "CPU of the last tasks": (statistics.median(seconds[-few:]), "s a task"),
-        "peak memory of the process": (peak, "MiB"),
+    found = {}
+    for number in sorted({number for number in NUMBERS if number < values.tasks} | {values.tasks}):
+        rows = slice(max(1, number - NEAR), number)
+        found[f"CPU of task {number}, learned and saved"] = statistics.median(learned[rows]), "s"
+        found[f"CPU of its test, {number * values.classes * values.images:,} images"] = tested[number - 1], "s"
+        found[f"peak memory of the process up to task {number}"] = peaks[number - 1], "MiB"
+    found |= {
+        "CPU of the last task after one task with all classes before": (alone, "s"),
         "notes in the last task's folder": (sum(notes) / 1024, "KiB"),
         "CPU of `dulbe-peft predict`, one image": (predicted(work), "s"),
         "CPU of the same with the first task's learner": (predicted(work, "task-001"), "s"),
     }
+    where = f"{values.tasks} tasks of {values.classes:,} classes"
     return [common.value_row(f"{what}, {where}", common.rounded(value), unit) for what, (value, unit) in found.items()]
+
+
+def made(values: Any, work: Path) -> ClassIncrementalLearner:
+    """A learner of the saved model that has learned nothing."""
+    options = {"args": LearnerArguments(device="cpu", progress=False), "classifiers": values.classifiers.split(",")}
+    return ClassIncrementalLearner(*load_clip(work / "model"), strategy="frozen", **options)
+
+
+def timed_run(learner: ClassIncrementalLearner, tasks: list[Task], folder: Path) -> tuple[list[float], ...]:
+    """Of each task CPU seconds of learning and saving, those of testing, and the memory peak by then in MiB."""
+    seconds: dict[str, list[float]] = {"learn": [], "measure": []}
+    peaks, methods = [], {name: getattr(Run, name) for name in seconds}
+
+    def timed(name: str, run: Run, *arguments: Any) -> Any:
+        before = time.process_time()
+        found = methods[name](run, *arguments)
+        seconds[name].append(time.process_time() - before)
+        if name == "learn":
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return found
+
+    try:
+        for name in methods:
+            setattr(Run, name, partialmethod(lambda run, name, *given: timed(name, run, *given), name))
+        learner.run(tasks, folder)
+    finally:
+        for name, method in methods.items():
+            setattr(Run, name, method)
+    tested = seconds["measure"]
+    return [whole - test for whole, test in zip(seconds["learn"], tested, strict=True)], tested, peaks
 
 
 def predicted(work: Path, task: str = "") -> float:

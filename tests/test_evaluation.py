@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.classifiers import Classifier, make_classifiers
+from dulbe_peft.metrics import evaluation
 from dulbe_peft.metrics.evaluation import BASELINES, evaluate_features, read_predictions, write_predictions
 from dulbe_peft.runs.progress import measured_row
 from dulbe_peft.utils.files import read_csv, write_csv
@@ -57,6 +58,17 @@ def test_predictions_equal_a_loop_over_images():
     assert figures["class_means_accuracy"] == pytest.approx(right["class_means"] / 20)
     assert right["lda"] not in (0, 20), "the test would not see a mistake"
     assert "class_means_accuracy" not in predicted("bridge", "prototype").figures() and not predicted("lda").baselines
+
+
+def test_so_many_scores_are_in_memory_at_a_time_and_no_more(monkeypatch):
+    expected, sizes, forward = predicted("lda", "bridge"), [], Classifier.forward
+    monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # three images of five classes
+    monkeypatch.setattr(Classifier, "forward", lambda *given: sizes.append(len(given[1])) or forward(*given))
+    found = predicted("lda", "bridge")
+    assert sizes == [3, 3] * 6 + [2, 2]
+    for one, other in ((expected.classifiers, found.classifiers), (expected.baselines, found.baselines)):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(found.probability, expected.probability)
 
 
 def test_counts_by_class_add_up():

@@ -16,6 +16,7 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
+from dulbe_peft.metrics import retention
 from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.runs.progress import Ahead, FinishedTask, Row, Score
@@ -73,6 +74,33 @@ def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
         for task, key in ((second, "unlearned"), (first, "learned")):
             expected = literal_accuracy(blend, learner, task.test, task.class_names, task.class_names)
             assert row[key] == pytest.approx(expected), (row, key)
+
+
+@pytest.mark.parametrize("most", [1, 2**22])
+def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most):
+    generator = torch.Generator().manual_seed(0)
+    sizes, text = (2, 3, 0, 4), torch.randn(9, 6, generator=generator)
+    text[4] = text[1]  # two classes of one name's embedding: the first is taken
+    parts, first = [], 0
+    for size in sizes:
+        labels = torch.arange(5 * size) % max(1, size) + first
+        features = 2 * text[labels] + torch.randn(5 * size, 6, generator=generator)
+        parts.append((features, labels) if size in (2, 4) else None)
+        first += size
+    monkeypatch.setattr(retention, "_encoded", lambda learner, tests: (text, parts))
+    monkeypatch.setattr(retention, "MOST_SCORES", most)
+    tests = [(None, ["a"] * size) for size in sizes]
+    found = retention.seen_accuracies(None, tests)
+    for step in range(4):
+        right, seen = [], sum(sizes[: step + 1])
+        for part in parts[: step + 1]:
+            for feature, label in zip(*part, strict=True) if part else ():
+                cosines = (text[:seen] @ feature).tolist()
+                right.append(cosines.index(max(cosines)) == int(label))
+        assert found[step] == pytest.approx(sum(right) / len(right))
+    assert len(set(found)) > 1, "the test would not see a mistake"
+    (whole, _, _, late) = retention.each_accuracy(None, tests)
+    assert (10 * whole + 20 * late) / 30 == pytest.approx(found[-1])
 
 
 def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_scale(ran):

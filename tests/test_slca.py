@@ -52,7 +52,7 @@ def literal_alignment(weight, bias, gaussians, sizes, generator):
 
     def batches():
         for number in range(2):
-            noise = torch.randn(len(task), 7, DIM, generator=generator).double()
+            noise = [torch.randn(7, DIM, generator=generator).double() for _ in task]
             drawn = []
             for c, (mean, covariance) in enumerate(gaussians):
                 shrunk = mean * (0.9 + 0.1 * (task[c] + 1) / len(sizes))

@@ -194,12 +194,14 @@ class Classifier(GrowingState):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
         known, twin = len(self._class_names), self.fork()
         with without_autocast(images):
+            # The copy without held-back images goes before the other one comes: two of them may not fit.
+            held = type(self).judge is Classifier.judge
+            choices, scores = self._held_back(names, images, indices, texts) if held else ({}, None)
             twin._take(names, images, indices, texts)
+            twin.install(choices)
             twin._class_names = self._class_names + names
-            scores = twin.judge(images, indices + known)
-            if scores is None and type(self).judge is Classifier.judge:
-                choices, scores = self._held_back(names, images, indices, texts)
-                twin.install(choices)
+            if not held:
+                scores = twin.judge(images, indices + known)
         self._adopt(twin, scores)
 
     @torch.no_grad()

@@ -76,24 +76,24 @@ class Fit:
 
     @classmethod
     def of(cls, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int, texts: Tensor) -> Fit:
-        """From m_c, n_c (C,), W, f and tau e_c."""
+        """From m_c, n_c (C,), W, f and tau e_c; the columns that texts lack are zeros."""
+        width = texts.shape[1]
         centre, counts = means.mean(dim=0), counts.to(means)[:, None]
         means, texts = means - centre, texts - texts.mean(dim=0)
         weights, images = 1 / (1 / USUAL_KAPPA + 1 / counts), freedom + USUAL_IMAGES
         identity = torch.eye(len(scatter)).to(scatter)
         noise = scatter / freedom if freedom else identity
         for _ in range(ROUNDS):
-            metric = texts @ noise
-            left = means - _slope(weights, texts, means, metric) * metric
+            metric = texts @ noise[:width]
+            left = means - _slope(weights, texts, means[:, :width], metric[:, :width]) * metric
             noise = (scatter + USUAL_IMAGES / len(means) * left.T @ (weights * left)) / images
         if float(noise.trace()) < 1e-20 * len(noise):  # all images are equal
             noise = identity
         values, vectors = torch.linalg.eigh(noise)
         share = min(oas_shrinkage(noise, freedom + len(means)), 0.99)
         base = share / (1 - share) * float(noise.trace()) / len(noise)
-        return cls(
-            values.clamp_min(0), vectors, base, centre, means @ vectors, texts @ vectors, counts, weights, images
-        )
+        means, texts = means @ vectors, texts @ vectors[:width]
+        return cls(values.clamp_min(0), vectors, base, centre, means, texts, counts, weights, images)
 
     def noise(self, rho: float) -> Tensor:
         """The diagonal of S + rho base I, (d,)."""
@@ -411,7 +411,7 @@ class BayesClassifier(Classifier):
         return self.derived(f"fit {features}", lambda: self._fitted(self.embed_dim + features))
 
     def _fitted(self, width: int) -> Fit:
-        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, width - self.embed_dim))
+        texts = self.logit_scale * self.text_embeds.to(self.sums)
         counts, sums, scatter = self.counts.to(self.sums), self.sums[:, :width], self.scatter[:width, :width]
         return Fit.of(sums / counts[:, None], counts, scatter, int(self.freedom), texts)
 

@@ -107,13 +107,14 @@ class SlcaClassifier(Classifier):
         """W and b of all classes after training on drawn features."""
         labels = torch.arange(len(means)).repeat_interleave(self.draws)
         with gradients():
-            means, factors, task = shrunk(means, task), factors.clone(), task.clone()
+            means, task, drawn = shrunk(means, task), task.clone(), means.new_empty(len(labels), self.embed_dim)
             weight, bias = (rows.clone().requires_grad_() for rows in head)
             optimizer = self._optimizer([weight, bias])
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
             for _ in range(self.rounds):
-                noise = torch.randn(len(means), self.draws, self.embed_dim, generator=generator).to(means)
-                drawn = (means[:, None] + noise @ factors.transpose(1, 2)).flatten(0, 1)
+                for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
+                    noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
+                    torch.addmm(mean, noise, factor.T, out=own)
                 for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
                     scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
                     optimizer.zero_grad()

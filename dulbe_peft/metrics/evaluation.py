@@ -15,6 +15,7 @@ from dulbe_peft.utils.files import read_csv, write_csv
 PREDICTIONS_FILE = "predictions.csv"
 # What is compared with the classifiers, and stands in the results beside them where a classifier keeps what it needs.
 BASELINES = ("text", "class_means")
+MOST_SCORES = 2**22  # in memory at a time
 _COLUMNS = ("image", "class", "predicted", "probability", "task")
 _OTHER = "predicted_"
 
@@ -69,22 +70,29 @@ def evaluate_features(
     images: Sequence[str],
 ) -> Evaluation:
     """Ask every classifier, and the two baselines, about the same features, (n, d), with classes `truth`, (n,)."""
-    logits = {name: classifier(features) for name, classifier in classifiers.items()}
-    first = next(iter(classifiers))
-    sure = (logits[first] / classifiers[first].temperature).softmax(dim=1).amax(dim=1)
     prototypes = {} if "prototype" in classifiers else {"class_means": "visual_prototypes"}
-    found = {}
+    rows: dict[str, torch.Tensor] = {}
     for name, attribute in {"text": "text_embeds", **prototypes}.items():
         kept: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
         if kept is not None:
-            found[name] = (features @ kept.to(features).T).argmax(dim=1).cpu()
+            rows[name] = kept.to(features)
+    said: dict[str, list[torch.Tensor]] = {name: [] for name in (*classifiers, *rows)}
+    sure, first = [], next(iter(classifiers))
+    for part in features.split(max(1, MOST_SCORES // len(class_names))):
+        for name, classifier in classifiers.items():
+            scores = classifier(part)
+            said[name].append(scores.argmax(dim=1).cpu())
+            if name == first:
+                sure.append((scores / classifier.temperature).softmax(dim=1).amax(dim=1).float().cpu())
+        for name, kept in rows.items():
+            said[name].append((part @ kept.T).argmax(dim=1).cpu())
     return Evaluation(
         class_names=tuple(class_names),
         images=tuple(images),
         truth=truth.cpu(),
-        classifiers={name: scores.argmax(dim=1).cpu() for name, scores in logits.items()},
-        baselines=found,
-        probability=sure.float().cpu(),
+        classifiers={name: torch.cat(said[name]) for name in classifiers},
+        baselines={name: torch.cat(said[name]) for name in rows},
+        probability=torch.cat(sure),
         features=features.cpu(),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.data.images import named_images
+from dulbe_peft.metrics.evaluation import MOST_SCORES
 from dulbe_peft.utils.checks import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
@@ -20,19 +21,27 @@ Tests = Sequence[tuple[Any, Sequence[str]]]
 def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
     text, encoded = _encoded(learner, tests)
-    rows: list[float | None] = []
-    seen = 0
-    for step, (_, names) in enumerate(tests, 1):
-        seen += len(names)
-        right = [hit for part in encoded[:step] if part is not None for hit in _right(part, text[:seen])]
-        rows.append(sum(right) / len(right) if right else None)
+    features, labels = text.new_zeros(0, text.shape[1]), torch.zeros(0, dtype=torch.int64, device=text.device)
+    best, found, rows, seen = features.sum(dim=1), labels, list[float | None](), 0
+    for part, (_, names) in zip(encoded, tests, strict=True):
+        if names:  # earlier images meet the new classes alone
+            scores, places = _nearest(features, text[seen : seen + len(names)])
+            better = scores > best
+            best, found = torch.where(better, scores, best), torch.where(better, places + seen, found)
+            seen += len(names)
+        if part is not None:
+            scores, places = _nearest(part[0], text[:seen])
+            features, labels = torch.cat([features, part[0]]), torch.cat([labels, part[1]])
+            best, found = torch.cat([best, scores]), torch.cat([found, places])
+        rows.append((found == labels).double().mean().item() if len(labels) else None)
     return rows
 
 
 def each_accuracy(learner: Any, tests: Tests) -> list[float | None]:
     """Accuracy on each test set, among the classes of all of them, by the model as it is; None without images."""
     text, encoded = _encoded(learner, tests)
-    return [None if part is None else sum(_right(part, text)) / len(part[1]) for part in encoded]
+    found = [None if part is None else _nearest(part[0], text)[1] == part[1] for part in encoded]
+    return [None if right is None else right.double().mean().item() for right in found]
 
 
 def zero_shot_retention(
@@ -86,7 +95,7 @@ def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[tuple[torch
     return text, encoded
 
 
-def _right(part: tuple[torch.Tensor, torch.Tensor], text: torch.Tensor) -> list[bool]:
-    features, labels = part
-    found: list[bool] = ((features @ text.T).argmax(dim=1) == labels).tolist()
-    return found
+def _nearest(features: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest cosine of each feature with a text, (n,), and which text that is, (n,)."""
+    found = [(part @ text.T).max(dim=1) for part in features.split(max(1, MOST_SCORES // len(text)))]
+    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
