@@ -36,8 +36,8 @@ class RapfClassifier(Classifier):
     """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
 
     A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512, 2.9 GiB for 3,000, and learning
-    twice that. Of more than 256 hard pairs, a step draws 256, where the authors take all. They add 1e-4 I to
-    a covariance of features whose norm is about 10; here their norm is 1, so it is 1e-6 I. A starts as the authors'
+    takes twice that. Of more than 256 hard pairs, a step draws 256, where the authors take all. They add 1e-4 I to a
+    covariance of features whose norm is about 10; here their norm is 1, so it is 1e-6 I. A starts as the authors'
     does, as a random matrix without the identity, so task 1 gives the zero-shot scores up. Where a task's counts
     differ, its images are weighed as in `ridge`; the authors' are not.
 
