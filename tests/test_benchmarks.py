@@ -17,9 +17,9 @@ from dulbe_peft import BridgeEnsembleHead, allocate_modes
 ROOT = Path(__file__).parents[1]
 # `advising` needs a finished comparison, and is tested with the advice.
 TOOLS = {"__init__", "advising", "common", "evidence", "literal", "models", "ours"}
-TOOLS |= {"rivals", "startup", "stock", "table", "tasks"}
+TOOLS |= {"rivals", "startup", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream"}
+SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream", "tasks"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}

@@ -163,7 +163,8 @@ def format_cost(found: Mapping[str, Any]) -> str:
     if "multiply_adds_unmerged" in found:
         lines.append(f"  with the adapter not merged: {giga(found['multiply_adds_unmerged'])}")
     if found["classifiers"]:
-        lines.append(f"classifiers with {found['classes']} classes, with and without the text embeddings")
+        what = f"classifiers with {found['classes']} classes, with and without the text embeddings"
+        lines.append(f"{what}; learning takes two to three times as much")
         width = max(map(len, found["classifiers"]))
         for name, size in found["classifiers"].items():
             lines.append(f"  {name:<{width}}  {mib(size['total']):>12}  {mib(size['without_texts']):>12}")
