@@ -9,6 +9,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.clap4clip import Clap4ClipClassifier
 from dulbe_peft.classifiers.engine import EngineClassifier
 from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
@@ -111,7 +112,7 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof")  # of one strategy each
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof", "clap4clip")  # of one strategy each
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -127,5 +128,6 @@ for _cls in (
     SlcaClassifier,
     EngineClassifier,
     ProofClassifier,
+    Clap4ClipClassifier,
 ):
     register_classifier(_cls)

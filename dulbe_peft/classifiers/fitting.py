@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import ranking
+from dulbe_peft.classifiers.checks import check_directions
 
 
 @contextmanager
@@ -47,3 +48,30 @@ def moved_gaussians(classifier: Any, matrix: Tensor) -> dict[str, Tensor]:
     """mu_c M and the factors of M' Sigma_c M, from a classifier's `means` and `factors`; M is (d, d), float64."""
     matrix = matrix.cpu()
     return {"means": classifier.means.double().cpu() @ matrix, "factors": matrix.T @ classifier.factors.double().cpu()}
+
+
+def with_means(classifier: Any, names: Sequence[str], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The rows `means`, `counts` and `task` of a classifier with those of a new task's classes."""
+    counts = labels.bincount()
+    sums = torch.zeros(len(names), images.shape[1], dtype=torch.float64)
+    means = sums.index_add(0, labels.cpu(), images.cpu().double()) / counts.cpu()[:, None]
+    check_directions(means, names)
+    number = int(classifier.task.max()) + 1 if len(classifier.task) else 0
+    return {
+        "means": torch.cat([classifier.means.float(), means.to(images)]),
+        "counts": torch.cat([classifier.counts, counts]),
+        "task": torch.cat([classifier.task, torch.full_like(counts, number)]),
+    }
+
+
+def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Class means, (C, d), in place of images, and their labels: as many of a class as it had images, or `most`."""
+    times = counts.clamp(max=most)
+    labels = torch.arange(len(means), device=means.device)
+    return means.float().repeat_interleave(times, dim=0), labels.repeat_interleave(times)
+
+
+def tasks_left(changes: dict[str, Tensor], name: str, rows: Tensor) -> dict[str, Tensor]:
+    """Changes of the rows of classes, where `rows`, one a task, lose those of tasks without a class."""
+    left, task = changes["task"].unique(return_inverse=True)
+    return changes | {"task": task, name: rows[left]}

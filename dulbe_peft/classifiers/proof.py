@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
+from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.classifiers.fitting import gradients, minibatches, stand_ins, task_generator, tasks_left, with_means
 from dulbe_peft.utils.checks import check_int
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -123,20 +123,10 @@ class ProofClassifier(Classifier):
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
-        old, new = len(self._class_names), len(names)
-        counts = labels.bincount()
-        sums = torch.zeros(new, self.embed_dim, dtype=torch.float64).index_add(0, labels.cpu(), images.cpu().double())
-        means = (sums / counts.cpu()[:, None]).to(images)
-        check_directions(means, names)
-        last = len(self.prompts)
-        changes = {
-            "means": torch.cat([self.means.float(), means]),
-            "counts": torch.cat([self.counts, counts]),
-            "task": torch.cat([self.task, torch.full_like(counts, last)]),
-        }
-        replayed = self.means.float().repeat_interleave(self.counts.clamp(max=self.exemplars), dim=0)
-        known = torch.arange(old, device=labels.device).repeat_interleave(self.counts.clamp(max=self.exemplars))
-        rows, classes = torch.cat([images, replayed]), torch.cat([labels + old, known])
+        old = len(self._class_names)
+        changes = with_means(self, names, images, labels)
+        rows, classes = stand_ins(self.means, self.counts, self.exemplars)
+        rows, classes = torch.cat([images, rows]), torch.cat([labels + old, classes])
         trained = self._trained(rows, classes, texts, changes["means"], task_generator(self.seed, old))
         prompts = trained.pop("contexts").view(1, -1)
         return changes | trained | {"prompts": torch.cat([self.prompts.float(), prompts])}
@@ -200,6 +190,4 @@ class ProofClassifier(Classifier):
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The contexts of a task leave with its last class."""
-        changes = super().forgotten(kept)
-        left, changes["task"] = changes["task"].unique(return_inverse=True)
-        return changes | {"prompts": self.prompts[left]}
+        return tasks_left(super().forgotten(kept), "prompts", self.prompts)

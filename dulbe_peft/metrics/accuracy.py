@@ -34,6 +34,7 @@ METHODS = {
     "slca": "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes",
     "engine": "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images",
     "proof": "PROOF's rule: projected features, names and class means, compared before and after they see one another",
+    "clap4clip": "CLAP4CLIP's rule: names that have seen the class means, and to each the mean of a learned Gaussian",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 

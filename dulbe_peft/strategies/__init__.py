@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
+from dulbe_peft.strategies.clap4clip import Clap4Clip
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.strategies.engine import Engine
 from dulbe_peft.strategies.first_session import FirstSession
@@ -34,7 +35,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 _LORA = (Lora, MergedLora, FirstSession, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Sgcl, Zscl)
-_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Proof, Bofa)
+_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Proof, Clap4Clip, Bofa)
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 
