@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dulbe_peft.commands.run import say_results
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
+from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import field_types
 
 MODEL = str(demo_model_folder())
@@ -57,11 +59,9 @@ def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monke
     assert next(iter(accuracies)) == "bayes" == STRATEGIES["frozen"].classifiers[0]
     (best,) = (line.split(": ")[1].split(",")[0] for line in said if line.startswith("best on the test images"))
     assert accuracies[best] == max(accuracies.values()) and said[-1] == "next: dulbe-peft report out"
-    better = {"lda": {"last_accuracy": 0.5}, "bridge": {"last_accuracy": 0.75}}
-    say_results({"classifiers": {name: row | {"average_accuracy": 0.5} for name, row in better.items()}}, "o", "lda")
-    said = capsys.readouterr().out
-    assert "bridge, 75.00 %, 25.00 points more than lda; --classifier bridge lets it answer" in said
-    assert "next: dulbe-peft export o o-bridge --format transformers --classifier bridge\n" in said
+    assert not any("forgetting" in line for line in said)
+    assert main(["report", "out"]) == 0
+    assert said_next(capsys.readouterr()) == "export out out-export --format transformers"
 
     images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]
     loaded = ClassIncrementalLearner.from_pretrained("out")
@@ -283,6 +283,34 @@ for argv in {answers!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_is_a_command_too(capsys):
+    assert main(["help"]) == 0 and main(["help", "compare"]) == 0
+    assert capsys.readouterr().out.count("YAML file that says what to compare") == 1
+
+
+def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own_run, capsys):
+    """Sixteen images that `lda` alone names right are no chance, one is."""
+    for task in own_run.glob("task-*"):  # whose files are checked
+        shutil.rmtree(task)
+
+    def said(right):
+        rows = [["image", "class", "predicted", "probability", "task", "predicted_lda"]]
+        rows += [[f"{n}.png", "a", "b" if n < right else "a", 0.5, 1, "a"] for n in range(16)]
+        write_csv(own_run / "predictions.csv", rows[0], rows[1:])
+        results = {"class_names": [["a", "b"]], "tasks": [{}], "classifiers": {}}
+        for name, share in (("bridge", 1 - right / 16), ("lda", 1.0)):
+            results["classifiers"][name] = {"last_accuracy": share, "average_accuracy": share}
+        say_results(results, str(own_run), "bridge")
+        main(["report", str(own_run)])
+        return capsys.readouterr().out
+
+    clear, chance = said(16), said(1)
+    assert "lda, 100.00 %, 100.00 points more than bridge; clearly better is lda" in clear
+    assert clear.endswith("--format transformers --classifier lda\n")
+    assert "6.25 points more than bridge, which may be chance" in chance and chance.endswith("transformers\n")
+    assert f"predict {own_run} PHOTOS --classifier lda" in clear and "--classifier lda" in chance
 
 
 def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, monkeypatch):

@@ -73,6 +73,10 @@ def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_pat
     assert str(other) in capsys.readouterr().err
     assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--skip-unreadable"]) == 0
     assert json.loads(capsys.readouterr().out)["num_images"] == 12
+    encoded = ["features", out, "--data", str(photos), "--device", "cpu", "--output"]
+    assert main([*encoded, str(tmp_path / "none")]) == 2 and not (tmp_path / "none").exists()
+    for number, split in enumerate(([], ["--split", "train"])):
+        assert main([*encoded, str(tmp_path / f"{number}"), "--skip-unreadable", *split]) == 0
 
 
 @pytest.mark.parametrize(

@@ -435,4 +435,4 @@ def test_a_learner_s_folder_names_this_package(saved):
     with pytest.raises((ValueError, OSError), match="dulbe_peft"):
         AutoModel.from_pretrained(saved)
     card = (saved / "README.md").read_text(encoding="utf-8")
-    assert "library_name: dulbe_peft" in card and "pip install dulbe_peft" in card
+    assert "library_name: dulbe_peft" in card and "Install `dulbe_peft`" in card

@@ -383,6 +383,9 @@ def test_the_terminal_s_table_explains_itself(runs):
     assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
     assert max(map(len, [head, *rows])) <= 80
     assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
+    still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
+    assert "forgetting" not in format_summary(still) and "A_bar" in format_summary(still)
+    assert "A_bar" not in format_summary(still | {"class_names": [["all"]]})
 
 
 def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_path, capsys, monkeypatch):

@@ -31,7 +31,7 @@ PROCESSOR_FOLDER = "processor"
 TRANSFORMERS_FILE = "config.json"
 TRANSFORMERS_CONFIG = {
     "model_type": "dulbe_peft",
-    "transformers_weights": "pip install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
+    "transformers_weights": "install dulbe_peft; dulbe_peft.ClassIncrementalLearner.from_pretrained(this folder)",
 }
 
 

@@ -59,7 +59,9 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    loaded, images = load(), _opened(data, split, class_names, skip_unreadable)
+    from dulbe_peft.runs.sources import open_split
+
+    loaded, images = load(), open_split(data, _split(data, split), class_names, skip_unreadable)
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}
@@ -81,26 +83,19 @@ def evaluate(
     if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if found is not None:
-        best = max(figures["classifiers"], key=figures["classifiers"].__getitem__)
-        which = [] if best == loaded.classifier.name else ["--classifier", best]
+        which = ["--classifier", loaded.classifier.name]
         say_next("export", learner, "exported", "--format", "transformers", *which, to=sys.stderr)
     return 0
 
 
-def _opened(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+def _split(data: str, split: str | None) -> str | None:
+    """The split that is named, else the test split where there is one; None: a folder of classes."""
     from dulbe_peft.data.hub import is_dataset_folder
-    from dulbe_peft.data.inventory import readable_images
-    from dulbe_peft.data.splits import load_split
-    from dulbe_peft.streams.protocols import rename_classes
 
     folder = Path(data)
     if split is None and ((folder / "test").is_dir() or not folder.is_dir() or is_dataset_folder(folder)):
-        split = "test"
-    images = load_split(data, split or None)
-    if skip_unreadable:
-        images, found = readable_images(images)
-        print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
-    return rename_classes(images, class_names) if class_names else images
+        return "test"
+    return split or None
 
 
 def _accuracy(found: Evaluation, images: int, known: list[str], unknown: list[str]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ as --data.
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
 @option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
+@option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
 @option("--output", required=True, metavar="FOLDER", help="the folder to write, or to go on with")
 @option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
 @option("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (1.0)")
@@ -41,6 +42,7 @@ def features(
     data: str,
     split: str | None,
     class_names: str | None,
+    skip_unreadable: bool,
     output: str,
     prompt_template: str | None,
     scale: float,
@@ -50,20 +52,18 @@ def features(
     if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     from dulbe_peft.data.inventory import counted, unreadable_lines
-    from dulbe_peft.data.splits import load_split, open_stream_data
     from dulbe_peft.runs.encoding import write_features
     from dulbe_peft.runs.setup import check_run_folder
-    from dulbe_peft.streams.protocols import rename_classes
+    from dulbe_peft.runs.sources import open_source, open_split
 
     check_run_folder(data, output)
     check_folder(output, learner, data, overwrite=overwrite)
     if split is None:
-        train, test, _ = open_stream_data(data)
+        given = {"data": data, "skip_unreadable": skip_unreadable, "class_names": class_names}
+        train, test = open_source({**given, "train_split": "train", "test_split": "test"})
         parts = {"train": [train]} | ({} if test is None else {"test": [test]})
     else:
-        parts = {split or "train": [load_split(data, split or None)]}
-    if class_names:
-        parts = {name: [rename_classes(part, class_names) for part in images] for name, images in parts.items()}
+        parts = {split or "train": [open_split(data, split or None, class_names, skip_unreadable)]}
     loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
     with loaded.scaled(scale):
         unreadable = write_features(Path(output), parts, loaded, load, scale)

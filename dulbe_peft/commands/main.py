@@ -110,6 +110,8 @@ commands.commands = dict(COMMANDS)  # type: ignore[arg-type] # what click compar
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for an error of the user's, 130, 141 or 143 after a signal."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     if sys.stderr is None:  # somebody closed it; the next file that is opened must not take its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:

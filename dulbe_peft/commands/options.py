@@ -57,7 +57,7 @@ class Command(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(parameter, click.Option):
                 groups.setdefault(getattr(parameter, "group", "options"), []).append(record)
         for title, records in groups.items():
             with formatter.section(title):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, check_outputs, output_file, overwrite_option, say_next
+from dulbe_peft.commands.outputs import as_flags, check_folder, check_outputs, output_file, overwrite_option, say_next
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -95,7 +95,8 @@ def predict(
     if csv or json_file or sort_into or counts["unread"] or reject is not None:
         _sum_up(counts, len(done), reject is not None, files)
     if files and sort_into is None and "-" not in paths:
-        say_next("predict", learner, *paths, "--sort-into", "sorted", to=sys.stderr)
+        which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
+        say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
     return 0 if counts["known"] or counts["refused"] or done else 2
 
 

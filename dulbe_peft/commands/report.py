@@ -36,7 +36,8 @@ def report(
 ) -> int:
     """Write the page, or print the table."""
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
-    from dulbe_peft.report import write_figures, write_report
+    from dulbe_peft.report import read_run, write_figures, write_report
+    from dulbe_peft.report.verdict import clearly_better
 
     named = (output, csv, latex)
     flags, suffixes = ("--output", "--csv", "--latex"), (".html", ".csv", ".tex")
@@ -65,5 +66,8 @@ def report(
     if comparisons or len(folders) > 1:
         say_next("report", *folders, "--latex", f"{folders[0]}.tex")
     else:
-        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers")
+        run = read_run(folders[0])
+        better = clearly_better(run) if run.tested else None
+        which = ["--classifier", better[0]] if better else []
+        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which)
     return 0

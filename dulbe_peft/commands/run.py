@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -81,9 +82,10 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
 
 
 def say_results(results: dict[str, Any], output: str, first: str) -> None:
-    """The table of a run, which classifier was best, and the next commands; `first` is the classifier that answers."""
+    """The table of a run, which classifier was best, and the next command; `first` is the classifier that answers."""
     from dulbe_peft.metrics.accuracy import percent
-    from dulbe_peft.report import format_summary
+    from dulbe_peft.report import format_summary, read_run
+    from dulbe_peft.report.verdict import clearly_better
 
     if results.get("classifiers"):
         print(format_summary(results))
@@ -96,7 +98,9 @@ def say_results(results: dict[str, Any], output: str, first: str) -> None:
         words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
         if other is not None:
             words += f", {percent(tested[best] - tested[other], 2)} points more than {other}"
-        print(words + (f"; --classifier {best} lets it answer" if best != first else ""))
         if best != first:
-            say_next("export", output, f"{output}-{best}", "--format", "transformers", "--classifier", best)
+            better = clearly_better(read_run(output))
+            words += f"; clearly better is {better[0]}" if better else ", which may be chance"
+            words += f"\nto let it answer: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}"
+        print(words)
     say_next("report", output)

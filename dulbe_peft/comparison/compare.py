@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,7 @@ def compare(
     for data in (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values())):
         check_run_folder(data, str(output))
 
-    def finish(work: Work) -> list[str]:
-        missing = [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
-        number = jobs or default_jobs()
-        if missing:
-            log(f"{len(missing)} of {len(work)} runs are to be finished, {number} at once")
-        failed = []
-        for count, (index, problem) in enumerate(finish_cells(missing, output, number, backend, address), 1):
-            folder = missing[index][0].folder
-            log(f"{count}/{len(missing)} {folder}" + (f" failed: {problem}" if problem else ""))
-            if problem:
-                failed.append(f"{folder}: {problem}")
-        return failed
-
+    finish = partial(_finish, output, jobs or default_jobs(), backend, address, log)
     chosen = _choose(plan, output, finish, log)
     cells = plan.cells(chosen)
     try:
@@ -82,6 +71,22 @@ def compare(
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(cells)} runs failed; the first: {failed[0]}")
     return entries
+
+
+def _finish(
+    output: Path, jobs: int, backend: str, address: str | None, log: Callable[[str], None], work: Work
+) -> list[str]:
+    """Finish what is missing; gives what failed, and why."""
+    missing = [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
+    if missing:
+        log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
+    failed = []
+    for count, (index, problem) in enumerate(finish_cells(missing, output, jobs, backend, address), 1):
+        folder = missing[index][0].folder
+        log(f"{count}/{len(missing)} {folder}" + (f" failed: {problem}" if problem else ""))
+        if problem:
+            failed.append(f"{folder}: {problem}")
+    return failed
 
 
 def finish_cells(

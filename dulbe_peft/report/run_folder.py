@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,7 +140,12 @@ class RunFolder:
     @property
     def trained(self) -> bool:
         """Whether the model itself was trained in some task."""
-        return any(record.get("loss") for record in self.records)
+        return was_trained(self.records)
+
+
+def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Whether the model itself was trained in some task; `records` are the "tasks" of `results.json`."""
+    return any(record and record.get("loss") for record in records)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dulbe_peft.metrics.accuracy import percent, result_rows
-from dulbe_peft.report.run_folder import RunFolder
+from dulbe_peft.report.run_folder import RunFolder, was_trained
 from dulbe_peft.report.table import Column, format_text
 
 # What `results.json` calls a measure, what people call it, and what the paper calls it.
@@ -18,9 +18,9 @@ MEASURES = {
     "forgetting": ("forgetting", ""),
     "backward_transfer": ("backward transfer", ""),
 }
-_EXPLANATION = """\
-A_last: percent right after the last task. A_bar: the mean of it over all tasks.
-Forgetting: old tasks' loss since their best. Backward transfer: gain since new."""
+_LAST = "A_last: percent right after the last task."
+_MEAN = f"{_LAST} A_bar: the mean of it over all tasks."
+_TRAINED = f"{_MEAN}\nForgetting: old tasks' loss since their best. Backward transfer: gain since new."
 _YES, _UNKNOWN = "yes", "–"
 _LONGEST = 200  # letters of a setting's value
 
@@ -39,8 +39,17 @@ SUMMARY_COLUMNS = [
 
 
 def format_summary(results: dict[str, Any]) -> str:
-    """A small table of the stream's figures in percent, and below it what A_bar, A_last and the others are."""
-    return f"{format_text(SUMMARY_COLUMNS, result_rows(results))}\n{_EXPLANATION}"
+    """A small table of the stream's figures in percent, and below it what they are.
+
+    One task has no mean over tasks. A model that was not trained has forgotten nothing.
+    """
+    method, mean, last, *changes = SUMMARY_COLUMNS
+    columns, words = [method, last], _LAST
+    if len(results["class_names"]) > 1:
+        columns, words = [method, mean, last], _MEAN
+        if was_trained(results["tasks"]):
+            columns, words = [*columns, *changes], _TRAINED
+    return f"{format_text(columns, result_rows(results))}\n{words}"
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
     by_class = run.results.get("classes", {})
     forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
     further = sum((Counter(update.images) for update in run.updates), Counter())
-    rows = class_rows(run.predictions, forgotten, learned + further)
+    learned += further
+    rows = class_rows(run.predictions, forgotten, learned)
     matrix = confusion_matrix(run.predictions) if run.predictions else None
     content: dict[str, Any] = {
         "run": run,

@@ -60,6 +60,19 @@ def open_source(
     return train, test
 
 
+def open_split(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+    """The images of one split, None: of a folder of classes; what is left out as unreadable is printed."""
+    from dulbe_peft.data.inventory import readable_images
+    from dulbe_peft.data.splits import load_split
+    from dulbe_peft.streams.protocols import rename_classes
+
+    images = load_split(data, split)
+    if skip_unreadable:
+        images, found = readable_images(images)
+        print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
+    return rename_classes(images, class_names) if class_names else images
+
+
 def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImages | None]:
     """The test images of each earlier task, None where they are gone, which is printed; `look` is for fingerprints."""
     from dulbe_peft.data.fingerprint import fingerprint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -86,7 +87,8 @@ def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
     from joblib import parallel_config
 
     if backend == "local":
-        with parallel_config("loky", n_jobs=jobs):
+        with warnings.catch_warnings(), parallel_config("loky", n_jobs=jobs):
+            warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # loky starts another
             yield
         return
     try:
