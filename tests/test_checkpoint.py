@@ -9,6 +9,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from failing_files import Failing
@@ -208,6 +209,17 @@ def refused(path):
     with pytest.raises(CheckpointError) as caught, exclusive(path, "folder 'x'"):
         pass
     return str(caught.value)
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path, monkeypatch):
+    if Path("/proc/self").exists():  # filelock waits where a folder is there and a file in it cannot be made
+        with pytest.raises(OSError, match=r"^/proc cannot be written to \(.*\): choose another folder"):
+            commit(Path("/proc/export"))
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(errno.EACCES, "Permission denied")))
+    with pytest.raises(
+        OSError, match=rf"^{tmp_path} cannot be written to \(Permission denied\): choose another folder"
+    ):
+        commit(tmp_path / "saved")
 
 
 def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
