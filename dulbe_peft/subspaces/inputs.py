@@ -37,8 +37,8 @@ def collect_statistics(
         into: statistics to add to, exact or a sketch, which are also returned; on an error they are as they were.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
-        mask_fn: `mask_fn(batch)` gives (n, tokens) in bool, False for padding, which is left out of what layers read
-            that have so many tokens; None: there is no padding.
+        mask_fn: `mask_fn(batch)` gives (n, tokens) in bool, False for padding, or None where a batch has none. Padding
+            is left out of the inputs that have so many tokens.
 
     Raises:
         ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
