@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,6 +171,19 @@ def test_images_in_any_order_give_the_same_bits():
     other.add_classes(["a", "b", "c"], x[order], y[order], normal(3, DIM))
     for name, tensor in one.tensors().items():
         assert torch.equal(tensor, other.tensors()[name]), name
+
+
+def test_threads_that_learn_at_once_do_not_disturb_one_another():
+    x, y = features(3, 13, 0)
+
+    def learned(_=None):
+        classifier = Clap4ClipClassifier(DIM, **SETTINGS)
+        classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
+        return classifier
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(learned, range(4)):
+            assert torch.equal(found.guide, learned().guide)
 
 
 def test_means_move_with_the_features_and_a_task_s_adapter_leaves_with_its_last_class():

@@ -137,10 +137,9 @@ def test_means_move_with_the_features_and_a_task_s_contexts_leave_with_its_last_
     classifier.move(matrix)
     torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
     assert torch.equal(classifier.image_map, map_)
-    contexts = classifier.formula()[1]["contexts"]
+    contexts = classifier.prompts
     classifier.forget_class("b")
-    assert torch.equal(classifier.formula()[1]["contexts"], contexts[[0, 1, 4, 5, 6, 7]])
-    assert classifier.task.tolist() == [0, 1, 2]
+    assert torch.equal(classifier.prompts, contexts[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
     shared, row = 6 * DIM * DIM + 3 * DIM, 4 * 2 * DIM + 2 * 8  # two vectors and two integers
     assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * 2 * DIM)  # one class a task
     with pytest.raises(ValueError, match="'proof' classifier cannot learn more images of a known class"):

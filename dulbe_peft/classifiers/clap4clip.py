@@ -10,7 +10,6 @@ loss: cross-entropy over draws, images and all seen classes
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -163,9 +162,8 @@ class Clap4ClipClassifier(Classifier):
         return tasks_left(super().forgotten(kept), "adapters", self.adapters)
 
 
-@functools.cache
 def decoder(width: int) -> nn.TransformerDecoderLayer:
-    """G without its numbers, which are one vector, `guide`."""
+    """G without its numbers, which are one vector, `guide`; a new one each time, for threads may not share it."""
     with torch.device("meta"):
         return nn.TransformerDecoderLayer(width, 1, HIDDEN, dropout=0.0, activation="gelu", batch_first=True)
 

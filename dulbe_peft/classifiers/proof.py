@@ -9,7 +9,7 @@ score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          a task minimi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,49 +24,73 @@ from dulbe_peft.utils.checks import check_int
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
 PROJECTIONS = ("image_map", "image_shift", "text_map", "text_shift")  # sums over the tasks
 ATTENTION = ("query", "key", "value", "out", "out_shift")
+NUMBERS = (*PROJECTIONS, *ATTENTION)
 
 
 def projected_fusion(
     z: torch.Tensor,
-    texts: torch.Tensor,
-    means: torch.Tensor,
-    contexts: torch.Tensor,
     image_map: torch.Tensor,
     image_shift: torch.Tensor,
-    text_map: torch.Tensor,
-    text_shift: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    out_shift: torch.Tensor,
+    attention: torch.Tensor,
+    carried: torch.Tensor,
+    shift: torch.Tensor,
+    texts: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    asks: torch.Tensor,
+    totals: torch.Tensor,
+    base: torch.Tensor,
+    rest: torch.Tensor,
     scale: torch.Tensor,
     sums: bool = True,
 ) -> torch.Tensor:
     """Scores, (n, C), of unit features z, (n, d): by texts, by fused class means, by fused texts; or all three."""
-    unit, width, classes = torch.nn.functional.normalize, z.shape[1] ** 0.5, len(texts)
-    x, w = unit(z @ image_map.T + image_shift, dim=1), unit(texts @ text_map.T + text_shift, dim=1)
-    tokens = torch.cat([w, unit(means @ image_map.T + image_shift, dim=1), contexts])
-    rows = tokens[: 2 * classes]
-    asked, own = x @ query.T / width, x @ value.T @ out.T
-    itself = (asked * (x @ key.T)).sum(dim=1, keepdim=True)
-    taken = torch.cat([itself, asked @ (tokens @ key.T).T], dim=1).softmax(dim=1)
-    values = tokens @ value.T @ out.T
-    image = x + out_shift + taken[:, :1] * own + taken[:, 1:] @ values
+    x = torch.nn.functional.normalize(z @ image_map.T + image_shift, dim=1)
+    itself = (x @ attention * x).sum(dim=1, keepdim=True)
+    taken = torch.cat([itself, x @ keys.T], dim=1).softmax(dim=1)
+    own = x @ carried.T
+    image = x + shift + taken[:, :1] * own + taken[:, 1:] @ values
+    image, own = image - image.mean(dim=1, keepdim=True), own - own.mean(dim=1, keepdim=True)
     # The tokens see one another alike beside each image; what the image adds is a share of its own value.
-    among = rows @ query.T @ (tokens @ key.T).T / width
-    share = (x @ key.T @ (rows @ query.T).T / width - among.logsumexp(dim=1)).sigmoid()
-    rest = among.softmax(dim=1) @ values
-    image, own, rest, base = (
-        part - part.mean(dim=1, keepdim=True) for part in (image, own, rest, rows + out_shift + rest)
-    )
+    share = (x @ asks.T - totals).sigmoid()
     # Row c is base_c + share_c (own - rest_c); its product with the image, and its length squared.
     product = image @ base.T + share * ((image * own).sum(dim=1, keepdim=True) - image @ rest.T)
     apart = (own**2).sum(dim=1, keepdim=True) - 2 * own @ rest.T + (rest**2).sum(dim=1)
     square = (base**2).sum(dim=1) + 2 * share * (own @ base.T - (base * rest).sum(dim=1)) + share**2 * apart
     fused = product / (square.clamp(min=1e-12).sqrt() * image.norm(dim=1, keepdim=True))
-    scores = scale * torch.stack([x @ w.T, fused[:, classes:], fused[:, :classes]])
+    classes = len(texts)
+    scores = scale * torch.stack([x @ texts.T, fused[:, classes:], fused[:, :classes]])
     return scores.sum(dim=0) if sums else scores
+
+
+def beside_images(
+    texts: Tensor, means: Tensor, contexts: Tensor, scale: float, now: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What `projected_fusion` takes besides the features, from texts, means and contexts, (rows, d) each."""
+    image_map, image_shift, text_map, text_shift, query, key, value, out, shift = (now[n] for n in NUMBERS)
+    w, p = F.linear(texts, text_map, text_shift), F.linear(means, image_map, image_shift)
+    tokens = torch.cat([F.normalize(w, dim=1), F.normalize(p, dim=1), contexts])
+    rows = tokens[: 2 * len(texts)]
+    attention, carried = query.T @ key / math.sqrt(texts.shape[1]), out @ value
+    values, asks = tokens @ carried.T, rows @ attention
+    among = asks @ tokens.T
+    rest = among.softmax(dim=1) @ values
+    base = rows + shift + rest
+    return {
+        "image_map": image_map,
+        "image_shift": image_shift,
+        "attention": attention,
+        "carried": carried,
+        "shift": shift,
+        "texts": rows[: len(texts)],
+        "keys": tokens @ attention.T,
+        "values": values,
+        "asks": asks,
+        "totals": among.logsumexp(dim=1),
+        "base": base - base.mean(dim=1, keepdim=True),
+        "rest": rest - rest.mean(dim=1, keepdim=True),
+        "scale": torch.tensor(scale, device=texts.device),
+    }
 
 
 class ProofClassifier(Classifier):
@@ -114,7 +138,7 @@ class ProofClassifier(Classifier):
         self.contexts = check_int("contexts", contexts, 1)
         self.exemplars = check_int("exemplars", exemplars, 1)
         self.seed = check_int("seed", seed, 0)
-        for name in (*PROJECTIONS, *ATTENTION):
+        for name in NUMBERS:
             self.register_buffer(name, torch.zeros((embed_dim,) * (1 if name.endswith("shift") else 2)))
         self.register_rows("means", embed_dim)
         self.register_ragged("prompts", contexts * embed_dim, torch.float32)  # one row a task
@@ -144,12 +168,12 @@ class ProofClassifier(Classifier):
             leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
             optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
-            scale = rows.new_tensor(self.logit_scale)
             for _ in range(self.epochs):
                 for batch in minibatches(rows, self.batch_size, generator):
-                    now: dict[str, Any] = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
-                    now["contexts"] = torch.cat([contexts, leaves["contexts"]])
-                    scores = projected_fusion(rows[batch], texts, means, scale=scale, sums=False, **now)
+                    now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
+                    tokens = texts, means, torch.cat([contexts, leaves["contexts"]])
+                    tensors: Any = beside_images(*tokens, self.logit_scale, now)
+                    scores = projected_fusion(rows[batch], **tensors, sums=False)
                     loss = torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum()
                     optimizer.zero_grad()
                     loss.backward()
@@ -176,13 +200,11 @@ class ProofClassifier(Classifier):
         return function(images, **tensors)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        tensors = {name: getattr(self, name).float() for name in ("means", *PROJECTIONS, *ATTENTION)}
-        scale = torch.tensor(self.logit_scale, device=self.device)
-        return projected_fusion, tensors | {
-            "texts": self.text_embeds.float(),
-            "contexts": self.prompts.float().view(-1, self.embed_dim),
-            "scale": scale,
-        }
+        return projected_fusion, self.derived("tensors", self._tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tokens = self.text_embeds.float(), self.means.float(), self.prompts.float().view(-1, self.embed_dim)
+        return beside_images(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to v_c M; the projections stay, for the task that follows trains them on moved means."""
