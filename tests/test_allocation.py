@@ -227,6 +227,8 @@ def test_allocation_is_pure(probe, stats):
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
         ({"residual_rank": 12}, ValueError, "= 13 of layer 'k' must be from 1 to its 12 input"),
+        ({"probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
+        ({"stats": {"v": torch.eye(12) * float("nan")}}, ValueError, "statistic of layer 'v' holds NaN or infinity"),
         ({"probe": {"v": randn(3, 12) * float("inf")}}, ValueError, "gradient of layer 'v' holds NaN or infinity"),
         ({"stats": {"v": torch.eye(11)}}, ValueError, "statistic of layer 'v' must be (12, 12)"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import base, calibration, make_classifier
+from dulbe_peft.classifiers import calibration, make_classifier
 from dulbe_peft.classifiers.calibration import LIMIT, MOST, TaskTemperature, fit_temperature, hold_back, temperature
 
 DIM, SCALE = 12, 20.0
@@ -43,13 +43,6 @@ def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
     assert [int(held[labels == c].sum()) for c in range(5)] == [0, 1, 1, 2, 5]
     mixed = torch.randperm(40)
     assert torch.equal(hold_back(images[mixed], labels[mixed]), held[mixed])
-
-
-def test_of_very_many_scores_some_fit_the_temperature(monkeypatch):
-    images, labels, texts, *_ = world(classes=5)
-    assert learned("prototype", images, labels, texts).calibration[0].images == 10
-    monkeypatch.setattr(base, "MOST_SCORES", 40)
-    assert learned("prototype", images, labels, texts).calibration[0].images == 5
 
 
 def test_the_temperature_minimises_the_loss():

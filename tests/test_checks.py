@@ -48,6 +48,8 @@ INT, NUMBER = partial(check_int, "n", least=1, most=3), partial(check_number, "x
     ("check", "error", "words"),
     [
         (lambda: INT(0), ValueError, "n must be at least 1, got 0"),
+        (lambda: INT(4), ValueError, "n must be at most 3, got 4"),
+        (lambda: INT(np.True_), TypeError, "n must be an int"),
         (lambda: INT(2.0), TypeError, "n must be an int, got 2.0 of type float"),
         (lambda: NUMBER(0, positive=True), ValueError, "x must be finite and positive, got 0"),
         (lambda: NUMBER(-0.5, least=0), ValueError, "x must be finite and at least 0, got -0.5"),

@@ -94,6 +94,7 @@ def test_texts_of_no_use_change_nothing(base, tasks):
         (["an owl"], "must map class names to lists of texts, got a list"),
         ({"nine": ["an owl"]}, r"class_texts\['nine'\] is of no class here"),
         ({"zero": "an owl"}, r"class_texts\['zero'\] must be a list of one text or more, got 'an owl'"),
+        ({"zero": ["null", " "]}, "not blank"),
         ({"zero": ["null " * 100]}, "tokens, the text tower takes"),
         ({"zero": ["a", "b"], "one": ["b", "a"]}, "classes 'zero' and 'one' give the same prompt"),
         ({"zero": ["Null"], "one": ["null"]}, "the same to the tokenizer"),

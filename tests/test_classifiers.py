@@ -328,10 +328,12 @@ def test_add_classes_refuses_and_changes_nothing(digits):
     for change, message in (
         ({"class_names": ["digit 0", "x"]}, "'digit 0', a class that was seen already"),
         ({"image_embeds": torch.full((120, DIM), math.nan)}, "image_embeds row 0 holds NaN or infinity"),
+        ({"image_embeds": torch.zeros(120, DIM)}, "image_embeds row 0 is zero"),
         ({"image_embeds": torch.ones(120, 3)}, r"must be \(rows, 64\), got shape \(120, 3\)"),
         ({"image_embeds": torch.ones(120, DIM).long()}, "must be a floating-point tensor"),
         ({"labels": [True, False] * 60}, "labels must be integers, got torch.bool"),
         ({"labels": torch.arange(120) % 2 + 1}, "label 2 is out of range for 2 classes"),
+        ({"labels": torch.zeros(5).long()}, r"labels must be \(120,\), one per image"),
         ({"labels": torch.zeros(120).long()}, "class 'y' has no image"),
         ({"text_embeds": torch.ones(3, DIM)}, "text_embeds must have 12 rows"),
     ):
@@ -355,6 +357,7 @@ def test_other_bad_calls_are_named_and_change_nothing(digits):
         (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
         (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
         (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
+        (lambda: make_classifier(classifier, DIM), "already has 10 classes"),
         (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):

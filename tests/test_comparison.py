@@ -305,6 +305,10 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     ("change", "words"),
     [
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
+        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
+        ({"streams": {"a": {"model": "m", "data": "x", "images_per_class": "long:3"}}}, "4+4, got 'long:3'"),
+        ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),

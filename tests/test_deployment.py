@@ -418,6 +418,7 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
     for learner, options, error, words in (
         (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
         (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
+        (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
         (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
         (learners["siglip2"], {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),

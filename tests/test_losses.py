@@ -53,6 +53,8 @@ def test_what_does_not_fit_is_refused():
     images, texts, labels, ones = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0]), torch.ones(3, 4)
     for call, message in (
         (lambda: cross_modal_loss(images, texts[:, :4], labels, 100.0), "image_embeds and text_embeds"),
+        (lambda: cross_modal_loss(images, texts, labels[:4], 100.0), "labels must be"),
+        (lambda: bidirectional_kl(ones, ones, class_temperature=0.0), "class_temperature"),
         (lambda: cross_modal_loss(images, texts, labels + 1, 100.0), "label 3 is out of range for 3 classes"),
         (lambda: bidirectional_kl(ones, torch.ones(3, 5)), r"\(3, 4\) and \(3, 5\)"),
         (lambda: bidirectional_kl(ones, ones, reduction="sum"), "'sum'"),

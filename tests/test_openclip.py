@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_named():
     for name, value, message in (
         ("visual.conv1.weight", None, "'visual.conv1.weight' must be a tensor of 4 dimensions"),
         ("visual.ln_pre.bias", None, "(?s)Missing key.*vision_model.pre_layrnorm.bias"),
+        ("logit_bias", torch.zeros(()), "(?s)Unexpected key.*logit_bias"),
         ("visual.proj", state["visual.proj"][:-1], "(?s)size mismatch for visual_projection.weight"),
         ("visual.positional_embedding", state["visual.positional_embedding"][:-1], "has 9 rows"),
     ):

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from small_runs import QUICK, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.metrics.features import TaskFeatures, learn_from_features, read_features
+from dulbe_peft.metrics.features import learn_from_features, read_features
 from dulbe_peft.runs.progress import known_tasks
 
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
@@ -43,16 +43,3 @@ def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec)
         [score.accuracy for score in scores]
     )
     assert answers[-1].task.tolist() == [1] * 6 + [2] * 6
-
-
-def test_a_run_keeps_features_only_where_it_is_asked_to(run, tmp_path):
-    with pytest.raises(FileNotFoundError, match="keep_features=True"):
-        read_features(tmp_path)
-    learner, folder = run
-    kept = read_features(folder)
-    assert [task.closing.class_names for task in kept] == learner.tasks
-    assert torch.equal(kept[-1].closing.features, learner.closing.features)
-    path = tmp_path / "task-001.safetensors"
-    kept[0].write(path)
-    again = TaskFeatures.read(path)
-    assert torch.equal(again.closing.features, kept[0].closing.features) and again.tests.keys() == kept[0].tests.keys()

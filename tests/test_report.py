@@ -52,7 +52,8 @@ def digits(start, stop):
 def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3):
     clip, processor = load_clip(demo_model_folder())
     torch.manual_seed(seed)
-    model = get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8)) if strategy == "dulbe" else clip
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=["fc1"])
+    model = get_peft_model(clip, config) if strategy == "dulbe" else clip
     args = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, seed=seed)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
     stream = tasks_of(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
@@ -247,10 +248,13 @@ def self_contained(page):
         ), table[0]
 
 
-def test_a_page_is_one_file_and_a_class_name_is_only_a_text(page, runs, tmp_path):
-    for one in (page, Page(write_report(list(runs.values()), tmp_path / "page.html"))):
-        self_contained(one)
-        assert "<script>alert" not in one.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in one.source
+def is_only_text(page):
+    self_contained(page)
+    assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
+
+
+def test_a_page_is_one_file_and_a_class_name_is_only_a_text(page):
+    is_only_text(page)
 
 
 def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_path):
@@ -357,6 +361,7 @@ def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
     assert figure.spread == pytest.approx((sum((value - mean) ** 2 for value in lasts) / 2) ** 0.5)
     assert rows["frozen", "lda"].measures["last_accuracy"].spread is None
     page = Page(write_report(copies, tmp_path / "page.html"))
+    is_only_text(page)
     table = {(row[0], row[3]): row for row in page.table("runs", "n", "method")}
     assert table["one, two, other-order", "lda"][1] == "3"
     assert table["one, two, other-order", "lda"][4] == f"{100 * mean:.2f} ± {100 * figure.spread:.2f}"

@@ -46,7 +46,7 @@ def make_learner(base, rank=2, strategy="dulbe", classifiers="bridge", **fields)
     torch.manual_seed(0)
     model = copy.deepcopy(clip)
     if strategy != "frozen":
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=rank, support_rank=8))
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=rank, support_rank=8, target_modules=["fc1"]))
     args = LearnerArguments(**{**QUICK, **fields})
     return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 

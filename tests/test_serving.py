@@ -120,6 +120,7 @@ def test_a_visit(folder, tmp_path):
         ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
         ("/facts", None, {"Host": "evil.example:80"}, 403, "own address"),
         ("/facts", None, {"Host": "127.0.0.1.evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "[::1"}, 403, "own address"),
         ("/undo", {}, {"Origin": "null"}, 403, "own address"),
         ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
     ],

@@ -86,6 +86,7 @@ def test_layers_updated_together_share_one_matrix(width):
         (("k", "v"), randn(3, 5), "reads 5 features, but 4 so far"),
         (("k", "v"), torch.full((3, 4), float("nan")), "'k' holds NaN or infinity"),
         ("q", torch.full((3, 4), 1e30), "'q' holds NaN or infinity, or its squares overflow"),
+        ("q", randn(0, 4), "not empty"),
     ],
 )
 def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
@@ -181,6 +182,7 @@ def loses_sharing(model, batch):
         ([*batches(1), batches(1)[0] * float("nan")], run, {}, ValueError, "'blocks.0.k' holds NaN or infinity"),
         (batches(), no_second_block, {}, ValueError, "never reached layer 'blocks.1.k'"),
         (batches(), loses_sharing, {}, ValueError, "shared their input tensor before"),
+        (batches(), run, {"tokens": "some"}, ValueError, "'some'"),
     ],
 )
 def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs, error, message):
