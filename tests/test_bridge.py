@@ -7,16 +7,13 @@ import math
 import pytest
 import reference
 import torch
+from reference import randn
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.geodesics import slerp
 
 DIM, SCALE, BETA, CLASSES = 8, 20.0, 0.05, 5
 DEPTHS = [0.0, 1 / 3, 2 / 3, 1.0]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 CENTRES, TESTS = randn(CLASSES, DIM, seed=100), randn(20, DIM, seed=9)

@@ -5,16 +5,13 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import randn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability, slerp
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def unit(*shape, seed=0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import randn
 
 from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
 
@@ -14,14 +15,10 @@ SPECS = ("text", "prototype", "lda", "gda:alpha=0.5", "ridge:ridge=0.5", "ranpac
 CANNOT = ("bridge", "rapf", "visual_agent", "bofa", "slca", "engine", "proof", "clap4clip")
 
 
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-TEXTS = normal(CLASSES, DIM, seed=1)
+TEXTS = randn(CLASSES, DIM, seed=1)
 LABELS = torch.arange(90) % CLASSES
-IMAGES = normal(CLASSES, DIM, seed=2)[LABELS] + normal(90, DIM, seed=3)
-TESTS = normal(40, DIM, seed=4)
+IMAGES = randn(CLASSES, DIM, seed=2)[LABELS] + randn(90, DIM, seed=3)
+TESTS = randn(40, DIM, seed=4)
 
 
 def learned(spec, classes, rows=slice(None)):

@@ -6,19 +6,15 @@ import math
 
 import pytest
 import torch
+from reference import randn
 from torch.nn import functional as F
 
 from benchmarks import rivals
 from dulbe_peft.classifiers.calibration import hold_back
 
-
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 LABELS = torch.arange(30) % 3
-Z = F.normalize(normal(3, 8, seed=1)[LABELS] + normal(30, 8, seed=2), dim=1)
-TEXTS, TESTS = F.normalize(normal(3, 8, seed=3), dim=1), F.normalize(normal(5, 8, seed=4), dim=1)
+Z = F.normalize(randn(3, 8, seed=1)[LABELS] + randn(30, 8, seed=2), dim=1)
+TEXTS, TESTS = F.normalize(randn(3, 8, seed=3), dim=1), F.normalize(randn(5, 8, seed=4), dim=1)
 
 
 def test_tip_adapter_and_proker_are_the_literal_ones():
