@@ -197,6 +197,9 @@ def test_a_name_is_only_a_text(tmp_path):
 def test_the_map_from_images_to_accuracy():
     table = made_comparison()
     assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
+    for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
+        first = {**table.scope.streams["4 images"], **change}
+        assert image_counts({**table.scope.streams, "4 images": first}) == {}, change
     rows = important_rows(table)
     assert rows == [REFERENCE, Row("DuLBE", "lda"), Row("frozen", "ranpac:features=9")]
     figure = streams_figure(table, rows)
