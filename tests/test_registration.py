@@ -14,7 +14,6 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_clip
 
 LOAD = "PeftModel.from_pretrained(CLIPModel.from_pretrained(sys.argv[1]), sys.argv[2])"
-NATIVE = "model = CLIPModel.from_pretrained(sys.argv[1]); model.load_adapter(sys.argv[2])"
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +26,7 @@ def adapter(base, tmp_path_factory):
 @pytest.mark.parametrize(
     "code",
     [
-        f"import dulbe_peft; from peft import PeftModel; from transformers import CLIPModel; {LOAD}",
         f"from peft import PeftModel; import dulbe_peft; from transformers import CLIPModel; {LOAD}",
-        f"from transformers import CLIPModel; import dulbe_peft; {NATIVE}",
         "import dulbe_peft, importlib.util; importlib.util.find_spec('peft'); "
         f"from transformers import CLIPModel; from peft import PeftModel; {LOAD}",
     ],
