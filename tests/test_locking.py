@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -88,34 +89,19 @@ def test_a_scale_holds_in_its_own_thread_and_asyncio_task_alone():
     assert not torch.equal(found["scaled"], whole)
 
 
-def test_the_default_type_of_a_program_comes_back_after_two_threads():
-    """The first thread ends while the second one still computes."""
-    steps, seen = [threading.Event() for _ in range(3)], []
-
-    def first():
-        with usual_torch():
-            steps[0].set()
-            steps[1].wait()
-        steps[2].set()
-
-    def second():
-        steps[0].wait()
-        with usual_torch():
-            steps[1].set()
-            steps[2].wait()
-            seen.append(torch.get_default_dtype())
-        seen.append(torch.get_default_dtype())
-
+def test_the_default_type_of_a_program_comes_back_after_two_that_overlap():
+    """As of threads, of which the first ends while the second still computes."""
+    first, second = ExitStack(), ExitStack()
     torch.set_default_dtype(torch.float64)
     try:
-        threads = [threading.Thread(target=work) for work in (first, second)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for one in (first, second):
+            one.enter_context(usual_torch())
+        first.close()
+        assert torch.get_default_dtype() == torch.float32
+        second.close()
+        assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    assert seen == [torch.float32, torch.float64]
 
 
 class Killing:
