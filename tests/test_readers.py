@@ -22,6 +22,7 @@ from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -309,6 +310,16 @@ def test_an_overridden_item_is_what_is_read(folder):
     images = labelled_images(Grey(folder, "train"))
     assert len(set(images[0]["image"].getpixel((0, 0)))) == 1 and images.class_names == ("Ant eater", "zebra")
     assert len(set(ImageFolder(folder, "train")[0]["image"].getpixel((0, 0)))) > 1
+
+
+def test_unlabelled_images_of_every_kind(folder):
+    photos, file = ImageFolder(folder, "train"), unlabelled_images(io.BytesIO(encoded(90)))
+    assert len(unlabelled_images([photos, photos])) == 8 and [red(file[0]) for _ in range(2)] == [90, 90]
+    assert unlabelled_images(photos).item_name(3) == photos.item_name(3)
+    pair = unlabelled_images((Image.new("RGB", (2, 2)), 7))
+    assert len(pair) == 1 and pair[0]["label"] == -1 and pair.item_name(0) == "item 0"
+    with pytest.raises(TypeError, match=r"a NumPy array of shape \(8, 8, 3\): PIL's Image.fromarray makes an image"):
+        pixel_values(None, np.zeros((8, 8, 3), np.uint8))
 
 
 def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
