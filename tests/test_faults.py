@@ -75,6 +75,12 @@ def learn(world, dataset, names=("x", "y")):
     return world.learner.learn_task(dataset, names)
 
 
+def one_class():
+    learner = tiny_learner("frozen")
+    learner.learn_task(images_of(0), ["one"])
+    return learner
+
+
 def learn_image(world, image):
     return learn(world, [(image, 0)], ["x"])
 
@@ -93,6 +99,15 @@ SETTINGS = [
     ("no such block", lambda w: adapt(layers_to_transform=[99]), V, "layers_to_transform 99"),
     ("wrapped twice", lambda w: adapt(w.model), V, "already"),
     ("adapter name with a dot", lambda w: adapt(adapter="a.b"), V, "'a.b' adapter"),
+    ("no regular expression", lambda w: adapt(target_modules="*"), V, "target_modules '*' regular expression"),
+    ("rank a fraction", lambda w: adapt(residual_rank=1.5), T, "residual_rank integer 1.5"),
+    ("no rank at all", lambda w: adapt(shared_rank=0, residual_rank=0), V, "both 0"),
+    (
+        "blocks of an expression",
+        lambda w: adapt(target_modules=".*fc1", layers_to_transform=[0]),
+        V,
+        "layers_to_transform",
+    ),
     ("no adapter", lambda w: ClassIncrementalLearner(*tiny_base()), V, "get_peft_model CLIPModel"),
     ("adapter of another name", lambda w: adapted_learner("mine"), V, "['mine'] 'default'"),
     ("no processor", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
@@ -132,6 +147,14 @@ TASKS = [
     ("nothing learned to predict", lambda w: tiny_learner().predict(images_of(0)[0][0]), V, "no task"),
     ("nothing learned to evaluate", lambda w: tiny_learner().evaluate(images_of(0)), V, "no task"),
     ("evaluating an unknown class", lambda w: w.learner.evaluate(images_of(0), ["x"]), V, "'x' not been learned"),
+    ("more of an unknown class", lambda w: w.learner.update_classes(images_of(0), ["x"]), V, "'x' not been learned"),
+    ("more of a label out of range", lambda w: w.learner.update_classes(images_of(7), ["a0"]), V, "7"),
+    ("nothing learned to update", lambda w: tiny_learner().update_classes(images_of(0), ["a0"]), V, "no task"),
+    ("forgetting an unknown class", lambda w: w.learner.forget_class("x"), V, "'x' not been learned"),
+    ("forgetting the last class", lambda w: one_class().forget_class("one"), V, "'one' only"),
+    ("merging what trains", lambda w: w.learner.merge(w.learner), V, "'dulbe' trained"),
+    ("merging nothing", lambda w: tiny_learner("frozen").merge(tiny_learner("frozen")), V, "no task"),
+    ("no reference images", lambda w: learned(tiny_learner("zscl"), 1), V, "zscl:reference_images=FOLDER"),
     ("stream of tuples", lambda w: tiny_learner().run([(1, 2)], w.tmp), T, "tasks[0] Task tuple"),
     ("stream into a file", lambda w: tiny_learner().run([Task([(0, 0)], None, ["a"])], __file__), V, "is a file"),
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 from small_runs import QUICK
 
-from dulbe_peft import STRATEGIES, ClassIncrementalLearner, ImageFolder, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments
 
 CLASSIFIERS = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1", "bayes:features=0")
 
@@ -78,15 +76,3 @@ def test_others_are_refused_and_change_nothing(base, images, settings, words):
     with pytest.raises(ValueError, match=words):
         one.merge(other)
     assert one.state is before
-
-
-def test_learners_that_train_or_have_learned_nothing_are_refused(base, images):
-    train, _ = images
-    one = learner_of(base, train.select(train.class_names[:2]))
-    with pytest.raises(ValueError, match="no task has been learned"):
-        one.merge(learner_of(base))
-    trained = copy.copy(one)
-    trained.state = copy.copy(one.state)
-    trained.state.strategy = STRATEGIES["lora"]()
-    with pytest.raises(ValueError, match="where nothing is trained, not with the strategy 'lora'"):
-        one.merge(trained)

@@ -203,20 +203,6 @@ def test_the_configuration_is_the_same_whatever_the_order_of_a_set():
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "words"),
-    [
-        ({"target_modules": "*"}, ValueError, "target_modules is '.', no regular expression"),
-        ({"residual_rank": 1.5}, TypeError, "residual_rank must be a valid integer, got 1.5"),
-        ({"shared_rank": 0, "residual_rank": 0}, ValueError, "both 0"),
-        ({"target_modules": ".*fc1", "layers_to_transform": [0]}, ValueError, "layers_to_transform cannot be used"),
-    ],
-)
-def test_bad_configurations(fields, error, words):
-    with pytest.raises(error, match=words):
-        DualModeLoraConfig(**fields)
-
-
-@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"residual_rank": 40}, "shared_rank . residual_rank = 41 exceeds in_features = 32 of layer"),

@@ -98,8 +98,6 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
     for one, dataset, message in (
         (learner, select_classes(digits[1], ("one",)), "the 'rapf' classifier cannot learn more images of a known"),
         (able, select_classes(digits[1], ("one", "four", "nine")), r"2 classes have not been .*\['four', 'nine'\]"),
-        (able, [(digits[1][0]["image"], 7)], "label 7 is out of range|there are 4 classes"),
-        (make_learner(base), digits[1], "no task has been learned yet"),
     ):
         with pytest.raises(ValueError, match=message):
             one.update_classes(dataset)
@@ -153,15 +151,3 @@ def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_
         one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     assert loaded.tasks == [(), ("two", "three"), ("four", "five")]
-
-
-def test_what_cannot_be_forgotten(base, digits):
-    learner = taught(base, digits[0], count=1)
-    before = everything(learner)
-    with pytest.raises(ValueError, match="class 'two' has not been learned"):
-        learner.forget_class("two")
-    assert not differences(everything(learner), before)
-    learner.forget_class("one")
-    with pytest.raises(ValueError, match="class 'zero' is the only one that is left"):
-        learner.forget_class("zero")
-    assert learner.class_names == ("zero",)
