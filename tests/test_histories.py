@@ -169,11 +169,6 @@ def test_peft_says_how_the_layers_stand(tiny_clip):
     assert {tuple(layer.merged_adapters) for layer in get_layer_status(model)} == {("default",)}
 
 
-def test_lora_s_rank_is_answered_by_ours():
-    with pytest.raises(TypeError, match="r=8.*shared_rank and residual_rank"):
-        DualModeLoraConfig(r=8)
-
-
 def test_a_stream_trained_in_the_same_bases_is_warned_of(tiny_clip):
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, init_weights=False))
     model.fold_task()

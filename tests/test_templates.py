@@ -87,14 +87,3 @@ def test_templates_from_flags_files_and_yaml(tmp_path):
     assert arguments_of("--prompt-template", str(tmp_path / "three.txt")).templates == TEMPLATES
     assert arguments_of("--config", str(tmp_path / "run.yaml")).templates == ("a {}", "an {}")
     assert LearnerArguments(prompt_template=["a {}"]) == LearnerArguments(prompt_template="a {}")
-
-
-def test_templates_that_cannot_be_meant():
-    for args, message in (
-        ({"prompt_template": []}, "exactly one {}, got ''"),
-        ({"prompt_template": ["a {}", "a"]}, "exactly one {}, got 'a'"),
-        ({"prompt_template": ["a {}", "a {}"]}, "the same text twice"),
-        ({"training_template": "a"}, "training_template must be a text with exactly one {}"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LearnerArguments(**args)
