@@ -76,7 +76,8 @@ def evaluate_features(
         kept: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
         if kept is not None:
             rows[name] = kept.to(features)
-    said: dict[str, list[torch.Tensor]] = {name: [] for name in (*classifiers, *rows)}
+    said: dict[str, list[torch.Tensor]] = {name: [] for name in classifiers}
+    beside: dict[str, list[torch.Tensor]] = {name: [] for name in rows}  # `text` may be among both
     sure, first = [], next(iter(classifiers))
     for part in features.split(max(1, MOST_SCORES // len(class_names))):
         for name, classifier in classifiers.items():
@@ -85,13 +86,13 @@ def evaluate_features(
             if name == first:
                 sure.append((scores / classifier.temperature).softmax(dim=1).amax(dim=1).float().cpu())
         for name, kept in rows.items():
-            said[name].append((part @ kept.T).argmax(dim=1).cpu())
+            beside[name].append((part @ kept.T).argmax(dim=1).cpu())
     return Evaluation(
         class_names=tuple(class_names),
         images=tuple(images),
         truth=truth.cpu(),
-        classifiers={name: torch.cat(said[name]) for name in classifiers},
-        baselines={name: torch.cat(said[name]) for name in rows},
+        classifiers={name: torch.cat(parts) for name, parts in said.items()},
+        baselines={name: torch.cat(parts) for name, parts in beside.items()},
         probability=torch.cat(sure),
         features=features.cpu(),
     )
