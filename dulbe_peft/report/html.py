@@ -25,7 +25,7 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     )
     environment.filters |= {
         "percent": percent,
-        "mib": lambda size: "" if size is None else f"{size / 2**20:,.1f}",
+        "mib": lambda size: "" if size is None else f"{size / 2**20:,.{1 if size > 2**18 else 2}f}",
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
