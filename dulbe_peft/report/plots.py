@@ -112,7 +112,8 @@ def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
     figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
     axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
     sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
-    axes.errorbar(sure, right, yerr=_ends([share for _, share in bins]), fmt="o", color=SERIES[3], capsize=2)
+    ends = _ends([share for _, share in bins])
+    axes.errorbar(sure, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
     return figure
 
 
@@ -120,7 +121,14 @@ def counts_figure(rows: Sequence[ClassRow]) -> Any:
     """How many images of each class are right, by the number of its training images."""
     figure, axes = new_figure(3.6, ylim=(0, 100), xlabel="training images of the class", ylabel="right (%)")
     counts, right = [row.learned or 0 for row in rows], [100 * row.share.value for row in rows]
-    look: Any = {"fmt": "o", "color": SERIES[3], "ecolor": SERIES[0], "elinewidth": 0.7, "markersize": 4}
+    look: Any = {
+        "fmt": "o",
+        "color": SERIES[3],
+        "ecolor": SERIES[0],
+        "elinewidth": 0.7,
+        "markersize": 4,
+        "clip_on": False,
+    }
     axes.errorbar(counts, right, yerr=_ends([row.share for row in rows]), **look)
     if max(counts) > 10 * min(counts):
         axes.set_xscale("log")
