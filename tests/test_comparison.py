@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def copied(finished, tmp_path):
 
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
+
+
+def test_no_engine_starts_where_nothing_is_left_to_do(copied, content, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert compare(read_plan(write(copied[0] / "plan.yaml", content)), copied[0] / "out", backend="ray") == copied[1]
 
 
 def test_every_row_of_every_stream_is_there(finished):

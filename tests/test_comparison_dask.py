@@ -32,7 +32,7 @@ def plan(digit_folders, tmp_path_factory):
 
 
 def without_times(entries):
-    return [entry.model_copy(update={"seconds": 0.0}) for entry in entries]
+    return [entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in entries]
 
 
 def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):

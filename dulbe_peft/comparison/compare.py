@@ -78,8 +78,9 @@ def _finish(
 ) -> list[str]:
     """Finish what is missing; gives what failed, and why."""
     missing = [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
-    if missing:
-        log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
+    if not missing:  # an engine takes long to start
+        return []
+    log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
     failed = []
     for count, (index, problem) in enumerate(finish_cells(missing, output, jobs, backend, address), 1):
         folder = missing[index][0].folder
