@@ -58,8 +58,9 @@ def measured(values: Any, work: Path) -> list[dict[str, Any]]:
     notes = [(newest / name).stat().st_size for name in ("progress.json", "manifest.json", "learner.json")]
     found = {}
     for number in sorted({number for number in NUMBERS if number < values.tasks} | {values.tasks}):
-        rows = slice(max(1, number - NEAR), number)
-        found[f"CPU of task {number}, learned and saved"] = statistics.median(learned[rows]), "s"
+        first = max(1, number - NEAR)
+        what = f"CPU of a task, learned and saved, median of {first + 1} to {number}"
+        found[what] = statistics.median(learned[first:number]), "s"
         found[f"CPU of its test, {number * values.classes * values.images:,} images"] = tested[number - 1], "s"
         found[f"peak memory of the process up to task {number}"] = peaks[number - 1], "MiB"
     found |= {
