@@ -363,6 +363,18 @@ def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_pat
         export_learner(learners["vit"], tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
+def test_a_graph_takes_images_that_are_not_square(learners, tmp_path):
+    onnxruntime, learner = pytest.importorskip("onnxruntime"), copy.deepcopy(learners["dinov2"])
+    image_processor = learner.processor.image_processor
+    image_processor.crop_size, image_processor.size = {"height": 16, "width": 24}, {"shortest_edge": 24}
+    folder = export_onnx(learner, tmp_path / "plain", "lda")
+    encoder = onnxruntime.InferenceSession(folder / "encoder.onnx")
+    pixels = image_processor(images=photos(), return_tensors="pt")["pixel_values"]
+    assert facts(tmp_path, file="model.json")["image_size"] == [16, 24] and pixels.shape[1:] == (3, 16, 24)
+    features = learner.image_embeds([(photo, -1) for photo in photos()]).numpy()
+    np.testing.assert_allclose(encoder.run(None, {"pixel_values": pixels.numpy()})[0], features, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)

@@ -42,15 +42,15 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
 
     The precision is the encoder's; the head stays in float32. A learner with further classes has the same encoder.
     """
-    encoder, head, size = _parts(state, classifier)
+    encoder, head, shape = _parts(state, classifier)
     steps = processor_steps(state.processor)
     facts = class_facts(state, classifier)
-    facts |= {"image_size": [size, size], "preprocessing": steps, "precision": precision}
-    _write(folder / ENCODER_FILE, encoder, torch.zeros(2, 3, size, size), (PIXELS, EMBEDDING), precision)
+    facts |= {"image_size": list(shape[1:]), "preprocessing": steps, "precision": precision}
+    _write(folder / ENCODER_FILE, encoder, torch.zeros(2, *shape), (PIXELS, EMBEDDING), precision)
     _write(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts=facts)
     run_encoder, run_head = _session(folder / ENCODER_FILE), _session(folder / HEAD_FILE)
     facts["largest_difference"] = _largest_difference(
-        lambda pixels: run_head(run_encoder(pixels)), nn.Sequential(encoder, head), size, precision
+        lambda pixels: run_head(run_encoder(pixels)), nn.Sequential(encoder, head), shape, precision
     )
     write_json(folder / GRAPH_FACTS_FILE, facts)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
@@ -69,14 +69,14 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
 
 def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str, name: str) -> str:
     """Write graph, configuration and image processor as transformers.js looks for them in a folder of this name."""
-    encoder, head, size = _parts(state, classifier, probabilities=False)
+    encoder, head, shape = _parts(state, classifier, probabilities=False)
     whole, (ending, dtype) = nn.Sequential(encoder, head), PRECISIONS[precision]
     path = folder / "onnx" / f"model{ending}.onnx"
     path.parent.mkdir()
-    _write(path, whole, torch.zeros(2, 3, size, size), (PIXELS, LOGITS), precision)
+    _write(path, whole, torch.zeros(2, *shape), (PIXELS, LOGITS), precision)
     run = _session(path)
     _largest_difference(
-        lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), size, precision
+        lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
     )
     labels = {str(place): label for place, label in enumerate(classifier.class_names)}
     # The package picks its class by this type, and the class does no more than run the graph.
@@ -88,8 +88,10 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     return render_card("use_javascript.txt", name=name, dtype=dtype)
 
 
-def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = True) -> tuple[ImageEncoder, Head, int]:
-    """Encoder, head and image size; an `ImportError` names a package that is missing."""
+def _parts(
+    state: LearnerState, classifier: Classifier, probabilities: bool = True
+) -> tuple[ImageEncoder, Head, tuple[int, ...]]:
+    """Encoder, head and shape of an image; an `ImportError` names a package that is missing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -102,7 +104,7 @@ def _parts(state: LearnerState, classifier: Classifier, probabilities: bool = Tr
         title = encoder_of(state.base).title
         raise ValueError(f"{title} has other positions for each image, a graph cannot: take 'transformers' or 'lora'")
     encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
-    return encoder.eval(), head.eval(), image_shape(state.base, state.processor)[-1]
+    return encoder.eval(), head.eval(), image_shape(state.base, state.processor)
 
 
 @torch.no_grad()
@@ -177,12 +179,12 @@ def _session(path: Path) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def _largest_difference(
-    found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor], size: int, precision: str
+    found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor], shape: tuple[int, ...], precision: str
 ) -> float:
     """The largest difference of a probability between onnxruntime and PyTorch; too large a one is a `ValueError`."""
     generator, largest = torch.Generator().manual_seed(0), 0.0
     for batch in CHECKED_BATCHES:
-        pixels = torch.randn(batch, 3, size, size, generator=generator)
+        pixels = torch.randn(batch, *shape, generator=generator)
         largest = max(largest, float((found(pixels) - expected(pixels)).abs().max()))
     if precision == "float32" and not largest <= TOLERANCE:
         raise ValueError(f"the ONNX graph gives probabilities that differ by {largest:.1e} from PyTorch's")
