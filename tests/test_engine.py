@@ -136,6 +136,17 @@ def test_without_spread_the_discriminant_says_nothing():
     torch.testing.assert_close(apart, (alone(images)[:, 0] - alone(images)[:, 1]) / 2, rtol=1e-4, atol=1e-3)
 
 
+def test_images_that_hardly_differ_leave_numbers_that_half_precision_holds():
+    (images, labels), texts = features(2, 8, 0), normal(2, DIM, seed=8)
+    classifier, z = EngineClassifier(DIM, 20.0, epochs=1, discriminant=1.0), F.normalize(images, dim=1)
+    classifier.add_classes(["a", "b"], z[labels] + 1e-4 * images, labels, texts)
+    tensors, means, precision = classifier.formula()[1], classifier.means, classifier._precision()
+    assert all(tensor.half().isfinite().all() for tensor in tensors.values())
+    assert not (means @ precision).half().isfinite().all()
+    g = z.double() @ precision @ means.T - ((means @ precision) * means).sum(dim=1) / 2 - math.log(2)
+    torch.testing.assert_close(classifier(z).double(), 20 * F.normalize(g, dim=1), rtol=0, atol=1e-3)
+
+
 def test_means_and_scatter_move_with_the_features():
     classifier = taught(epochs=1)
     matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()

@@ -155,13 +155,14 @@ class EngineClassifier(Classifier):
         precision, classes = self._precision(), len(self.means)
         directions = self.means @ precision
         offsets = -(directions * self.means).sum(dim=1) / 2 - math.log(classes)
+        largest = directions.abs().max().clamp(min=1)  # P may leave the range of half precision; g / |g| has no scale
         unit, texts = self.image_unit.float(), _mapped(LENGTH * self.text_embeds.float(), self.text_unit.float())
         return {
             "unit": LENGTH * unit[:, :-1],
             "shift": unit[:, -1],
             "texts": self.logit_scale * (1 - self.discriminant) * texts,
-            "directions": directions.float().to(self.device),
-            "offsets": offsets.float().to(self.device),
+            "directions": (directions / largest).float().to(self.device),
+            "offsets": (offsets / largest).float().to(self.device),
             "share": torch.tensor(self.logit_scale * self.discriminant, device=self.device),
         }
 
