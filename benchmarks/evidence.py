@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS
+
 Row = dict[str, str]
 
 
@@ -57,9 +59,19 @@ def family(results: Path, file: str, stream: str, classifiers: str) -> list[list
     lines = []
     for method in methods_of(rows, stream):
         each = [rows[stream, method, name] for name in columns]
+        if method != "frozen" and each[0]["trainable_parameters"] == "0":  # its own classifier alone is another
+            continue
         known, trainable = percent(each[0]["retention"]), f"{int(each[0]['trainable_parameters']):,}"
         lines.append([named(method), *(gained(row, interval=False) for row in each), known, trainable])
     return [["method", *map(short, columns), "still known", "trained"], *lines]
+
+
+def own(results: Path, file: str, stream: str) -> list[list[str]]:
+    """A_last of the classifiers that methods bring along."""
+    rows = compared(results, file)
+    found = {name: percent(row["last"]) for (each, _, name), row in rows.items() if each == stream}
+    names = [name for name in found if name in METHOD_CLASSIFIERS]
+    return [names, [found[name] for name in names]]
 
 
 def ablation(results: Path, files: str) -> list[list[str]]:
@@ -187,5 +199,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
 
 
 TABLES: dict[str, Any] = {
-    table.__name__: table for table in (frozen, trained, family, ablation, costs, exports, rejection)
+    table.__name__: table for table in (frozen, trained, family, own, ablation, costs, exports, rejection)
 }
