@@ -144,3 +144,14 @@ def test_means_move_with_the_features_and_a_task_s_contexts_leave_with_its_last_
     assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * 2 * DIM)  # one class a task
     with pytest.raises(ValueError, match="'proof' classifier cannot learn more images of a known class"):
         classifier.update_classes(x[:1], [0])
+
+
+@pytest.mark.parametrize("task", [[1, 0, 0], [0, 0, 2], [0, 0, 0]])
+def test_a_state_whose_tasks_do_not_fit_is_refused(task):
+    classifier, x = ProofClassifier(DIM, **SETTINGS), normal(3, DIM)
+    classifier.add_classes(["a", "b"], x[:2], [0, 1], x[:2])
+    classifier.add_classes(["c"], x[2:], [0], x)
+    state = classifier.state_dict()
+    ProofClassifier(DIM, **SETTINGS).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="task must count up from 0 to 1, got"):
+        ProofClassifier(DIM, **SETTINGS).load_state_dict(state | {"task": torch.tensor(task)})

@@ -11,7 +11,7 @@ loss: cross-entropy over draws, images and all seen classes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,15 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, stand_ins, task_generator, tasks_left, with_means
+from dulbe_peft.classifiers.fitting import (
+    check_tasks,
+    gradients,
+    minibatches,
+    stand_ins,
+    task_generator,
+    tasks_left,
+    with_means,
+)
 from dulbe_peft.utils.checks import check_int
 
 HIDDEN = 2048  # width inside G
@@ -160,6 +168,10 @@ class Clap4ClipClassifier(Classifier):
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The adapter of a task leaves with its last class."""
         return tasks_left(super().forgotten(kept), "adapters", self.adapters)
+
+    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
+        super()._check(state, class_names)
+        check_tasks(state["task"], len(state["adapters"]))
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:

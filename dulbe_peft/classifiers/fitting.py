@@ -75,3 +75,9 @@ def tasks_left(changes: dict[str, Tensor], name: str, rows: Tensor) -> dict[str,
     """Changes of the rows of classes, where `rows`, one a task, lose those of tasks without a class."""
     left, task = changes["task"].unique(return_inverse=True)
     return changes | {"task": task, name: rows[left]}
+
+
+def check_tasks(task: Tensor, rows: int) -> None:
+    """Raise a ValueError unless the classes' tasks, (classes,), are 0, 1 .. in order, each with its row of `rows`."""
+    if task.unique_consecutive().tolist() != list(range(rows)):
+        raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")

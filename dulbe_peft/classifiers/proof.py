@@ -18,7 +18,15 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, stand_ins, task_generator, tasks_left, with_means
+from dulbe_peft.classifiers.fitting import (
+    check_tasks,
+    gradients,
+    minibatches,
+    stand_ins,
+    task_generator,
+    tasks_left,
+    with_means,
+)
 from dulbe_peft.utils.checks import check_int
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -213,3 +221,7 @@ class ProofClassifier(Classifier):
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The contexts of a task leave with its last class."""
         return tasks_left(super().forgotten(kept), "prompts", self.prompts)
+
+    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
+        super()._check(state, class_names)
+        check_tasks(state["task"], len(state["prompts"]))
