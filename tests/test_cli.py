@@ -307,7 +307,7 @@ def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own
         return capsys.readouterr().out
 
     clear, chance = said(16), said(1)
-    assert "lda, 100.00 %, 100.00 points more than bridge; clearly better is lda" in clear
+    assert "lda, 100.00 %, 100.00 points more than bridge, which is clear" in clear
     assert clear.endswith("--format transformers --classifier lda\n")
     assert "6.25 points more than bridge, which may be chance" in chance and chance.endswith("transformers\n")
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and "--classifier lda" in chance

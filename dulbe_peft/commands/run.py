@@ -100,7 +100,8 @@ def say_results(results: dict[str, Any], output: str, first: str) -> None:
             words += f", {percent(tested[best] - tested[other], 2)} points more than {other}"
         if best != first:
             better = clearly_better(read_run(output))
-            words += f"; clearly better is {better[0]}" if better else ", which may be chance"
+            clear = "which is clear" if better and better[0] == best else "which may be chance"
+            words += f", {clear}" + (f"; clearly better is {better[0]}" if better and better[0] != best else "")
             words += f"\nto let it answer: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}"
         print(words)
     say_next("report", output)
