@@ -80,7 +80,9 @@ def _images(test: Any, names: Sequence[str], count: int) -> tuple[list[Any], tor
     """Images of learned classes, evenly over the data, and their numbers among `names`."""
     rows = []
     for part in [task.test for task in test] if isinstance(test, list) else [test]:
-        known = part.select([name for name in part.class_names if name in names])
+        if not (learned := [name for name in part.class_names if name in names]):
+            continue
+        known = part.select(learned)
         rows += [(sample["image"], list(names).index(known.class_names[sample["label"]])) for sample in known]
     rows = rows[:: max(1, len(rows) // count)][:count]
     return [image for image, _ in rows], torch.tensor([label for _, label in rows])

@@ -158,7 +158,8 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str,
         right = said == truth
         overall.append(right.double().mean().item())
     found = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(sure, right)}
-    few = torch.tensor(tasks[-1].counts or [0])[truth] < FEW
+    counts = tasks[-1].counts or [FEW] * len(seen)  # without the last task nobody asks
+    few = torch.tensor(counts)[truth] < FEW
     if few.any() and not few.all():
         found |= {"few": right[few].double().mean().item(), "many": right[~few].double().mean().item()}
     return found

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = common.parse(options, argv)
     features = encoded(values)
     rows = []
-    for images in values.images[:1] if values.quick else values.images:
+    for images in values.images[-1:] if values.quick else values.images:
         found = [refused(features, images, values.increment, seed) for seed in range(values.repeats)]
         for name in found[0]:
             for figure in found[0][name]:
