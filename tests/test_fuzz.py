@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -94,15 +95,12 @@ def test_bases_are_orthonormal_for_every_gradient_and_history(shape, ranks, seed
 )
 def test_losses_are_finite_and_not_negative(n, classes, labels, temperatures, scale, seed):
     student, teacher = gaussian(n, classes, seed=seed, scale=scale), gaussian(n, classes, seed=seed + 1, scale=scale)
-    for act in (
-        lambda: bidirectional_kl(student, teacher, *temperatures),
-        lambda: cross_modal_loss(gaussian(n, 5), gaussian(classes, 5), torch.tensor(labels, dtype=torch.long), scale),
-    ):
-        try:
-            value = act()
-        except DOCUMENTED:
-            continue
+    with suppress(*DOCUMENTED):
+        value = bidirectional_kl(student, teacher, *temperatures)
         assert value >= -1e-3 * max(temperatures) ** 2 and torch.isfinite(value)
+    with suppress(*DOCUMENTED):
+        value = cross_modal_loss(gaussian(n, 5), gaussian(classes, 5), torch.tensor(labels, dtype=torch.long), scale)
+        assert value >= 0 and torch.isfinite(value)
 
 
 @MANY
