@@ -11,7 +11,7 @@ from test_encoders import CONFIG, QUICK, learn, pictures
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, collect_statistics
 from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds
-from dulbe_peft.encoders.patches import patch_mask, unpacked
+from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.report.inspection import relevance_maps
 from dulbe_peft.subspaces.inputs import observed_inputs
@@ -56,7 +56,8 @@ def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
 def test_an_image_of_zeros_is_a_square_one():
     empty = torch.zeros(2, *image_shape(tiny.make_model("siglip2")))
     for images in (empty, empty.to("meta")):
-        assert unpacked(images)["spatial_shapes"].tolist() == [[2, 2], [2, 2]] and patch_mask(images) is None
+        found = unpacked(images)
+        assert found["spatial_shapes"].tolist() == [[2, 2], [2, 2]] and found["pixel_attention_mask"] is None
     assert unit_image_embeds(tiny.make_model("siglip2"), empty).isfinite().all()
 
 
@@ -88,7 +89,8 @@ def inputs_of(model, packed):
 def test_statistics_leave_the_padding_out(packed):
     model = adapted()
     run, padded = lambda _, batch: unit_image_embeds(model.get_base_model(), batch), OccupationStatistics()
-    found = collect_statistics(model, [packed], run, into=OccupationStatistics(), mask_fn=patch_mask)
+    mask = unpacked(packed)["pixel_attention_mask"]
+    found = collect_statistics(model, [packed], run, into=OccupationStatistics(), mask_fn=lambda _: mask)
     collect_statistics(model, [packed], run, into=padded)
     for name, tokens in inputs_of(model, packed).items():
         expected = reference.occupation(tokens)

@@ -11,23 +11,14 @@ loss: cross-entropy over draws, images and all seen classes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import (
-    check_tasks,
-    gradients,
-    minibatches,
-    stand_ins,
-    task_generator,
-    tasks_left,
-    with_means,
-)
+from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
+from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator, training_settings
 from dulbe_peft.utils.checks import check_int
 
 HIDDEN = 2048  # width inside G
@@ -36,7 +27,7 @@ WARMUP, FINAL = 0.3, 1e-3  # the share of steps over which the rate rises, and w
 TUNED, TUNING = 2, 0.1  # epochs of the tuning on class means, and its part of the rate
 
 
-class Clap4ClipClassifier(Classifier):
+class Clap4ClipClassifier(ReplayedMeans):
     """G, each class's text and mean feature, and of each task M, m, S and s, 8 d (d + 1) bytes.
 
     A task trains G and its own adapter; then all tasks' adapters are tuned on all classes alike. The authors do both
@@ -60,7 +51,7 @@ class Clap4ClipClassifier(Classifier):
     """
 
     name = "clap4clip"
-    needs_text = True
+    by_task = "adapters"
 
     def __init__(
         self,
@@ -74,22 +65,17 @@ class Clap4ClipClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 1)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         self.samples = check_int("samples", samples, 1)
         self.exemplars = check_int("exemplars", exemplars, 1)
-        self.seed = check_int("seed", seed, 0)
         self.register_buffer("guide", torch.zeros(sum(p.numel() for p in decoder(embed_dim).parameters())))
-        self.register_ragged("adapters", 2 * embed_dim * (embed_dim + 1), torch.float32)  # one row a task
-        self.register_rows("means", embed_dim)
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("task", dtype=torch.int64)
+        self.keep_means(2 * embed_dim * (embed_dim + 1))
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         old = len(self._class_names)
-        changes = with_means(self, names, images, labels)
+        changes = self.with_means(names, images, labels)
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
         rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels + old, classes])
         generator = task_generator(self.seed, old)
@@ -124,9 +110,7 @@ class Clap4ClipClassifier(Classifier):
             for batch in minibatches(rows.detach(), self.batch_size, generator):
                 optimizer.param_groups[0]["lr"] = next(plan)
                 loss = self._loss(rows[batch], labels[batch], given, guide, adapters, tasks, generator)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
 
     def _loss(
         self,
@@ -160,18 +144,6 @@ class Clap4ClipClassifier(Classifier):
 
     def logits(self, images: Tensor) -> Tensor:
         return images @ self.derived("weight", self._weight).T
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to v_c M; G and the adapters stay, for the task that follows trains them on moved means."""
-        return {"means": self.means.double().cpu() @ matrix.cpu()}
-
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """The adapter of a task leaves with its last class."""
-        return tasks_left(super().forgotten(kept), "adapters", self.adapters)
-
-    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
-        super()._check(state, class_names)
-        check_tasks(state["task"], len(state["adapters"]))
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:

@@ -21,9 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
-from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.classifiers.fitting import (
+    class_means,
+    descend,
+    gradients,
+    minibatches,
+    task_generator,
+    training_settings,
+)
+from dulbe_peft.utils.checks import check_number
 
 LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
 SHARPNESS = math.log(100)  # the authors' code multiplies by the logarithm of CLIP's scale
@@ -85,15 +91,13 @@ class EngineClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 1)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         for name, value in (("text_loss", text_loss), ("image_loss", image_loss), ("noise", noise)):
             check_number(name, value, least=0)
         check_number("discriminant", discriminant, least=0, most=1)
         self.text_loss, self.image_loss, self.noise = float(text_loss), float(image_loss), float(noise)
         self.discriminant = float(discriminant)
-        self.seed = check_int("seed", seed, 0)
         for name in ("image_unit", "text_unit"):  # [W b], s included
             self.register_buffer(name, torch.zeros(embed_dim, embed_dim + 1))
         self.register_rows("means", embed_dim, dtype=torch.float64)
@@ -103,7 +107,7 @@ class EngineClassifier(Classifier):
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         rows, own = images.to(self.means), labels.to(self.means.device)
-        means = rows.new_zeros(len(names), self.embed_dim).index_add(0, own, rows) / own.bincount()[:, None]
+        means = class_means(images, labels).to(rows)
         spread = rows - means[own]
         return self._trained(images, labels + len(self._class_names), texts) | {
             "means": torch.cat([self.means, means]),
@@ -133,9 +137,7 @@ class EngineClassifier(Classifier):
                     loss = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
                     loss = loss + self.text_loss * contrast(named, texts[classes])
                     loss = loss + self.image_loss * contrast(mapped[: len(rows)], images[rows])
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+                    descend(optimizer, loss)
                 schedule.step()
         return {name: value + unit.detach() for (name, value), unit in zip(sums.items(), units, strict=True)}
 

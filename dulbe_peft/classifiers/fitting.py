@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import ranking
-from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.utils.checks import check_int
 
 
 @contextmanager
@@ -18,6 +19,25 @@ def gradients() -> Iterator[None]:
     """Gradients on, whatever surrounds it; a tensor made in inference mode must be cloned inside the block."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def training_settings(
+    epochs: int, batch_size: int, learning_rate: float, seed: int, least_epochs: int = 1
+) -> tuple[int, int, float, int]:
+    """The settings that they all have, checked."""
+    return (
+        check_int("epochs", epochs, least_epochs),
+        check_int("batch_size", batch_size, 1),
+        positive("learning_rate", learning_rate),
+        check_int("seed", seed, 0),
+    )
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of gradient descent."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def minibatches(images: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -50,34 +70,14 @@ def moved_gaussians(classifier: Any, matrix: Tensor) -> dict[str, Tensor]:
     return {"means": classifier.means.double().cpu() @ matrix, "factors": matrix.T @ classifier.factors.double().cpu()}
 
 
-def with_means(classifier: Any, names: Sequence[str], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """The rows `means`, `counts` and `task` of a classifier with those of a new task's classes."""
-    counts = labels.bincount()
-    sums = torch.zeros(len(names), images.shape[1], dtype=torch.float64)
-    means = sums.index_add(0, labels.cpu(), images.cpu().double()) / counts.cpu()[:, None]
-    check_directions(means, names)
-    number = int(classifier.task.max()) + 1 if len(classifier.task) else 0
-    return {
-        "means": torch.cat([classifier.means.float(), means.to(images)]),
-        "counts": torch.cat([classifier.counts, counts]),
-        "task": torch.cat([classifier.task, torch.full_like(counts, number)]),
-    }
+def class_means(images: Tensor, labels: Tensor) -> Tensor:
+    """The mean of each class's (n, d) features, (classes, d), float64 on the CPU."""
+    counts = labels.cpu().bincount()
+    sums = torch.zeros(len(counts), images.shape[1], dtype=torch.float64)
+    return sums.index_add(0, labels.cpu(), images.cpu().double()) / counts[:, None]
 
 
-def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Class means, (C, d), in place of images, and their labels: as many of a class as it had images, or `most`."""
-    times = counts.clamp(max=most)
-    labels = torch.arange(len(means), device=means.device)
-    return means.float().repeat_interleave(times, dim=0), labels.repeat_interleave(times)
-
-
-def tasks_left(changes: dict[str, Tensor], name: str, rows: Tensor) -> dict[str, Tensor]:
-    """Changes of the rows of classes, where `rows`, one a task, lose those of tasks without a class."""
-    left, task = changes["task"].unique(return_inverse=True)
-    return changes | {"task": task, name: rows[left]}
-
-
-def check_tasks(task: Tensor, rows: int) -> None:
-    """Raise a ValueError unless the classes' tasks, (classes,), are 0, 1 .. in order, each with its row of `rows`."""
-    if task.unique_consecutive().tolist() != list(range(rows)):
-        raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")
+def with_task(task: Tensor, classes: int) -> Tensor:
+    """The tasks of all classes, from 0, with those of the newest task, which has so many."""
+    number = int(task.max()) + 1 if len(task) else 0
+    return torch.cat([task, task.new_full((classes,), number)])

@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import (
-    check_tasks,
-    gradients,
-    minibatches,
-    stand_ins,
-    task_generator,
-    tasks_left,
-    with_means,
-)
+from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
+from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator, training_settings
 from dulbe_peft.utils.checks import check_int
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -101,7 +92,7 @@ def beside_images(
     }
 
 
-class ProofClassifier(Classifier):
+class ProofClassifier(ReplayedMeans):
     """The projections' sums, the attention, each class's text and mean feature, and each task's contexts.
 
     The authors replay 20 images of each old class. Here each old class is replayed as its mean feature, as many times
@@ -126,7 +117,7 @@ class ProofClassifier(Classifier):
     """
 
     name = "proof"
-    needs_text = True
+    by_task = "prompts"
 
     def __init__(
         self,
@@ -140,23 +131,18 @@ class ProofClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 1)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         self.contexts = check_int("contexts", contexts, 1)
         self.exemplars = check_int("exemplars", exemplars, 1)
-        self.seed = check_int("seed", seed, 0)
         for name in NUMBERS:
             self.register_buffer(name, torch.zeros((embed_dim,) * (1 if name.endswith("shift") else 2)))
-        self.register_rows("means", embed_dim)
-        self.register_ragged("prompts", contexts * embed_dim, torch.float32)  # one row a task
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("task", dtype=torch.int64)
+        self.keep_means(contexts * embed_dim)
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         assert texts is not None
         old = len(self._class_names)
-        changes = with_means(self, names, images, labels)
+        changes = self.with_means(names, images, labels)
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
         rows, classes = torch.cat([images, rows]), torch.cat([labels + old, classes])
         trained = self._trained(rows, classes, texts, changes["means"], task_generator(self.seed, old))
@@ -183,9 +169,7 @@ class ProofClassifier(Classifier):
                     tensors: Any = beside_images(*tokens, self.logit_scale, now)
                     scores = projected_fusion(rows[batch], **tensors, sums=False)
                     loss = torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+                    descend(optimizer, loss)
                 schedule.step()
         found = {name: tensor.detach() for name, tensor in leaves.items()}
         return found | {name: old[name] + found[name] for name in PROJECTIONS}
@@ -213,15 +197,3 @@ class ProofClassifier(Classifier):
     def _tensors(self) -> dict[str, Tensor]:
         tokens = self.text_embeds.float(), self.means.float(), self.prompts.float().view(-1, self.embed_dim)
         return beside_images(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to v_c M; the projections stay, for the task that follows trains them on moved means."""
-        return {"means": self.means.double().cpu() @ matrix.cpu()}
-
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """The contexts of a task leave with its last class."""
-        return tasks_left(super().forgotten(kept), "prompts", self.prompts)
-
-    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
-        super()._check(state, class_names)
-        check_tasks(state["task"], len(state["prompts"]))

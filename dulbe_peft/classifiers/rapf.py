@@ -18,7 +18,15 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import gaussians, gradients, minibatches, moved_gaussians, task_generator
+from dulbe_peft.classifiers.fitting import (
+    descend,
+    gaussians,
+    gradients,
+    minibatches,
+    moved_gaussians,
+    task_generator,
+    training_settings,
+)
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.utils.checks import check_int
 
@@ -74,15 +82,13 @@ class RapfClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 1)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         self.draws = positive("draws", draws)
         self.replayed = check_int("replayed", replayed, 1)
         self.pair_distance = positive("pair_distance", pair_distance)
         self.fusion_bias = positive("fusion_bias", fusion_bias)
         self.ridge = positive("ridge", ridge)
-        self.seed = check_int("seed", seed, 0)
         self.register_buffer("map", torch.zeros(embed_dim, embed_dim))
         self.register_rows("means", embed_dim)
         self.register_rows("factors", embed_dim, embed_dim)
@@ -131,9 +137,7 @@ class RapfClassifier(Classifier):
                             hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
                         hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
                         loss = loss + push_apart(_mapped(self._drawn(hard[:, 0], generator), map_), texts, hard)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+                    descend(optimizer, loss)
                 schedule.step()
         return map_.detach()
 

@@ -18,7 +18,16 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.classifiers.fitting import gaussians, gradients, minibatches, moved_gaussians, task_generator
+from dulbe_peft.classifiers.fitting import (
+    descend,
+    gaussians,
+    gradients,
+    minibatches,
+    moved_gaussians,
+    task_generator,
+    training_settings,
+    with_task,
+)
 from dulbe_peft.utils.checks import check_int
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
@@ -61,14 +70,12 @@ class SlcaClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 1)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         self.rounds = check_int("rounds", rounds, 0)
         self.draws = check_int("draws", draws, 1)
         self.norm = positive("norm", norm)
         self.ridge = positive("ridge", ridge)
-        self.seed = check_int("seed", seed, 0)
         self.register_rows("weight", embed_dim)
         self.register_rows("bias")
         self.register_rows("means", embed_dim)
@@ -80,8 +87,7 @@ class SlcaClassifier(Classifier):
         generator = task_generator(self.seed, old)
         means, factors = gaussians(x, labels, len(names), self.ridge)
         new = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
-        last = int(self.task.max()) + 1 if old else 0
-        new["task"] = torch.cat([self.task, torch.full((len(names),), last, device=self.task.device)])
+        new["task"] = with_task(self.task, len(names))
         head = self._head(x, labels, len(names), generator)
         head = [torch.cat([rows.float(), own]) for rows, own in zip((self.weight, self.bias), head, strict=True)]
         if old:
@@ -96,9 +102,7 @@ class SlcaClassifier(Classifier):
             optimizer = self._optimizer([weight, bias])
             for _ in range(self.epochs):
                 for rows in minibatches(x, self.batch_size, generator):
-                    optimizer.zero_grad()
-                    F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]).backward()
-                    optimizer.step()
+                    descend(optimizer, F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]))
         return [weight.detach(), bias.detach()]
 
     def _aligned(
@@ -117,9 +121,8 @@ class SlcaClassifier(Classifier):
                     torch.addmm(mean, noise, factor.T, out=own)
                 for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
                     scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
-                    optimizer.zero_grad()
-                    F.cross_entropy(normed(scores, task) / self.norm, labels[rows].to(drawn.device)).backward()
-                    optimizer.step()
+                    own = labels[rows].to(drawn.device)
+                    descend(optimizer, F.cross_entropy(normed(scores, task) / self.norm, own))
                 schedule.step()
         return [weight.detach(), bias.detach()]
 

@@ -13,8 +13,14 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.fitting import gradients, minibatches, task_generator
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.classifiers.fitting import (
+    class_means,
+    descend,
+    gradients,
+    minibatches,
+    task_generator,
+    training_settings,
+)
 
 
 def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -49,16 +55,13 @@ class VisualAgentClassifier(Classifier):
         seed: int = 0,
     ) -> None:
         super().__init__(embed_dim, logit_scale)
-        self.epochs = check_int("epochs", epochs, 0)
-        self.batch_size = check_int("batch_size", batch_size, 1)
-        self.learning_rate = positive("learning_rate", learning_rate)
+        fixed = training_settings(epochs, batch_size, learning_rate, seed, least_epochs=0)
+        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
         self.weight = positive("weight", weight)
-        self.seed = check_int("seed", seed, 0)
         self.register_rows("agents", embed_dim)
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        means = images.new_zeros(len(names), self.embed_dim).index_add(0, labels, images)
-        means /= labels.bincount()[:, None]
+        means = class_means(images, labels).to(images)
         check_directions(means, names)
         return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)])}
 
@@ -74,9 +77,7 @@ class VisualAgentClassifier(Classifier):
             for _ in range(self.epochs):
                 for rows in minibatches(images, self.batch_size, generator):
                     loss = F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+                    descend(optimizer, loss)
                     schedule.step()
         return agents.detach()
 

@@ -66,8 +66,7 @@ def report(
     if comparisons or len(folders) > 1:
         say_next("report", *folders, "--latex", f"{folders[0]}.tex")
     else:
-        run = read_run(folders[0])
-        better = clearly_better(run) if run.tested else None
+        better = clearly_better(read_run(folders[0]))
         which = ["--classifier", better[0]] if better else []
         say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which)
     return 0

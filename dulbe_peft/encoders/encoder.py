@@ -25,7 +25,7 @@ from dulbe_peft.data.features import Features, ModelKey
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders import loading
-from dulbe_peft.encoders.patches import patch_mask
+from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.profiling import Profile
@@ -170,7 +170,7 @@ class Encoder:
 
     def token_mask(self, pixels: torch.Tensor) -> torch.Tensor | None:
         """Which tokens of images are no padding, (rows, tokens) in bool; None: all of them."""
-        return patch_mask(pixels) if loading.encoder_of(self.clip).patches else None
+        return unpacked(pixels)["pixel_attention_mask"] if loading.encoder_of(self.clip).patches else None
 
     def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""

@@ -23,15 +23,17 @@ def grids(images: torch.Tensor) -> torch.Tensor:
     return found.long().where(found > 0, torch.tensor(math.isqrt(images.shape[1])))
 
 
-def patch_mask(images: torch.Tensor) -> torch.Tensor | None:
-    """Which patches are no padding, (batch, patches of the largest image) in bool; None: all of them."""
-    counts = grids(images).prod(dim=1)
-    mask = torch.arange(int(counts.max())) < counts[:, None]
-    return None if mask.all() else mask.to(images.device)
-
-
 def unpacked(images: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """What the model takes of packed images, (batch, patches, columns), cut to the largest of them."""
+    """What the model takes of packed images, (batch, patches, columns), cut to the largest of them.
+
+    The mask says which patches are no padding, (batch, patches of the largest) in bool; None: all of them.
+    """
     shapes = grids(images)
-    patches = images[:, : int(shapes.prod(dim=1).max()), :-2]
-    return {"pixel_values": patches, "pixel_attention_mask": patch_mask(images), "spatial_shapes": shapes}
+    counts = shapes.prod(dim=1)
+    most = int(counts.max())
+    mask = torch.arange(most) < counts[:, None]
+    return {
+        "pixel_values": images[:, :most, :-2],
+        "pixel_attention_mask": None if mask.all() else mask.to(images.device),
+        "spatial_shapes": shapes,
+    }

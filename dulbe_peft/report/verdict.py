@@ -62,8 +62,10 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
 def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
     """The best classifier beside the first one, the images that it alone names right, and that the first alone does.
 
-    None where a sign test at 5 %, which allows for the choice, does not tell them apart.
+    None where a sign test at 5 %, which allows for the choice, does not tell them apart, or nothing was tested.
     """
+    if not run.tested:
+        return None
     others = [name for name in run.results["classifiers"] if name != run.first]
     found = []
     for name in others:
@@ -80,7 +82,7 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
         steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
-    better = clearly_better(run) if run.tested else None
+    better = clearly_better(run)
     if better is not None:
         name, gained, lost = better
         words = (

@@ -1,0 +1,60 @@
+"""What classifiers share that replay class means in place of images, and keep some numbers a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.fitting import class_means, with_task
+
+
+class ReplayedMeans(Classifier):
+    """Keeps each class's mean feature, number of images and task, and the buffer `by_task` with one row a task."""
+
+    needs_text = True
+    by_task: ClassVar[str]
+
+    def keep_means(self, numbers: int) -> None:
+        """Register the buffers; `numbers` are those of a task."""
+        self.register_rows("means", self.embed_dim)
+        self.register_ragged(self.by_task, numbers, torch.float32)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_rows("task", dtype=torch.int64)
+
+    def with_means(self, names: Sequence[str], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The rows of all classes with those of a new task's."""
+        means = class_means(images, labels)
+        check_directions(means, names)
+        return {
+            "means": torch.cat([self.means.float(), means.to(images)]),
+            "counts": torch.cat([self.counts, labels.bincount()]),
+            "task": with_task(self.task, len(names)),
+        }
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """v_c to v_c M; what is trained stays, for the task that follows trains it on moved means."""
+        return {"means": self.means.double().cpu() @ matrix.cpu()}
+
+    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
+        """The numbers of a task leave with its last class."""
+        changes = super().forgotten(kept)
+        left, changes["task"] = changes["task"].unique(return_inverse=True)
+        return changes | {self.by_task: getattr(self, self.by_task)[left]}
+
+    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
+        super()._check(state, class_names)
+        task, rows = state["task"], len(state[self.by_task])
+        if task.unique_consecutive().tolist() != list(range(rows)):
+            raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")
+
+
+def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Class means, (C, d), in place of images, and their labels: as many of a class as it had images, or `most`."""
+    times = counts.clamp(max=most)
+    labels = torch.arange(len(means), device=means.device)
+    return means.float().repeat_interleave(times, dim=0), labels.repeat_interleave(times)
