@@ -1,6 +1,6 @@
-"""What changes a learner without training: further photographs of known classes, and a class that goes.
+"""What changes a learner without training: further photographs of known classes, another learner, a class that goes.
 
-Both return a new state and leave the given one as it is, so an error changes nothing.
+Each returns a new state and leaves the given one as it is, so an error changes nothing.
 """
 
 from __future__ import annotations
