@@ -346,6 +346,19 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
 
 
+def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
+    methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
+    mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
+    plan = read_plan(write(tmp_path / "plan.yaml", mine))
+    assert [cell.settings.get("drift") for cell in plan.cells()] == ["linear", None] * len(plan.streams)
+    plain, views = compare(plan, tmp_path / "out", jobs=1)
+    assert [entry.row.method for entry in (plain, views)] == ["plain", "views"]
+    features = [read_features(tmp_path / "out" / cell.folder) for cell in plan.cells()]
+    assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
+    with pytest.raises(ValueError, match="augment and drift='linear'"):
+        compare(replace(plan, drifts=["none", "linear"]), tmp_path / "other", jobs=1)
+
+
 def answers_of(orders, seed):
     """Answers of a stream of two classes a task, three images of each, right at random; and the classes."""
     random = np.random.default_rng(seed)

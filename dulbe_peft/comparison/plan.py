@@ -144,12 +144,14 @@ class Plan:
             del seeds["order_seed"]
         elif self.streams[stream].get("max_tasks") is not None:
             seeds["order_seed"] = self.seeds[0]  # in another order, the first tasks would have other classes
-        # Features from before each task are kept in any case, so that drift can be asked for later.
-        drift = {"drift": "linear"} if self.strategy(method).adapts else {}
-        settings = seeds | self.streams[stream] | self.methods[method] | more | drift
-        if growth(settings) and drift:
+        settings = seeds | self.streams[stream] | self.methods[method] | more
+        adapts = self.strategy(method).adapts
+        if adapts and growth(settings):
             count = settings["images_per_class"]
             raise ValueError(f"method {method!r} trains: images_per_class {count} is for methods that train nothing")
+        # Features from before each task let drift be asked for later. Of augmented images there are none.
+        if adapts and (settings.get("augment", "none") == "none" or "linear" in self.drifts):
+            settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
 
