@@ -3,8 +3,6 @@
 The command line reads the flags from these classes, so this file imports nothing that takes time.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal

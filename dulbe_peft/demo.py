@@ -1,7 +1,5 @@
 """The embedded demo: five tasks of two handwritten digits, offline, with a tiny CLIP that comes with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The page and this server use Python's standard library alone. It listens on this machine unless told otherwise.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

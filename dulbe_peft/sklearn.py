@@ -1,7 +1,5 @@
 """A classifier over features as a scikit-learn estimator, for pipelines, cross-validation and what else takes one."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The adapter's configuration."""
 
-from __future__ import annotations
-
 import re
 import warnings
 import zipfile

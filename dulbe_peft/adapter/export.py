@@ -5,8 +5,6 @@ dW = [B_1 ... B_t] [P_1 ... P_t]'    exact: LoRA's B and A; every task adds r_S 
 Where the history is one matrix, it is B_1 and P_1 is the identity.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

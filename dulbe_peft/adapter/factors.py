@@ -4,8 +4,6 @@ B = Q_B R_B,  P = Q_P R_P,  R_B R_P' = U S V'
 dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')      the best approximation of rank k, by a small SVD
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Gradients of the method: the probe that plans a task, and the routing that trains it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any

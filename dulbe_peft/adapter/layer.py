@@ -26,8 +26,6 @@ Which weight a forward pass of the vision tower's layer uses, and whether it add
 | merged, or adapter disabled | PEFT | the base layer's own | off |
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

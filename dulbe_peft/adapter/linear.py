@@ -8,8 +8,6 @@ whose gradient is zero. That is most of them in the last block of a tower that i
 Gradients of gradients are refused on this path.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

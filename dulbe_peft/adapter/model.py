@@ -1,7 +1,5 @@
 """The tuner: puts the layers into a model, and takes it from one task to the next."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -4,8 +4,6 @@ PEFT keeps its methods in the string enumeration `PeftType` and offers no way to
 `register_peft_type` adds a real one: JSON, pickle and deepcopy work as for PEFT's own methods.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from peft.utils import PeftType

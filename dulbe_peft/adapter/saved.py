@@ -1,7 +1,5 @@
 """What an adapter's file must hold to fit a model, and the other names that its keys may have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

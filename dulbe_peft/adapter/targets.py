@@ -1,7 +1,5 @@
 """Which layers an adapter takes: in the vision tower those that the configuration names, in the text tower its own."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain LoRA in the text tower: appendix, "Training schedule and text adaptation"."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Which base model a saved learner belongs to: what tells it from others, and where it may be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The model card of a learner: its own data, written into the template `assets/cards/learner.md`."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import fields

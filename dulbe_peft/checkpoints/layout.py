@@ -1,7 +1,5 @@
 """The files of a saved learner and of a run by name, and the folders of a run's tasks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

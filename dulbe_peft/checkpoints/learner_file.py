@@ -1,7 +1,5 @@
 """`learner.json`, what a saved learner says of itself beside its tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -3,8 +3,6 @@
 Every file is compared with the manifest, and every tensor with what the configuration and the base model make.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

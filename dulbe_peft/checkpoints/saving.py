@@ -1,7 +1,5 @@
 """A learner written as one folder, here or on the Hub: adapter, classifiers, memory, processor, settings, card."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

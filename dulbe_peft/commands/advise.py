@@ -1,7 +1,5 @@
 """`dulbe-peft advise`: what to use for one's own images, found out on held-back training images."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`dulbe-peft compare`: methods and classifiers side by side on the same streams."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`dulbe-peft convert-openclip`: an OpenCLIP checkpoint as a folder that `--model` takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

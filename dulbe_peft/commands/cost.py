@@ -1,7 +1,5 @@
 """`dulbe-peft cost`: parameters, multiply-adds and memory of a configuration, without weights and without data."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`dulbe-peft demo`: a whole stream in half a minute, offline."""
 
-from __future__ import annotations
-
 from dulbe_peft.commands.options import command, option
 from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 

@@ -1,7 +1,5 @@
 """What `run --dry-run` prints: tasks, layers, parameters, memory, and an estimate of the time."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """`dulbe-peft env`: versions and the accelerator."""
 
-from __future__ import annotations
-
 import platform
 
 from dulbe_peft.commands.options import command

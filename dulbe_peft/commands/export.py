@@ -1,7 +1,5 @@
 """`dulbe-peft export`: write a saved learner in a form that works without this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`dulbe-peft forget`: take classes out of a learner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line, `dulbe-peft` or `python -m dulbe_peft`. A command's file is imported when it is called."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """What a person names for a command's answers: what must not be overwritten, and how it is written."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

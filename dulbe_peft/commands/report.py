@@ -1,7 +1,5 @@
 """`dulbe-peft report`: one page about a run, about several side by side, or about a comparison."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dulbe_peft.commands.options import argument, command, option

@@ -1,7 +1,5 @@
 """`dulbe-peft run`: learn a folder of images, or a class-incremental stream of them."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """`dulbe-peft serve`: a page in the browser to try a learner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `predict` writes while it works: a table that grows, and copies of images in folders of their classes."""
 
-from __future__ import annotations
-
 import filecmp
 import itertools
 import json

@@ -4,8 +4,6 @@ Beside what every run leaves, its folder holds `answers/`, what each classifier 
 what the run said; and `cell.json`, settings and cost, which is written when all is trained.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A whole comparison: choose settings, run what is missing, write the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A comparison as one HTML page, in the style of the report on runs."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The pictures of a comparison: rows over the streams, and each row's difference to the reference."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a comparison's figures are, and how sure: means over seeds and images, and Student's intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 A stream's settings are those of `dulbe-peft run`; a method's come on top of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Rows over several streams by their ranks: Friedman's test, then each row against the best one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The table of a comparison: a row for each method and classifier on each stream, all against one reference."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Views of an image: a crop, the mirror image, a small affine change. Each is a function of its seed alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Pillow gets a fixed list of formats. Without it, a PostScript file that is named like a photograph starts Ghostscript.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -7,8 +7,6 @@
 Data sets carry such features beside their images, or in place of them. A frozen model then encodes no image.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What tells one data set from another, and which of its images differ."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Images in folders, one folder per class."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Datasets of the library `datasets`: on the Hugging Face hub, saved in a folder, or parquet files in a folder."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

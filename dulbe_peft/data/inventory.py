@@ -1,7 +1,5 @@
 """What a data set holds, found before anything is learned: counts, unreadable files, duplicates."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

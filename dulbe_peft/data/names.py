@@ -1,7 +1,5 @@
 """Class names, and the prompts that are made of them."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 

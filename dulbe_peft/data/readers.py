@@ -1,7 +1,5 @@
 """Images on disk: a folder per class, parquet files or a saved folder of `datasets`, or a dataset of the Hub."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

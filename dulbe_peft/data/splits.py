@@ -1,7 +1,5 @@
 """Images to learn from and images to test on: from the splits that are there, or held back by a rule."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Images that nobody has labelled: files, folders, PIL images, tensors, data sets, or a sequence of them."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Mapping

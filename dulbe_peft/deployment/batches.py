@@ -1,7 +1,5 @@
 """A model or a learner as a function of batches, which every engine of data takes: `datasets`, Dask, Ray, Spark."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import MutableMapping, Sequence

@@ -6,8 +6,6 @@ onnx             two graphs, from pixels to features and from these to probabili
 transformers.js  one graph in the layout that JavaScript loads
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ onnx              encoder.onnx  pixel values to unit features     head.onnx  the
 transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout that the package of this name loads
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -1,7 +1,5 @@
 """What exports are made of: the model with its adapter folded in, and a classifier as function, tensors and facts."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from contextlib import suppress

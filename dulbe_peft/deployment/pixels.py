@@ -1,7 +1,5 @@
 """What an image processor does, in Pillow and numpy alone; model cards take the text of `rgb` and `pixel_values`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

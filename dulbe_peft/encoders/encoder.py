@@ -1,7 +1,5 @@
 """Images and class names on their way through the model: in which batches, process and precision."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The encoder underneath: loading it with its processor, and unit features from it. `registry` holds its facts."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Sizes are read off the tensors; no tensor tells the number of heads and the activation.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

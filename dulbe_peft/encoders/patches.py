@@ -3,8 +3,6 @@
 A row holds one patch and, in two more columns, height and width of the image's grid of patches; padding comes last.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Another encoder of the same kind needs another record here, and no code elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

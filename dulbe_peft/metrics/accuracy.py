@@ -7,8 +7,6 @@ What was not measured is NaN in an array and None in JSON: a learner that had le
 that the run never tested. The measures leave it out. Numbers that are no accuracies are a `ValueError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ depths    bridge ensemble: what each depth alone tells, and which depths each cl
 drift     features and prototypes of old classes before and after a task
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

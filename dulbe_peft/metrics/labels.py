@@ -1,7 +1,5 @@
 """Images whose label is likely wrong: a classifier that has not seen them takes them for another class."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """The answers of a classifier for images that nobody has labelled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ All figures are of the text classifier: the class whose text embedding is neares
 a pair of images and the class names that their labels index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A map of the classes in two dimensions, from what a learner keeps of each class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

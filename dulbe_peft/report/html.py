@@ -1,7 +1,5 @@
 """HTML pages without any other file, readable in light and dark, from the templates in `assets/report`."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 from typing import Any

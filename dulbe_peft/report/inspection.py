@@ -1,7 +1,5 @@
 """What needs a learner and images: how a new task would change its layers, and which patches of an image count."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What people look at in a finished run's folder: plots, and small pictures of test images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A page takes them as SVG whose colours are variables of its style sheet, so that they follow its light or dark scheme.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

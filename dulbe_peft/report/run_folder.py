@@ -1,7 +1,5 @@
 """What a run's folder holds, finished or not, in the form that a report needs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

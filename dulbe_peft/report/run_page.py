@@ -1,7 +1,5 @@
 """The report: a page about one run or learner, or about several runs side by side."""
 
-from __future__ import annotations
-
 import base64
 import os
 from collections import Counter

@@ -4,8 +4,6 @@ A table is a list of columns and a list of rows of any kind. A column says how i
 values of the row, in full, stand in a CSV file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What training changed, from a run's folder: captures, the bridge's depths, and drift where features were kept."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The first lines of a report: what is best, and what to do next."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a stream's tests amount to: from what is known of each task to `results.json`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

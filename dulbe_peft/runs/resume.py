@@ -4,8 +4,6 @@ Only what is finished has to be the same. The tasks that follow may be others th
 added, or a damaged file was mended.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

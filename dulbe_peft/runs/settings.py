@@ -3,8 +3,6 @@
 Flags win over the file, the file over the defaults.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each file begins with its method's formulas. docs/strategies.md says where the method differs from its paper.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy

@@ -15,8 +15,6 @@ Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

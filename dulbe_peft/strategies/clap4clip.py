@@ -4,8 +4,6 @@ Reference: Jha et al., "CLAP4CLIP: Continual Learning with Probabilistic Finetun
 2403.19137.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.frozen import Frozen

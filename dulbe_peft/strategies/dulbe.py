@@ -3,8 +3,6 @@
 Reference: the DuLBE paper, "Gradient-Demand Dual-Mode Subspace Allocation" and "Routed Cross-Modal Training".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

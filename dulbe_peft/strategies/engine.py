@@ -4,8 +4,6 @@ Reference: Zhou et al., "External Knowledge Injection for CLIP-Based Class-Incre
 2503.08510.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.frozen import Frozen

@@ -8,8 +8,6 @@ Reference: Panos et al., "First Session Adaptation: A Strong Replay-Free Baselin
 arXiv 2303.13199; there with FiLM layers and LDA.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.base import NewTask

@@ -1,7 +1,5 @@
 """Training-free learning: the model stays as it is, and the classifiers learn from its features."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

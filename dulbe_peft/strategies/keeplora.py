@@ -13,8 +13,6 @@ holds the share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q')
 Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arXiv 2601.19659, section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -20,8 +20,6 @@ Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing 
 Learning", arXiv 2603.00191.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -16,8 +16,6 @@ Reference: Liu and Chang, "LoRA Subtraction for Drift-Resistant Space in Exempla
 arXiv 2503.18985; the least k is fixed at energy = 0.99 in the published code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The losses of the paper: cross-modal classification and bidirectional divergence."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -15,8 +15,6 @@ Reference: "Mind the Gap: Preserving and Compensating for the Modality Gap in CL
 2507.09118, and the authors' public code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ all A_i' side by side, so a layer's sum over i is the sum of the entries of |P_h
 Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continual Learning", arXiv 2310.14152.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

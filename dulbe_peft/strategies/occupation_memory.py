@@ -1,7 +1,5 @@
 """Occupation statistics as a strategy's memory: S, the sum of X'X over the finished tasks, for every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Reference: Zhou et al., "Learning without Forgetting for Vision-Language Models", arXiv 2305.19270.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.frozen import Frozen

@@ -4,8 +4,6 @@ Reference: "Class-Incremental Learning with CLIP: Adaptive Representation Adjust
 arXiv 2407.14143.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.frozen import Frozen

@@ -11,8 +11,6 @@ Reference: Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class
 arXiv 2501.13198.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Reference: Yu et al., "Exploiting the Semantic Knowledge of Pre-trained Text-Enc
 2408.01076, and the authors' public code, of which the weights, the softness 13 and the temperature 4 are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ Reference: Zhang et al., "SLCA: Slow Learner with Classifier Alignment for Conti
 arXiv 2303.05118; with LoRA as in its successor SLCA++, arXiv 2408.08295.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dulbe_peft.strategies.lora import Lora

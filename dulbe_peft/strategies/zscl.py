@@ -12,8 +12,6 @@ Reference: Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual
 arXiv 2303.06628, and the authors' public code, of which T = 2 and the weight are.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The order in which the classes of a stream arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A run that follows a protocol checks its data and its pristine model against the published numbers before it trains.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dulbe_peft.data.images import LabelledImages

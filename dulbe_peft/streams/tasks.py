@@ -5,8 +5,6 @@ tasks               0           1        2
 labels            0  1   2    0   1    0   1         a task's labels index its own class_names
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

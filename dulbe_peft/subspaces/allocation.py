@@ -1,7 +1,5 @@
 """Where each layer of a new task may write: its historical support, and the frozen bases of its modes beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

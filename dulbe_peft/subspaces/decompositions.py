@@ -1,7 +1,5 @@
 """Leading eigenvectors of symmetric matrices in float64. An error names the matrix."""
 
-from __future__ import annotations
-
 import torch
 from scipy import linalg
 

@@ -1,7 +1,5 @@
 """What the adapted layers read while images pass through the model, and its sums X'X."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

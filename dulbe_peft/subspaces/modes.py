@@ -1,7 +1,5 @@
 """The frozen bases of one layer's modes, and what those of a whole model must be."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

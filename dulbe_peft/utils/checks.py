@@ -1,7 +1,5 @@
 """Checks of numbers. A message names the argument, its value, and what would be right."""
 
-from __future__ import annotations
-
 from numbers import Integral, Real
 from typing import Any
 

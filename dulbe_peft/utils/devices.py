@@ -1,7 +1,5 @@
 """The device that a learner works on, and torch's own settings while it works: gradients, types, random numbers."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Who does the work: processes of this machine, or several machines through an engine that joblib knows."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 import warnings

@@ -3,8 +3,6 @@
 Tensor files are safetensors only, and finite. Cells of CSV files are texts to a spreadsheet, never formulas.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

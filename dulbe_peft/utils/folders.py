@@ -4,8 +4,6 @@ A folder is written where there is none, where it is empty, or where its manifes
 kind wrote it. Reading checks every file against the manifest first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

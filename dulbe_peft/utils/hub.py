@@ -1,7 +1,5 @@
 """Repositories on the Hub: files of one commit, asked for by name, and folders uploaded as one commit."""
 
-from __future__ import annotations
-
 import glob
 import tempfile
 from collections.abc import Callable, Iterable

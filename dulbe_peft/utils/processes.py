@@ -6,8 +6,6 @@ processes, never averaged. The model is never wrapped: routed gradients bypass t
 With one process every function here returns what it was given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache

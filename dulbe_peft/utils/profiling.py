@@ -1,7 +1,5 @@
 """Where a task's time goes, by the clock on the wall, and how much memory it takes."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """JSON files as pydantic models: a file that is damaged or foreign ends in one error that names file and field."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 

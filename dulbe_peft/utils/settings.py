@@ -3,8 +3,6 @@
 pydantic checks them. It is imported with the first check, so that a command's flags are read without it.
 """
 
-from __future__ import annotations
-
 from dataclasses import field, fields
 from functools import cache
 from numbers import Integral, Real

@@ -5,8 +5,6 @@ ranpac:features=4000,seed=1     a name and settings
 bridge:depths=0/0.5/1           a list has slashes between its entries
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping

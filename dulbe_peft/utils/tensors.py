@@ -1,7 +1,5 @@
 """Files of tensors: safetensors only, whole or not there, and finite."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

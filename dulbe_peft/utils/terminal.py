@@ -1,7 +1,5 @@
 """Texts that a terminal shows as they are."""
 
-from __future__ import annotations
-
 import re
 
 # Control characters, and marks that turn the direction of what follows, or end a line.
