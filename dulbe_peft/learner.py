@@ -1,13 +1,11 @@
 """A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -217,7 +215,7 @@ class ClassIncrementalLearner(TakesTurns):
         self.state = without_class(self.state, name)
 
     @in_turn
-    def merge(self, other: ClassIncrementalLearner) -> ClassIncrementalLearner:
+    def merge(self, other: Self) -> Self:
         """Take in what another learner of the same model has learned, where nothing is trained; returns this learner.
 
         New classes become further tasks, and images of classes that both know count as further images: the
@@ -432,7 +430,7 @@ class ClassIncrementalLearner(TakesTurns):
         token: str | None = None,
         cache_dir: str | Path | None = None,
         machine: Mapping[str, Any] | None = None,
-    ) -> ClassIncrementalLearner:
+    ) -> Self:
         """Load what `save_pretrained` or `run` wrote, or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:

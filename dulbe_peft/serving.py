@@ -105,10 +105,7 @@ class App:
 
 
 def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
-    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why.
-
-    They stay files, for many large ones do not fit into memory.
-    """
+    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why."""
     given = request.get("images")
     if not isinstance(given, list) or not 1 <= len(given) <= most:
         raise ValueError(f"from 1 to {most} images can be sent at once")

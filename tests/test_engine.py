@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import engine
 from dulbe_peft.classifiers.engine import EngineClassifier
-from dulbe_peft.strategies.engine import Engine
+from dulbe_peft.strategies.frozen import Engine
 
 SETTINGS = {
     "epochs": 3,

@@ -331,7 +331,7 @@ def test_results_alone_are_enough(runs, tmp_path):
     [
         (None, None, "is no folder"),
         ("results.json", [], "results.json is damaged or foreign"),
-        ("timings.json", {"tasks": [{"seconds": "long"}]}, "timings.json is damaged or foreign: tasks"),
+        ("timings.json", {"tasks": [1]}, "timings.json is damaged or foreign: tasks"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),
     ],
 )

@@ -228,22 +228,6 @@ def test_settings_that_are_wrong_are_named(spec, message):
         make_strategy(spec)
 
 
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [
-        ("lora", {"other": torch.ones(1)}),
-        ("mg_clip", {"epochs": torch.tensor(0)}),
-        ("cl_lora", {"block_weights": torch.ones(1)}),
-        ("cl_lora", {"block_weights": torch.ones(2, 1, dtype=torch.int64)}),
-    ],
-)
-def test_a_memory_that_does_not_fit_is_refused(name, memory):
-    strategy, widths = make_strategy(name), {"layers.0.fc1": 32, "layers.1.fc1": 32}
-    strategy.check_memory(None, widths)
-    with pytest.raises(ValueError, match="keeps|expected|must be float"):
-        strategy.check_memory(memory, widths)
-
-
 def test_what_is_no_strategy_is_refused():
     with pytest.raises(TypeError, match="must be a name"):
         make_strategy(3)

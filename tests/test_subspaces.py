@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dulbe_peft import OccupationStatistics
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.projection_memory import (
     FREE,
@@ -77,28 +75,18 @@ def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
     assert basis.shape == (WIDTH, 4) and (occupied.T @ basis).abs().max() < 1e-12
     torch.testing.assert_close(basis.T @ basis, torch.diag(torch.tensor([1.0, 1, 0, 0]).double()))
     line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction determines one column
-    assert top_directions(Subspace.unoccupied(WIDTH), line @ line.T, 4, "K").any(dim=0).sum() == 1
+    assert top_directions(Subspace(torch.zeros(WIDTH, 0)), line @ line.T, 4, "K").any(dim=0).sum() == 1
 
 
-def test_a_memory_is_written_and_read_and_another_one_is_refused(tmp_path):
+def test_a_memory_is_written_and_read(tmp_path):
     both = {
         ("a.k", "a.v"): Subspace(torch.linalg.qr(torch.randn(8, 3)).Q.double()),
         ("b",): Subspace(torch.zeros(6, 0), FREE),
     }
-    strategy, widths = make_strategy("inflora"), {"a.k": 8, "a.v": 8, "b": 6}
+    strategy = make_strategy("inflora")
     save_file(strategy.to_memory(both), tmp_path / "memory.safetensors")
     loaded = load_file(tmp_path / "memory.safetensors")
-    strategy.check_memory(loaded, widths)
     found = strategy.from_memory(loaded)
     assert {name: one.side for name, one in found.items()} == {"a.k": OCCUPIED, "a.v": OCCUPIED, "b": FREE}
     assert found["a.k"].basis is found["a.v"].basis
     torch.testing.assert_close(found["a.v"].basis.double(), both["a.k", "a.v"].basis, rtol=0, atol=1e-7)
-    good, strategy, statistics = torch.eye(8)[:, :3].contiguous(), make_strategy("keeplora"), OccupationStatistics()
-    for memory in (None, statistics, {"occupied:a": good}):
-        strategy.check_memory(memory, {"a": 8})
-    for memory in ({"a": good}, {"occupied:c": good}, {"occupied:a,b": good}):
-        with pytest.raises(ValueError, match="keeps occupied:LAYER,LAYER or free:LAYER,LAYER for all 1 layers"):
-            strategy.check_memory(memory, {"a": 8})
-    for wrong in (good[:7], torch.ones(8, 9), good.double(), good[0]):
-        with pytest.raises(ValueError, match=r"expected \(8, at most 8\), float32"):
-            strategy.check_memory({"occupied:a": wrong}, {"a": 8})

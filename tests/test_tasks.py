@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dulbe_peft.data.images import labelled_images
-from dulbe_peft.data.names import check_class_names, format_class_name, format_prompts
+from dulbe_peft.data.names import check_class_names, format_prompts
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 
@@ -220,12 +220,9 @@ def test_class_names_that_are_refused(names, error, message):
 
 
 def test_prompts():
-    assert format_class_name("great_white_shark") == "great_white_shark"
     templates = ("a photo of {}, a type of food.", "{a} {} {0}")
     assert format_prompts("great_white_shark", templates, "spaces") == [
         "a photo of great white shark, a type of food.",
         "{a} great white shark {0}",
     ]
     assert format_prompts("{0} {}", ["the {}."]) == ["the {0} {}."]
-    with pytest.raises(ValueError, match="'Spaces'; it must be one of verbatim, spaces"):
-        format_class_name("a", "Spaces")

@@ -44,13 +44,11 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
 
 def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -> None:
     """Write the files of `export_lora` into an existing folder."""
-    if compress_to is not None:
-        compress_to = check_int("compress_to", compress_to, 1)
     tuner: Any = model.base_model
     adapter = tuner.adapter_name
     layers = all_factors(model.get_base_model(), adapter)
     if compress_to is not None:
-        layers, report = _compress(layers, compress_to)
+        layers, report = _compress(layers, check_int("compress_to", compress_to, 1))
         write_json(folder / COMPRESSION_FILE, report)
     saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {key: value for key, value in saved.items() if f".{PREFIX}" not in key}

@@ -5,11 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.data.names import check_class_names, check_class_texts
-from dulbe_peft.strategies import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
@@ -57,13 +54,6 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 
 
 def read(folder: Path) -> LearnerFile:
-    """What the file in a folder holds, with names and settings that a learner takes; else a `CheckpointError`."""
+    """What the file in a folder holds; else a `CheckpointError`."""
     with load_errors(folder):
-        saved = read_record(folder / LEARNER_FILE, LearnerFile)
-        seen: list[str] = []
-        for task in saved.tasks:
-            seen += check_class_names(task, seen) if task else ()  # `forget_class` may leave a task without classes
-        check_class_texts(saved.class_texts, seen)
-        LearnerArguments(**saved.arguments)
-        make_strategy(saved.strategy)
-    return saved
+        return read_record(folder / LEARNER_FILE, LearnerFile)

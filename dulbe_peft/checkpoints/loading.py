@@ -17,17 +17,9 @@ from torch import nn
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
-from dulbe_peft.checkpoints import base_models, layout, learner_file
+from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.checkpoints.saving import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    MEMORY_FILE,
-    MEMORY_FORMAT,
-    PROCESSOR_FOLDER,
-    STATISTICS_FILE,
-)
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.strategies import Memory, make_strategy
@@ -102,25 +94,27 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
-        adapted = ADAPTER_CONFIG_FILE in files
+        adapted = saving.ADAPTER_CONFIG_FILE in files
         if adapted:
-            found = read_json(folder / ADAPTER_CONFIG_FILE)["peft_type"]
+            found = read_json(folder / saving.ADAPTER_CONFIG_FILE)["peft_type"]
             if found != DULBE:
-                raise ValueError(f"{ADAPTER_CONFIG_FILE} is of an adapter of type {found!r}, expected {DULBE.value!r}")
+                raise ValueError(f"the adapter is of type {found!r}, expected {DULBE.value!r}")
             DualModeLoraConfig.from_pretrained(str(folder))
         elif strategy.adapts:
-            raise ValueError(f"there is no {ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
+            raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
-    if not isinstance(base_model, nn.Module):
-        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
     check_encoder(base_model)
     base_models.check(base_model, saved.base_model, folder)
+    kinds: dict[str, tuple[str, ...]] = {"image processor": IMAGE_PROCESSOR_FILES}
+    kinds |= {"tokenizer": TOKENIZER_FILES} if has_text(base_model) else {}
     with load_errors(folder):
-        _check_processor_files(folder / PROCESSOR_FOLDER, has_text(base_model))
-        processor = load_processor(str(folder / PROCESSOR_FOLDER), base_model)
+        for kind, names in kinds.items():  # where they are missing, transformers would take others
+            if not any((folder / saving.PROCESSOR_FOLDER / name).is_file() for name in names):
+                raise FileNotFoundError(f"the processor has no {kind}: one of {', '.join(names)} is needed")
+        processor = load_processor(str(folder / saving.PROCESSOR_FOLDER), base_model)
     with _restored_on_error(base_model):
         with load_errors(folder):
             model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True) if adapted else base_model
@@ -135,7 +129,7 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
     restored = _read_state(state, folder, saved, files)
     if state.adapter is not None:
         with load_errors(folder):
-            set_adapter_state(state.model, read_tensors(folder / ADAPTER_FILE)[0])
+            set_adapter_state(state.model, read_tensors(folder / saving.ADAPTER_FILE)[0])
     return restored
 
 
@@ -174,25 +168,16 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
 def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:
     """What the strategy kept, checked against the model's layers; None where the folder was written without it."""
     memory: Memory | None = None
-    if STATISTICS_FILE in files:
-        memory = OccupationStatistics.load(folder / STATISTICS_FILE, state.device)
+    if saving.STATISTICS_FILE in files:
+        memory = OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
         if memory and (memory.sketch_rows is None) != (state.args.statistics == "exact"):
             kept = "exact" if memory.sketch_rows is None else "sketch"
             raise ValueError(f"statistics are of the kind {kept!r}, the learner's settings: {state.args.statistics!r}")
-    elif MEMORY_FILE in files:
-        memory, metadata = read_tensors(folder / MEMORY_FILE)
-        if metadata != {MEMORY_FORMAT: state.strategy.name}:
-            raise ValueError(f"{MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
-    state.strategy.check_memory(memory, {name: layer.in_features for name, layer in state.layers.items()})
+    elif saving.MEMORY_FILE in files:
+        memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
+        if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:
+            raise ValueError(f"{saving.MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
     return memory
-
-
-def _check_processor_files(folder: Path, text: bool) -> None:
-    """Raise where the processor's files are missing, for which transformers or `load_processor` would take others."""
-    kinds = {"image processor": IMAGE_PROCESSOR_FILES} | ({"tokenizer": TOKENIZER_FILES} if text else {})
-    for kind, names in kinds.items():
-        if not any((folder / name).is_file() for name in names):
-            raise FileNotFoundError(f"{folder} has no {kind}: one of {', '.join(names)} is needed")
 
 
 @contextmanager

@@ -48,8 +48,6 @@ def export(
     overwrite: bool,
 ) -> int:
     """Write the folder, and say how far it is off."""
-    if compress_to is not None and kind != "lora":
-        raise ValueError(f"--compress-to is for --format lora, got --format {kind}")
     check_folder(output, learner, overwrite=overwrite, flag="folder")
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner

@@ -79,12 +79,10 @@ def command(example: str = "", usage: str = "[OPTIONS]", kept: str = "") -> Deco
 
 
 def argument(name: str, help: str, **settings: Any) -> Decorator:
-    """A positional argument."""
     return click.argument(name, help=help, **settings)
 
 
 def option(*names: str, **settings: Any) -> Decorator:
-    """An option."""
     return click.option(*names, cls=Option, **settings)
 
 

@@ -5,17 +5,16 @@ train on its first tasks. What is best there is the advice; training must be cle
 longer. How far such advice was below the best that one could have done is in `assets/advice/regret.json`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from scipy.stats import binomtest
 
+from dulbe_peft.checkpoints.card import render_card
 from dulbe_peft.checkpoints.layout import RESULTS_FILE
 from dulbe_peft.comparison.cells import read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare, shares_of
@@ -63,7 +62,7 @@ class ClassCounts(Record):
     most: int
 
     @classmethod
-    def of(cls, results: Mapping[str, Any]) -> ClassCounts:
+    def of(cls, results: Mapping[str, Any]) -> Self:
         """The counts of a run, from its `results.json`."""
         images = [count for task in results["tasks"] for count in task["images"].values()]
         return cls(classes=len(images), fewest=min(images), most=max(images))
@@ -86,15 +85,12 @@ class Regret(Record):
 
 
 class Advice(Record):
-    """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images.
-
-    `lead` is the best row without training against the second one, and `training` the best trained row against it.
-    """
+    """`advice.json`: what to use, and how sure that is. Accuracies are fractions, on held-back training images."""
 
     settings: dict[str, Any]
     classifiers: dict[str, float]
-    lead: Contest | None
-    training: Contest | None
+    lead: Contest | None  # the best row without training against the second one
+    training: Contest | None  # the best trained row against the best without
     held_back: int
     counts: ClassCounts
     zero_shot: float | None
@@ -215,41 +211,4 @@ def known_regret() -> Regret | None:
 
 def format_advice(advice: Advice) -> str:
     """The advice in plain words."""
-
-    def points(found: Difference) -> str:
-        return f"{100 * found.mean:+.1f} points, interval {100 * found.low:+.1f} to {100 * found.high:+.1f}"
-
-    counts, (best, accuracy) = advice.counts, next(iter(advice.classifiers.items()))
-    each = f"{counts.fewest}" + (f" to {counts.most}" if counts.most > counts.fewest else "")
-    lines = [f"{counts.classes} classes with {each} images each; {advice.held_back} further images were held back."]
-    if counts.unequal:
-        lines.append("The classes are unequal, so each class counts the same, whatever the number of its images.")
-    lines.append("Without training, right of the held-back training images:")
-    lines += [f"  {100 * share:5.1f} %  {name}" for name, share in advice.classifiers.items()]
-    if advice.lead:
-        sure = "clearly ahead of" if advice.lead.clear else "not clearly ahead of"
-        lines.append(f"{best} is {sure} the second ({points(advice.lead.gain)}).")
-    if advice.zero_shot is not None:
-        lines.append(
-            f"By the names alone, {100 * advice.zero_shot:.1f} % are right: {advice.zero_shot * counts.classes:.1f} "
-            f"times chance. The model knows your names where this is near the {100 * accuracy:.1f} % with images; "
-            "many times chance alone does not say so."
-        )
-    if advice.training:
-        verdict = "Training pays" if advice.training.clear else "Training does not pay clearly"
-        lines.append(
-            f"{verdict}: the best of the probe, {advice.training.row.title}, is {points(advice.training.gain)} from "
-            f"no training on the first tasks. Its tasks took {advice.seconds[PROBE]:.0f} s; the whole stream without "
-            f"training took {advice.seconds[WHOLE]:.0f} s."
-        )
-    if advice.held_back < FEW_HELD_BACK:
-        lines.append(f"Only {advice.held_back} images could be held back, so all of this is rough.")
-    regret = known_regret()
-    if regret:
-        lines.append(
-            f"On {regret.streams} streams such advice was {100 * regret.mean:.1f} points below the best row on the "
-            f"test images (95 % interval {100 * regret.low:.1f} to {100 * regret.high:.1f}, at most "
-            f"{100 * regret.largest:.1f})."
-        )
-    lines.append("Use: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.settings.items()))
-    return "\n".join(lines)
+    return render_card("advice.txt", advice=advice, few=FEW_HELD_BACK, regret=known_regret()).rstrip()

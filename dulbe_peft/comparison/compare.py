@@ -37,13 +37,8 @@ def compare(
 ) -> list[Entry]:
     """Run what is missing of a comparison, and write `comparison.json` and `comparison.csv`.
 
-    Every stream is trained once for each method and seed, in a folder of its own. Every classifier then learns from
-    the features that the run kept. So a classifier that is added later costs no training, and a comparison that was
-    stopped goes on where it was.
-
-    `jobs` is how many runs are made at once; None: one for each core, or one alone on an accelerator. `backend` is
-    "local", "dask" or "ray", and `address` that of a scheduler of dask or ray. A run that fails costs no other: the
-    table has what is finished, and a `ComparisonError` names the first reason.
+    Every stream is trained once for each method and seed. Every classifier then learns from the features that the run
+    kept. A run that fails costs no other: the table has what is finished, and the error names the first reason.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
@@ -91,10 +86,7 @@ def _finish(
 def finish_cells(
     work: Work, output: Path, jobs: int, backend: str, address: str | None
 ) -> Iterator[tuple[int, str | None]]:
-    """Finish cells side by side; yields the position of a cell in `work`, and None or why it failed.
-
-    With several machines, all of them must see `output` under this path.
-    """
+    """Finish cells side by side, on machines that all see `output`; yields a cell's position, and why it failed."""
     threads = 1 if jobs > 1 or backend != "local" else None
     calls = [(cell, output, rows, threads) for cell, rows in work]
     if backend == "local" and (jobs == 1 or len(work) == 1):

@@ -1,9 +1,7 @@
 """`comparison.json`: what a comparison has found so far, and what there is to find."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
@@ -36,23 +34,20 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is.
-
-    `curve` is the accuracy after each task. It and `intervals` are empty where the seeds' streams differ.
-    """
+    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is."""
 
     stream: str
     row: Row
     seeds: tuple[int, ...]
     means: dict[Measure, Mean]
     spreads: dict[Measure, float | None]
-    intervals: dict[Measure, Difference]
+    intervals: dict[Measure, Difference]  # empty where the seeds' streams differ
     differences: dict[Measure, Difference | None]
     gain: Difference | None
     calibration_error: float
     seconds: float
     cpu_seconds: float
-    curve: list[Fraction]
+    curve: list[Fraction]  # accuracy after each task; empty as `intervals`
     trainable_parameters: int
     kept_bytes: int
     retention: Retention | None
@@ -69,8 +64,7 @@ class Scope(Record):
     reference: Row
 
     @classmethod
-    def of(cls, plan: Plan) -> Scope:
-        """The scope of a plan."""
+    def of(cls, plan: Plan) -> Self:
         return cls(
             streams=plan.streams,
             methods=plan.methods,

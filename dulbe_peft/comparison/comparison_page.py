@@ -6,26 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.checkpoints.card import render_card
+from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
-from dulbe_peft.comparison.comparison_plots import (
-    MOST,
-    best_of_each,
-    cost_figure,
-    curves_figure,
-    forest_figure,
-    image_counts,
-    important_rows,
-    streams_figure,
-    with_difference,
-)
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
 from dulbe_peft.comparison.summary import COLUMNS, count_seeds, named_columns, ordered
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
-from dulbe_peft.report.run_groups import flat_settings
 from dulbe_peft.report.table import filled, write_table_csv, write_table_latex
+from dulbe_peft.utils.settings import flat_settings
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:
@@ -41,10 +32,7 @@ def write_comparison_page(
     *,
     columns: str | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not, and its table as CSV and LaTeX, as `write_report` does.
-
-    `columns` are titles with commas between: those of the LaTeX table, all where it is None.
-    """
+    """Write a page about a comparison, finished or not, and its table; `columns` are titles of the LaTeX table's."""
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
@@ -60,7 +48,7 @@ def write_comparison_page(
 def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     """What the template shows."""
     scope, entries, chosen = comparison.scope, comparison.entries, comparison.chosen
-    rows = important_rows(comparison)
+    rows = plots.important_rows(comparison)
     several_tested = len({entry.stream for entry in entries}) > 1
     tried = {f"{stream}: {method}": values for stream in scope.streams for method, values in scope.choices.items()}
     return {
@@ -70,10 +58,10 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "seeds": scope.seeds,
         "reference": scope.reference.title,
         "missing": _missing(comparison),
-        "map": inline_svg(streams_figure(comparison, rows), "map") if several_tested else "",
-        "counts": image_counts(scope.streams),
+        "map": inline_svg(plots.streams_figure(comparison, rows), "map") if several_tested else "",
+        "counts": plots.image_counts(scope.streams),
         "shown_rows": [row.title for row in rows],
-        "several": best_of_each(comparison) if len(rows) < len(scope.rows) else "",
+        "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
         "columns": filled(COLUMNS, entries)[1:],
         "ranks": ranked(entries),
         "chosen": [(key, _listed(chosen[key]), _listed(values)) for key, values in tried.items() if key in chosen],
@@ -88,16 +76,16 @@ def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row
     entries = ordered([entry for entry in comparison.entries if entry.stream == stream])
     reference = comparison.scope.reference
     curves = any(len(entry.curve) > 1 and entry.row in rows for entry in entries)
-    others = with_difference(entries)
+    others = plots.with_difference(entries)
     return {
         "name": stream,
         "lead": lead(entries, reference),
         "seeds": count_seeds(entries) if entries else "",
-        "forest": inline_svg(forest_figure(others), f"forest{number}") if others else "",
-        "curves": inline_svg(curves_figure(entries, rows), f"curves{number}") if curves else "",
-        "cost": inline_svg(cost_figure(entries), f"cost{number}") if len(entries) > 1 else "",
-        "most": MOST,
-        "more": max(len(others) - MOST, 0),
+        "forest": inline_svg(plots.forest_figure(others), f"forest{number}") if others else "",
+        "curves": inline_svg(plots.curves_figure(entries, rows), f"curves{number}") if curves else "",
+        "cost": inline_svg(plots.cost_figure(entries), f"cost{number}") if len(entries) > 1 else "",
+        "most": plots.MOST,
+        "more": max(len(others) - plots.MOST, 0),
         "columns": COLUMNS[1:],
         "entries": entries,
         "reference": next((entry for entry in entries if entry.row == reference), None),
@@ -106,39 +94,19 @@ def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row
 
 def lead(entries: Sequence[Entry], reference: Row) -> str:
     """Which row is best on a stream, and whether the test images and seeds tell it from the reference."""
-    if not entries:
-        return "Nothing is finished yet."
-    first = next((entry for entry in entries if entry.row == reference), None)
-    top = max(entry.means["last"] for entry in entries)
-    if first is not None and first.means["last"] == top:
-        others = with_difference(entries)
-        worse = sum(found is not None and found.high < 0 for found in (entry.differences["last"] for entry in others))
-        return (
-            f"No row is better than the reference, {reference.title}. It names {percent(top)} % of the test images "
-            f"right after the last task. {_number(worse)} of the {len(others)} others "
-            f"{'is' if worse == 1 else 'are'} clearly worse."
-        )
-    best, *equal = [entry for entry in entries if entry.means["last"] == top]
-    words = f"{best.row.title} names most test images right after the last task: {percent(top)} %."
-    if equal:
-        words += f" {_number(len(equal))} other{' has' if len(equal) == 1 else 's have'} the same accuracy."
-    found = best.differences["last"]
-    if found is None or first is None:
-        return (
-            f"{words} No seed is finished for both this row and the reference, {reference.title}. So nothing says "
-            "which is better."
-        )
-    kind = "better" if found.mean > 0 else "worse"
-    judgement, zero = (f"clearly {kind} than", "leaves out") if found.clear else ("not distinguishable from", "holds")
-    return (
-        f"{words} It is {judgement} the reference, {reference.title}, which has {percent(first.means['last'])} %: the "
-        f"difference is {signed(found.mean)} percentage points, and its 95 % interval, {signed(found.low)} to "
-        f"{signed(found.high)}, {zero} zero."
-    )
-
-
-def _number(number: int) -> str:
-    return {0: "None", 1: "One"}.get(number, str(number))
+    top = max((entry.means["last"] for entry in entries), default=0.0)
+    differences = [entry.differences["last"] for entry in entries]
+    return render_card(
+        "lead.txt",
+        reference=reference.title,
+        first=next((entry for entry in entries if entry.row == reference), None),
+        best=[entry for entry in entries if entry.means["last"] == top],
+        top=top,
+        others=len(entries) - differences.count(None),
+        worse=sum(found is not None and found.high < 0 for found in differences),
+        percent=percent,
+        signed=signed,
+    ).strip()
 
 
 def _missing(comparison: Comparison) -> list[dict[str, Any]]:

@@ -59,15 +59,11 @@ class Difference:
 
 
 def mean_interval(values: np.ndarray, level: float = 0.95) -> Difference:
-    """The mean of `values`, (seeds, images), and its interval by Student's t.
+    """The mean of `values`, (seeds, images), and its interval by Student's t, with seeds and images both drawn.
 
-    Seeds and images are both drawn at random. So the variance of the mean is that of the seeds' means over S, and
-    that of the images' means over n. What both hold is counted twice, which makes the interval a little wide. Its
-    degrees of freedom are Welch's and Satterthwaite's: those of the seeds where the seeds differ most. With one seed,
-    the interval speaks of the test images alone.
-
-    Reference:
-        Satterthwaite, "An Approximate Distribution of Estimates of Variance Components", 1946, equation 17.
+    The variance of the mean is that of the seeds' means over S plus that of the images' means over n. The degrees of
+    freedom are Welch's and Satterthwaite's, see "An Approximate Distribution of Estimates of Variance Components",
+    1946, equation 17. With one seed, the interval speaks of the test images alone.
     """
     sides = (values.mean(axis=1), values.mean(axis=0))
     parts = [(means.var(ddof=1) / len(means), len(means) - 1) for means in sides if len(means) > 1]

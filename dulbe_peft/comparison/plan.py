@@ -65,25 +65,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder.
-
-    `retention` names images of classes in no stream, or None, and then how much of the learned update to use on them.
-    """
+    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder."""
 
     stream: str
     method: str
     seed: int
     settings: dict[str, Any]
     folder: str
-    retention: tuple[Any, ...] = (None,)
+    retention: tuple[Any, ...] = (None,)  # images of classes in no stream or None; then scales of the update
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison: streams and methods with their settings, specs of classifiers, drifts, and seeds.
-
-    `choices` has values to choose from on held-back training images, `retentions` each stream's `Cell.retention`.
-    """
+    """A comparison: streams and methods with their settings, specs of classifiers, drifts, and seeds."""
 
     streams: dict[str, dict[str, Any]]
     methods: dict[str, dict[str, Any]]
@@ -91,8 +85,8 @@ class Plan:
     drifts: list[str]
     seeds: list[int]
     reference: Row | None = None
-    choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    retentions: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # to choose from on held-back images
+    retentions: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # each stream's `Cell.retention`
 
     @property
     def baseline(self) -> Row:
@@ -100,7 +94,6 @@ class Plan:
         return self.reference or self.rows(next(iter(self.methods)))[0]
 
     def strategy(self, method: str) -> Strategy:
-        """The strategy of a method."""
         return make_strategy(self.methods[method].get("strategy", "dulbe"))
 
     def rows(self, method: str) -> list[Row]:

@@ -13,24 +13,19 @@ from dulbe_peft.comparison.plan import Row
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rows that every stream has, the best first; `p` is Friedman's, that all are equally good.
+    """The rows that every stream has, the best first; `p` is Friedman's, that all are equally good."""
 
-    Beside each row stand its mean rank over the streams, 1 is best, and the p-value against the best row or None.
-    `smallest` is the smallest p-value that so many streams can give for one pair of rows.
-    """
-
-    rows: list[tuple[Row, float, float | None]]
+    rows: list[tuple[Row, float, float | None]]  # with the mean rank, 1 is best, and the p-value against the best row
     streams: int
     p: float
-    smallest: float
+    smallest: float  # p-value that so many streams can give for one pair of rows
 
 
 def ranked(entries: Sequence[Entry]) -> Ranks | None:
     """The ranks by A_last of rows that all streams have; None without three streams and three such rows.
 
-    Reference:
-        Demsar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006, sections 3.1.3 and 3.2.2; the
-        p-values of Wilcoxon's signed-rank tests are Holm's.
+    The tests are of Demsar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006, sections 3.1.3 and
+    3.2.2, with Holm's p-values.
     """
     streams: dict[str, dict[Row, float]] = {}
     for entry in entries:

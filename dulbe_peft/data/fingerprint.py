@@ -42,11 +42,7 @@ def listing(images: LabelledImages | None) -> Listing:
 
 
 def differences(before: Listing, now: Listing) -> str:
-    """What was added, removed and changed between two listings, the first few by name; empty where nothing was.
-
-    >>> differences(["cat/1.jpg:10", "cat/2.jpg:20"], ["cat/2.jpg:25", "cat/3.jpg:30"])
-    '1 added (cat/3.jpg), 1 removed (cat/1.jpg), 1 changed (cat/2.jpg)'
-    """
+    """What was added, removed and changed between two listings, the first few by name; empty where nothing was."""
     old, new = _by_name(before or ()), _by_name(now or ())
     kinds = {
         "added": [name for name in new if name not in old],

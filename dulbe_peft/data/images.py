@@ -5,13 +5,11 @@ A user's data set is anything with `len(dataset)` and `dataset[i]` giving a {"im
 for them.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 from PIL import Image
@@ -49,9 +47,6 @@ class LabelledImages:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} images")
-        index = int(index) % len(self)
         try:
             image = self.image(index)
         except UnreadableImageError as error:
@@ -95,9 +90,7 @@ class LabelledImages:
         """What tells this image from others without reading it."""
         return self.relative_name(index)
 
-    def at(
-        self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None
-    ) -> LabelledImages:
+    def at(self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None) -> Self:
         """The images at some indices, with the same labels and names or with others."""
         part = copy.copy(self)
         part.indices = self.indices[indices]
@@ -105,7 +98,7 @@ class LabelledImages:
         part.class_names = self.class_names if class_names is None else tuple(class_names)
         return part
 
-    def select(self, class_names: Sequence[str]) -> LabelledImages:
+    def select(self, class_names: Sequence[str]) -> Self:
         """The images of some classes, in their order, labelled by their class's place in `class_names`."""
         wanted, old = check_class_names(class_names), {name: label for label, name in enumerate(self.class_names)}
         absent = sorted(set(wanted) - set(old))
@@ -201,10 +194,7 @@ def _file_of(image: Any) -> Path | IO[bytes] | None:
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     """Image and label of an item of a user's data set."""
-    try:
-        sample = dataset[index]
-    except IndexError as error:
-        raise ValueError(f"the dataset gives no item {index}, though its length says that there is one") from error
+    sample = dataset[index]
     if isinstance(sample, Mapping):
         if "image" not in sample or "label" not in sample:
             raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")
@@ -216,7 +206,7 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
             f"sample {index} is a {type(sample).__name__}; "
             'it must be a {"image", "label"} mapping or an (image, label) pair'
         )
-    value = _array(label, f"the label of sample {index}")
+    value = _array(label)
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
     return image, int(value)
@@ -248,7 +238,7 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
-    array = _array(values, source)
+    array = _array(values)
     if array.ndim != 1:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.size and array.dtype.kind not in "iu":
@@ -256,12 +246,9 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _array(values: Any, source: str) -> np.ndarray:
+def _array(values: Any) -> np.ndarray:
     """What NumPy makes of labels, also of a tensor on an accelerator."""
-    try:
-        return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-    except TypeError as error:  # bfloat16, for one
-        raise TypeError(f"{source} must be of ints, got {getattr(values, 'dtype', values)!r:.100}") from error
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 
 def _carried_names(dataset: Any) -> tuple[str, ...]:

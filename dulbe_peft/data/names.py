@@ -3,16 +3,11 @@
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
-CLASS_NAME_STYLES = ("verbatim", "spaces")
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
 
 
 def normalized(text: str) -> str:
-    """A text in the one form that Unicode recommends; systems write letters with accents in several ways.
-
-    >>> normalized("cafe\\u0301") == "caf\\xe9"
-    True
-    """
+    """A text in the one form that Unicode recommends; systems write letters with accents in several ways."""
     return unicodedata.normalize("NFC", text)
 
 
@@ -49,16 +44,10 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     return tuple(positions)
 
 
-def format_class_name(name: str, style: str = "verbatim") -> str:
-    """A class name as it goes into a prompt: as it stands, or with underscores turned into spaces."""
-    if style not in CLASS_NAME_STYLES:
-        raise ValueError(f"class name style is {style!r}; it must be one of {', '.join(CLASS_NAME_STYLES)}")
-    return name.replace("_", " ") if style == "spaces" else name
-
-
 def format_prompts(name: str, templates: Iterable[str], style: str = "verbatim") -> list[str]:
-    """Each template with its "{}" replaced by the class name, whatever characters the name holds."""
-    return [template.replace("{}", format_class_name(name, style)) for template in templates]
+    """Each template with its "{}" replaced by the class name; in the style "spaces" underscores become spaces."""
+    shown = name.replace("_", " ") if style == "spaces" else name
+    return [template.replace("{}", shown) for template in templates]
 
 
 def check_class_texts(texts: Mapping[str, Sequence[str]], class_names: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -26,7 +26,6 @@ from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
 from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
 from dulbe_peft.utils.tensors import write_tensors
@@ -64,10 +63,8 @@ def export_learner(
         raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
-    if compress_to is not None:
-        check_int("compress_to", compress_to, 1)
-        if format != "lora":
-            raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
+    if compress_to is not None and format != "lora":
+        raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if precision != "float32" and format not in ("onnx", "transformers.js"):

@@ -22,10 +22,7 @@ def grids(images: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(images: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """What the model takes of packed images, (batch, patches, columns), cut to the largest of them.
-
-    The mask says which patches are no padding, (batch, patches of the largest) in bool; None: all of them.
-    """
+    """What the model takes of packed images, (batch, patches, columns), cut to the largest; mask None: no padding."""
     shapes = grids(images)
     counts = shapes.prod(dim=1)
     most = int(counts.max())

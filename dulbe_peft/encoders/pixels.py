@@ -1,10 +1,8 @@
 """A dataset's images as the model takes them."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -49,7 +47,7 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         self.cache: dict[int, torch.Tensor] | None = {} if fits else None
         self.augment: tuple[str, tuple[int, ...]] | None = None
 
-    def view(self, kinds: str, *seed: int) -> PixelDataset:
+    def view(self, kinds: str, *seed: int) -> Self:
         """The same images, each changed as `augmented` changes it with the seed and the image's index."""
         view = copy.copy(self)
         view.cache, view.augment = None, (kinds, seed)

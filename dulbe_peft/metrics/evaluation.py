@@ -1,11 +1,9 @@
 """What every classifier says of each image of a data set, and the figures that follow from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -48,7 +46,7 @@ class Evaluation:
         """The share of images whose prediction, (n,), is right."""
         return (predicted == self.truth).double().mean().item()
 
-    def part(self, rows: slice) -> Evaluation:
+    def part(self, rows: slice) -> Self:
         """What was predicted for some of the images."""
         return replace(
             self,

@@ -3,13 +3,11 @@
 Training never looks at a classifier, so one trained stream serves every classifier.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,17 +23,13 @@ _FORMAT = "dulbe_peft task features 1"
 
 @dataclass(frozen=True)
 class TaskFeatures:
-    """What the classifiers see of one task.
-
-    `texts`, (C_seen, d), are of all seen classes by the model after the task; None without text. `tests` has, by a
-    task's number from 1, the features of its test images by this model, (n, d), and their classes, (n,). `further`
-    has features of more images of known classes, and these classes.
-    """
+    """What the classifiers see of one task, and what it is tested on."""
 
     closing: ClosingPass
-    texts: torch.Tensor | None
+    texts: torch.Tensor | None  # (C_seen, d), of all seen classes by the model after the task; None without text
+    # A task's number from 1 -> features of its test images by this model, (n, d), and their classes, (n,).
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    further: tuple[torch.Tensor, torch.Tensor] | None = None
+    further: tuple[torch.Tensor, torch.Tensor] | None = None  # more images of known classes, and these classes
 
     def write(self, path: Path) -> None:
         closing = self.closing
@@ -47,7 +41,7 @@ class TaskFeatures:
         write_tensors(path, tensors, {"format": _FORMAT, "class_names": names})
 
     @classmethod
-    def read(cls, path: Path) -> TaskFeatures:
+    def read(cls, path: Path) -> Self:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}, expected {_FORMAT!r}")
@@ -97,15 +91,12 @@ def growing_stream(tasks: Sequence[TaskFeatures], first: int, more: int, seed: i
 
 @dataclass(frozen=True)
 class Answers:
-    """What one classifier says of the n test images after one task; those of the first task come first.
-
-    `probability` is that of the predicted class, and `task` the number, from 1, of the task that an image tests.
-    """
+    """What one classifier says of the n test images after one task; those of the first task come first."""
 
     truth: torch.Tensor
     predicted: torch.Tensor
-    probability: torch.Tensor
-    task: torch.Tensor
+    probability: torch.Tensor  # of the predicted class
+    task: torch.Tensor  # the number, from 1, of the task that an image tests
 
     @property
     def right(self) -> torch.Tensor:
@@ -123,11 +114,7 @@ def learn_from_features(
     seed: int = 0,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Answers], Classifier]:
-    """Teach one classifier a stream whose features are known, and test it after every task.
-
-    The answers are those of a learner that had the classifier while the stream was trained; `drift` and `text_embeds`
-    are as in `LearnerArguments`. Returns the answers after each task, and the classifier after the last one.
-    """
+    """Teach one classifier a stream whose features are known; the answers after each task, and what has learned."""
     if drift == "linear" and any(task.closing.before is None for task in tasks[1:]):
         raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
     name = spec.partition(":")[0]

@@ -13,16 +13,13 @@ from dulbe_peft.utils.checks import check_int
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image: its `classes`, the most likely one first, and their calibrated `probabilities`.
-
-    `known` is False where the best probability is too small for any class; `error` says why an image cannot be read.
-    """
+    """The answer for one image: its `classes`, the most likely one first, and their calibrated `probabilities`."""
 
     image: str
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    known: bool = True
-    error: str | None = None
+    known: bool = True  # False: the best probability is too small for any class
+    error: str | None = None  # why the image cannot be read
 
     def answer(self, number: int, scores: bool, several: Any) -> Any:
         """The best class, or all of them where `several` is true, as (name, probability) where `scores` are asked."""
@@ -42,10 +39,7 @@ def predict_images(
     reject: float | None = None,
     coverage: float | None = None,
 ) -> list[Prediction]:
-    """The `top_k` most likely classes of every image, or its set by `Classifier.prediction_sets`.
-
-    `reject` is as in `Classifier.rejection_threshold`.
-    """
+    """The `top_k` most likely classes of every image, or its set by `prediction_sets`; `reject` as in `predict`."""
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(images):

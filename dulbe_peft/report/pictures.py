@@ -25,8 +25,7 @@ def write_pictures(
 ) -> None:
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
 
-    `tests` are the test data of every task, or None; `results` is what `ClassIncrementalLearner.run` returned;
-    `left_out` are sentences about files that are no part of the data.
+    `tests` are the tasks' test data, `left_out` sentences about files that are no part of the data.
     """
     output = Path(run)
     for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if "classifiers" in results else ():

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.runs.progress import read_finished
+from dulbe_peft.runs.progress import Entries, read_finished
 from dulbe_peft.runs.results import stream_results
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
@@ -20,62 +20,21 @@ PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 
 
-class _PartRecord(Record):
-    """The part of a file that a report needs; what else is in it is kept as it is."""
+class _Results(Record):
+    """The part of `results.json` that a report needs; what else is in it is kept as it is."""
 
     model_config = ConfigDict(extra="allow")
-
-
-class _Method(_PartRecord):
-    overall: list[Fraction | None]
-    last_accuracy: Fraction | None
-    average_accuracy: Fraction
-    forgetting: float | None = None
-    backward_transfer: float | None = None
-
-
-class _Classifier(_Method):
-    matrix: list[list[Fraction | None]]
-
-
-class _ClassMeasures(_PartRecord):
-    accuracy: dict[str, Fraction]
-    forgetting: dict[str, float] = {}
-
-
-class _TaskFacts(_PartRecord):
-    images: dict[str, int] = {}
-    loss: list[float] = []
-    shared_capture: float | None = None
-    residual_capture: float | None = None
-    expected_depth: float | None = None
-
-
-class _Results(_PartRecord):
-    """`results.json`."""
 
     class_names: list[list[str]]
     configuration: dict[str, Any]
     strategy: dict[str, Any]
     versions: dict[str, str]
-    tasks: list[_TaskFacts | None]
-    classifiers: dict[str, _Classifier] = {}
-    zero_shot: _Method | None = None
-    text: _Method | None = None
-    class_means: _Method | None = None
-    classes: dict[str, _ClassMeasures] = {}
-
-
-class _TaskTime(_PartRecord):
-    seconds: float
-    phases: dict[str, float] = {}
-    peak_memory: int | None = None
-
-
-class _Timings(_PartRecord):
-    """`timings.json`."""
-
-    tasks: list[_TaskTime | None]
+    tasks: list[dict[str, Any] | None]
+    classifiers: dict[str, dict[str, Any]] = {}
+    zero_shot: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    class_means: dict[str, Any] | None = None
+    classes: dict[str, dict[str, Any]] = {}
 
 
 class Example(Record):
@@ -100,16 +59,13 @@ class Pictures(Record):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty.
-
-    `learner` is the folder of the learner after the newest task. `records` say what learning each task showed.
-    """
+    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty."""
 
     folder: Path
     name: str
     results: dict[str, Any]
     learned: list[list[str]]
-    records: list[dict[str, Any]]
+    records: list[dict[str, Any]]  # what learning each task showed
     settings: dict[str, Any]
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
@@ -118,7 +74,7 @@ class RunFolder:
     fingerprints: dict[str, Any] | None = None
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
-    learner: Path | None = None
+    learner: Path | None = None  # the folder of the learner after the newest task
 
     @property
     def tested(self) -> bool:
@@ -189,7 +145,7 @@ def _run(
     if blocks:  # JSON sorts them; the learner's own order is the one that counts
         names = [name for name in order if name in blocks]
         results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
-    timings = (_read(path / TIMINGS_FILE, _Timings) or {"tasks": []})["tasks"]
+    timings = (_read(path / TIMINGS_FILE, Entries) or {"tasks": []})["tasks"]
     records, none = results["tasks"], [None] * len(learned)
     return RunFolder(
         folder=path,

@@ -1,7 +1,5 @@
 """Runs side by side: those that differ only in their seed are one group, and a classifier of a group is one row."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from typing import Any
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.report.run_folder import RunFolder, was_trained
 from dulbe_peft.report.table import Column, format_text
+from dulbe_peft.utils.settings import flat_settings
 
 # What `results.json` calls a measure, what people call it, and what the paper calls it.
 MEASURES = {
@@ -39,10 +38,7 @@ SUMMARY_COLUMNS = [
 
 
 def format_summary(results: dict[str, Any]) -> str:
-    """A small table of the stream's figures in percent, and below it what they are.
-
-    One task has no mean over tasks. A model that was not trained has forgotten nothing.
-    """
+    """A small table of the stream's figures in percent, those that say something, and below it what they are."""
     method, mean, last, *changes = SUMMARY_COLUMNS
     columns, words = [method, last], _LAST
     if len(results["class_names"]) > 1:
@@ -58,11 +54,6 @@ class MeanSpread:
 
     mean: float
     spread: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> MeanSpread:
-        """The mean and spread of some values."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
         spread = "" if self.spread is None else f" ± {percent(self.spread, 2)}"
@@ -132,7 +123,11 @@ def group_results(groups: Sequence[Sequence[RunFolder]]) -> list[GroupResult]:
         for name in tested[0] if tested else ():
             blocks = [blocks[name] for blocks in tested if name in blocks]
             values: dict[str, list[Any]] = {measure: [block.get(measure) for block in blocks] for measure in MEASURES}
-            measures = {measure: MeanSpread.of(own) for measure, own in values.items() if None not in own}
+            measures = {
+                measure: MeanSpread(statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else None)
+                for measure, own in values.items()
+                if None not in own
+            }
             rows.append(GroupResult(tuple(run.name for run in group), group[0].strategy, name, measures))
     return rows
 
@@ -170,15 +165,3 @@ def _has(run: RunFolder, owner: str, settings: dict[str, Any]) -> str:
     if not owner or any(_owner(name) == owner for name in settings):
         return _YES
     return "none" if owner.partition(".")[0] in run.settings else _UNKNOWN
-
-
-def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested settings as dotted names.
-
-    >>> flat_settings({"adapter": {"shared_rank": 1}, "seed": 0})
-    {'adapter.shared_rank': 1, 'seed': 0}
-    """
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
-    return found

@@ -17,7 +17,6 @@ from dulbe_peft.report.run_groups import (
     GROUP_COLUMNS,
     SUMMARY_COLUMNS,
     best_results,
-    flat_settings,
     group_results,
     group_runs,
     setting_differences,
@@ -26,6 +25,7 @@ from dulbe_peft.report.shares import class_rows, confusion_matrix, reliability, 
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import leaderboard, next_steps
+from dulbe_peft.utils.settings import flat_settings
 
 _PHASES = ("probe", "allocate", "train", "close", "teach", "test", "save")  # as they come; JSON sorts them
 
@@ -43,8 +43,6 @@ def write_report(
     as LaTeX in percent. A run need not be finished.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
-    if not folders:
-        raise ValueError("no run is given: a report needs at least one run's folder")
     read = [read_run(folder) for folder in folders]
     groups = group_runs(read)
     rows = group_results(groups)

@@ -2,12 +2,11 @@
 the confusion matrix.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
@@ -22,17 +21,13 @@ _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Share:
-    """How many of some images are named right.
-
-    >>> str(Share(1, 15))
-    '6.7 % (1 of 15; 95 % interval 1.2 to 29.8)'
-    """
+    """How many of some images are named right, shown as 6.7 % (1 of 15; 95 % interval 1.2 to 29.8)."""
 
     right: int
     images: int
 
     @classmethod
-    def of(cls, answers: Sequence[ImageResult]) -> Share:
+    def of(cls, answers: Sequence[ImageResult]) -> Self:
         """The share of the right ones among some answers."""
         return cls(sum(row.right for row in answers), len(answers))
 

@@ -10,16 +10,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.metrics.diagnostics import (
-    DepthAccuracy,
-    ReliabilityProfile,
-    TaskDrift,
-    coordinate_plane,
-    depth_accuracy,
-    drift_by_task,
-    old_test_features,
-    reliability_profile,
-)
+from dulbe_peft.metrics import diagnostics
 from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.report.plots import arrow_figure, capture_figure, depth_figure, inline_svg
 from dulbe_peft.report.run_folder import RunFolder, read_run
@@ -34,9 +25,9 @@ _NUMBERS_FILE = "diagnostics.json"
 class TrainingEffects:
     """What training changed: the bridge's depths, and drift; what was not kept is None or empty."""
 
-    profile: ReliabilityProfile | None
-    accuracy: DepthAccuracy | None
-    drift: list[TaskDrift]
+    profile: diagnostics.ReliabilityProfile | None
+    accuracy: diagnostics.DepthAccuracy | None
+    drift: list[diagnostics.TaskDrift]
     features: list[TaskFeatures]
 
 
@@ -57,9 +48,9 @@ def read_effects(run: RunFolder) -> TrainingEffects:
     accuracy = None
     if head is not None and features and features[-1].tests:
         embeds, truth = (torch.cat(parts) for parts in zip(*features[-1].tests.values(), strict=True))
-        accuracy = depth_accuracy(head, embeds, truth)
-    profile = None if head is None else reliability_profile(head)
-    return TrainingEffects(profile, accuracy, drift_by_task(features), features)
+        accuracy = diagnostics.depth_accuracy(head, embeds, truth)
+    profile = None if head is None else diagnostics.reliability_profile(head)
+    return TrainingEffects(profile, accuracy, diagnostics.drift_by_task(features), features)
 
 
 def effects_content(run: RunFolder, key: str) -> dict[str, Any]:
@@ -114,11 +105,11 @@ def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
     found = {}
     for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         first = len(tasks[0].closing.class_names)
-        old = old_test_features(earlier, task)
+        old = diagnostics.old_test_features(earlier, task)
         if old is None or earlier.texts is None or first < 2:
             continue
         before, after, truth = old
-        places = coordinate_plane(before[truth < first], after[truth < first], earlier.texts[:first])
+        places = diagnostics.coordinate_plane(before[truth < first], after[truth < first], earlier.texts[:first])
         if len(places[0]):
             chosen = slice(None, None, -(-len(places[0]) // _MOST_ARROWS))
             found[f"drift-task-{number:03d}"] = arrow_figure(places[0][chosen], places[1][chosen])

@@ -3,24 +3,20 @@
 A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
-
-if TYPE_CHECKING:
-    from dulbe_peft.learner import ClassIncrementalLearner
 
 SOURCES_FILE = "sources.json"
 LINE = 8  # tasks whose accuracy stands in the line of a task

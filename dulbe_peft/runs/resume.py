@@ -30,6 +30,7 @@ from dulbe_peft.utils import folders
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem, read_record
+from dulbe_peft.utils.settings import flat_settings
 
 DATA_FILE = "data.json"
 SPLITS = {"train": "training images", "test": "test images"}
@@ -210,22 +211,14 @@ def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
             old, new = old[:8], new[:8]
         elif group == "classifiers" and set(old) != set(new):
             old, new = ", ".join(sorted(old)), ", ".join(sorted(new))
-        old, new = _flat(old), _flat(new)
+        old, new = (flat_settings({"": settings}) for settings in (old, new))
         for path in sorted(path for path in {*old, *new} if old.get(path) != new.get(path)):
-            name = group if path in ("", "name") else f"{group}.{path}" if group == "classifiers" else path
+            own = path.removeprefix(".")
+            name = group if own in ("", "name") else f"{group}.{own}" if group == "classifiers" else own
             lines.append(f"{name} was {old.get(path)!r:.60} and is now {new.get(path)!r:.60}")
         if lines and group in ("base_model", "strategy"):  # from which others follow
             break
     return ", ".join(lines)
-
-
-def _flat(settings: Any) -> dict[str, Any]:
-    """Dotted path -> value of nested dictionaries; a value alone has the path ""."""
-    if not isinstance(settings, dict):
-        return {"": settings}
-    return {
-        f"{name}.{path}".rstrip("."): value for name, one in settings.items() for path, value in _flat(one).items()
-    }
 
 
 def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:

@@ -1,7 +1,5 @@
 """A whole class-incremental stream: learn, test, commit a folder per task, resume, write `results.json`."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
@@ -93,7 +91,7 @@ def run_stream(
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
 
 
-def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> Run:
+def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, FILES, _print_once)

@@ -8,11 +8,9 @@ from typing import Any, TypeVar
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
-from dulbe_peft.strategies.clap4clip import Clap4Clip
 from dulbe_peft.strategies.dulbe import Dulbe
-from dulbe_peft.strategies.engine import Engine
 from dulbe_peft.strategies.first_session import FirstSession
-from dulbe_peft.strategies.frozen import Frozen
+from dulbe_peft.strategies.frozen import Clap4Clip, Engine, Frozen, Proof, Rapf
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.loda import Loda
@@ -20,8 +18,6 @@ from dulbe_peft.strategies.lora import Lora, MergedLora
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
-from dulbe_peft.strategies.proof import Proof
-from dulbe_peft.strategies.rapf import Rapf
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.strategies.sgcl import Sgcl
 from dulbe_peft.strategies.slca import Slca

@@ -9,8 +9,6 @@
 A task passes through in this order. A method that only chooses other bases overrides `plan` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -40,7 +38,7 @@ GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
 
 @contextmanager
 def replaced_updates(
-    task: NewTask, weights: Mapping[str, torch.Tensor], updates: Callable[[str], Updates]
+    task: "NewTask", weights: Mapping[str, torch.Tensor], updates: Callable[[str], Updates]
 ) -> Iterator[None]:
     """Let the layers named in `weights` use those weights and `updates(name)` in place of history and modes."""
     with ExitStack() as stack:
@@ -186,8 +184,3 @@ class Strategy:
         `inputs` is X'X of the task's images by the finished model, where `remembers_inputs`; else empty.
         """
         return task.memory
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        """Raise a `ValueError` where a file's memory does not fit the strategy and `widths`, layer name -> d_in."""
-        if memory:
-            raise ValueError(f"the strategy {self.name!r} keeps nothing, the file holds {sorted(memory)[:3]}")

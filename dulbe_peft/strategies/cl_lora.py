@@ -15,7 +15,7 @@ Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -118,8 +118,14 @@ class ClLora(Strategy):
                 with torch.no_grad(), task.adapter.previous_task():
                     teacher = step.encode()
             logits = [step.logit_scale * z @ step.text.detach().T / self.temperature for z in (student, teacher)]
-            loss = -(logits[1].softmax(dim=1) * logits[0].log_softmax(dim=1)).sum(dim=1).mean()
-            self._add_lower_gradients(self.distillation * loss, task, lower)
+            loss = self.distillation * -(logits[1].softmax(dim=1) * logits[0].log_softmax(dim=1)).sum(dim=1).mean()
+            # Row by row scaled by the B that the last task left.
+            adapter, layers = task.adapter_name, [task.layers[name] for name in lower]
+            ups = [(layer, up[adapter]) for layer in layers for up in (layer.dulbe_shared_B, layer.dulbe_residual_B)]
+            for (layer, up), gradient in zip(ups, torch.autograd.grad(loss, [up for _, up in ups]), strict=True):
+                # All tasks have the same orthonormal A, so the B of the last task is the whole history times A'.
+                gradient *= row_scales(dense(layer.history(adapter)) @ layer.dulbe_P[adapter])
+                up.grad = gradient if up.grad is None else up.grad.add_(gradient)
 
     def finish(self, task: NewTask) -> None:
         for layer, weight in zip(self._upper(task).values(), task.notes[WEIGHTS], strict=True):
@@ -130,25 +136,6 @@ class ClLora(Strategy):
         old = [task.memory[WEIGHTS].to(row)] if isinstance(task.memory, dict) else []
         return {WEIGHTS: torch.cat([*old, row])}
 
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        if memory is None:
-            return
-        rows, upper = memory.get(WEIGHTS), len(lower_and_upper(widths, self.shared_blocks)[1])
-        if rows is None or rows.ndim != 2 or rows.shape[1] != upper or not len(rows) or not rows.is_floating_point():
-            found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in [*memory.items()][:3]}
-            raise ValueError(f"{WEIGHTS} must be float (tasks, {upper} upper layers), the file holds {found}")
-
     def _upper(self, task: NewTask) -> dict[str, DualModeLinear]:
         """The layers with a pair for each task."""
         return {name: task.layers[name] for name in lower_and_upper(task.layers, self.shared_blocks)[1]}
-
-    def _add_lower_gradients(self, loss: torch.Tensor, task: NewTask, lower: list[str]) -> None:
-        """Add the loss's gradients to those of the layers' B, row by row scaled by the B that the last task left."""
-        adapter = task.adapter_name
-        layers = [task.layers[name] for name in lower]
-        ups = [(layer, up[adapter]) for layer in layers for up in (layer.dulbe_shared_B, layer.dulbe_residual_B)]
-        for (layer, up), gradient in zip(ups, torch.autograd.grad(loss, [up for _, up in ups]), strict=True):
-            # All tasks have the same orthonormal A, so the B of the last task is the whole history times A'.
-            old_up = dense(layer.history(adapter)) @ layer.dulbe_P[adapter]
-            gradient *= row_scales(old_up)
-            up.grad = gradient if up.grad is None else up.grad.add_(gradient)

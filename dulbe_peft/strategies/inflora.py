@@ -73,4 +73,4 @@ class InfLora(ProjectionMemoryStrategy):
         kept = self.from_memory(task.memory)
         for names in inputs.groups:
             moment = to_float64(inputs[names[0]], f"inputs of layer {names[0]!r}")
-            yield names, kept.get(names[0]) or Subspace.unoccupied(len(moment)), moment @ moment
+            yield names, kept.get(names[0]) or Subspace(torch.zeros(len(moment), 0)), moment @ moment

@@ -16,7 +16,7 @@ Reference: "Mind the Gap: Preserving and Compensating for the Modality Gap in CL
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,10 +87,3 @@ class MgClip(Strategy):
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
         return task.memory if task.index else {"epochs": torch.tensor(int(task.notes["epochs"]))}
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        if not memory:
-            return
-        epochs = memory.get("epochs")
-        if epochs is None or epochs.dtype != torch.int64 or epochs.shape != () or epochs < 1:
-            raise ValueError(f"the strategy {self.name!r} keeps 'epochs', one int64 from 1 on, got {memory!r:.100}")

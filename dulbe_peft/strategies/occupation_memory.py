@@ -1,6 +1,5 @@
 """Occupation statistics as a strategy's memory: S, the sum of X'X over the finished tasks, for every layer."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +39,3 @@ class OccupationStrategy(Strategy):
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         return with_inputs(task, inputs)
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        if not memory:
-            return
-        if not isinstance(memory, OccupationStatistics) or set(memory) != set(widths):
-            expected = f"occupation statistics of all {len(widths)} layers of the model"
-            raise ValueError(f"the file holds {sorted(memory)[:3]}, {len(memory)} entries, expected {expected}")
-        for name, width in widths.items():
-            shape, expected_shape = tuple(memory[name].shape), (min(width, memory.sketch_rows or width), width)
-            if shape != expected_shape:
-                raise ValueError(f"statistics of {name!r} have shape {shape}, the model: {expected_shape}")

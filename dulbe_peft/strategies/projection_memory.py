@@ -10,8 +10,6 @@ Reference: Saha et al., "Gradient Projection Memory for Continual Learning", arX
 Plasticity Improvement for Continual Learning", CVPR 2023 (DualGPM).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,10 +36,6 @@ class Subspace:
 
     basis: torch.Tensor
     side: str = OCCUPIED
-
-    @classmethod
-    def unoccupied(cls, width: int) -> Subspace:
-        return cls(torch.zeros(width, 0))
 
     def free_basis(self) -> torch.Tensor:
         """An orthonormal basis Z of the free directions, float64."""
@@ -72,10 +66,7 @@ def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool
 
 
 def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    """The `count` free directions of most energy, (d, count) in float64: top eigenvectors of Z Z' K Z Z', then zeros.
-
-    A zero column of P trains nothing, because x P = 0 there.
-    """
+    """The `count` free directions of most energy, (d, count) in float64; then zeros, which train nothing."""
     free = old.free_basis().to(energy)
     inside = free.T @ energy @ free
     rounding = len(energy) * EPS64 * float(energy.trace())
@@ -107,16 +98,3 @@ class ProjectionMemoryStrategy(Strategy):
             side, _, names = key.partition(":")
             subspaces.update(dict.fromkeys(names.split(","), Subspace(basis, side)))
         return subspaces
-
-    def check_memory(self, memory: Memory | None, widths: Mapping[str, int]) -> None:
-        if not memory:
-            return
-        found = self.from_memory(memory)
-        if set(found) != set(widths) or any(subspace.side not in (OCCUPIED, FREE) for subspace in found.values()):
-            expected = f"{OCCUPIED}:LAYER,LAYER or {FREE}:LAYER,LAYER for all {len(widths)} layers of the model"
-            raise ValueError(f"the file holds {sorted(memory)[:3]}, the strategy {self.name!r} keeps {expected}")
-        for name, width in widths.items():
-            shape, dtype = tuple(found[name].basis.shape), found[name].basis.dtype
-            if shape[:1] != (width,) or len(shape) != 2 or shape[1] > width or dtype != torch.float32:
-                expected = f"({width}, at most {width}), float32"
-                raise ValueError(f"basis of {name!r} has shape {shape}, {dtype}, expected {expected}")

@@ -23,10 +23,7 @@ from dulbe_peft.strategies.lora import MergedLora
 
 
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """B_i / (|B_i| |A_i|) side by side, (d_out, pairs * rank), and m_i = |B_i| |A_i|, (pairs,).
-
-    `down` has all A_i' side by side, `up` all B_i. A pair with B_i = 0 has no direction: it keeps 0.
-    """
+    """B_i / (|B_i| |A_i|), (d_out, pairs * rank), 0 where B_i is, and m_i = |B_i| |A_i|, (pairs,)."""
     pairs = up.shape[1] // rank
     norms = [factor.unflatten(1, (pairs, rank)).norm(dim=(0, 2)) for factor in (down, up)]
     magnitudes = norms[0] * norms[1]

@@ -11,11 +11,7 @@ from dulbe_peft.utils.files import read_lines
 
 
 def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
-    """Images whose classes have the names of a text file; their order and labels stay as they are.
-
-    A line is `old name`, a tab and `new name`. Or no line has a tab, and there is one new name for each class, in
-    order. Lines for classes that are not there are skipped.
-    """
+    """Images whose classes have the names of a text file: `old name`, a tab, `new name`; or the new names in order."""
     file, old = Path(path), images.class_names
     if not file.is_file():
         raise FileNotFoundError(f"class names {str(path)!r} is no file")

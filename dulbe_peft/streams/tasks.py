@@ -14,7 +14,7 @@ import numpy as np
 from dulbe_peft.data.images import LabelledImages, labelled_images, named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.streams.orders import resolve_labels, resolve_order
-from dulbe_peft.utils.checks import check_int, is_int
+from dulbe_peft.utils.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,9 @@ def class_incremental_tasks(
             image.
     """
     train, test, names = _named_alike(train, test, class_names)
-    increment = _check_count("increment", increment, len(names))
-    first = (
-        increment if initial_increment is None else _check_count("initial_increment", initial_increment, len(names))
-    )
+    increment = check_int("increment", increment, 1, len(names))
+    wanted = increment if initial_increment is None else initial_increment
+    first = check_int("initial_increment", wanted, 1, len(names))
     order = resolve_order(class_order, seed, names)
     begun = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
     if begun:
@@ -112,9 +111,3 @@ def _named_alike(
         if not count:
             raise ValueError(f"class {label} ({names[label]!r}) has no training image")
     return train, test, names
-
-
-def _check_count(name: str, value: Any, num_classes: int) -> int:
-    if is_int(value) and not 1 <= value <= num_classes:
-        raise ValueError(f"{name} is {value}; it must lie in 1..{num_classes}, the number of classes")
-    return check_int(name, value, 1)

@@ -7,11 +7,9 @@ added, F <- `cut`(F'F + X'X), and the largest eigenvalue e that the cut leaves o
 takes away between 0 and e in every direction: 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 from annotated_types import MinLen
@@ -96,7 +94,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             raise ValueError(f"tokens of {group} must be (..., d_in) and not empty, got {tuple(tokens.shape)}")
         self.add({group: mirrored(accumulate(None, tokens))})
 
-    def merge(self, other: OccupationStatistics) -> None:
+    def merge(self, other: Self) -> None:
         """Add another's sums, all or none: exact ones, or sketches of as many rows."""
         if other.sketch_rows not in (None, self.sketch_rows):
             raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
@@ -157,7 +155,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> OccupationStatistics:
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
         """Read what `save` wrote, onto a device; a file that is damaged or foreign is a `ValueError`."""
         tensors, metadata = read_tensors(path)
         if FORMAT not in metadata:

@@ -1,11 +1,14 @@
 """Who does the work: processes of this machine, or several machines through an engine that joblib knows."""
 
+import os
 import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 BACKENDS = ("local", "dask", "ray")
@@ -104,8 +107,4 @@ def _missing(backend: str) -> ImportError:
 
 def default_jobs() -> int:
     """One job for each core; one alone where they would share an accelerator."""
-    import os
-
-    import torch
-
     return 1 if torch.accelerator.is_available() else os.cpu_count() or 1

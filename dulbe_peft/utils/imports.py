@@ -1,14 +1,10 @@
 """Act as soon as another package is imported, without importing it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
+from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], Any]) -> None:

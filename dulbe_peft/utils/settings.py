@@ -56,3 +56,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names: {"adapter": {"shared_rank": 1}} becomes {"adapter.shared_rank": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return found
