@@ -87,7 +87,6 @@ class App:
         return self.facts()
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the last change back."""
         if not self.before:
             raise ValueError("there is nothing to undo")
         _, self.learner.state = self.before.pop()

@@ -142,7 +142,6 @@ class DualModeLoraModel(BaseTuner):
 
     @property
     def active_config(self) -> DualModeLoraConfig:
-        """The configuration of the active adapter."""
         return cast(DualModeLoraConfig, self.peft_config[self.adapter_name])
 
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
@@ -272,7 +271,6 @@ class DualModeLoraModel(BaseTuner):
                 basis.grad = None
 
     def check_unmerged(self) -> None:
-        """Raise where an adapter is merged."""
         merged = sorted({name for layer in self._layers() for name in layer.merged_adapters})
         if merged:
             raise ValueError(f"adapters {merged} are merged into the base weights: call unmerge_adapter() first")

@@ -42,7 +42,6 @@ def advise(
     config: str | None,
     **flags: Any,
 ) -> int:
-    """Compare what can be used on held-back images, and say what to use."""
     settings = {name: value for name, value in given_settings(config, flags).items() if name not in _HIDDEN}
     for name in ("model", "data"):
         if not settings.get(name):

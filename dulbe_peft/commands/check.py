@@ -51,7 +51,6 @@ def check(
     overwrite: bool,
     **splits: str | None,
 ) -> int:
-    """Print what there is; returns 2 where images cannot be read."""
     check_outputs(("--page", page, ".html"), overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")

@@ -27,7 +27,6 @@ goes on.
 def compare(
     file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool, overwrite: bool
 ) -> int:
-    """Run all cells of a comparison file that are missing, and write its table."""
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan

@@ -31,7 +31,6 @@ number of heads: those of the towers are their widths / 64 unless you give other
 @option("--vision-heads", type=int, help="attention heads of the vision tower")
 @option("--text-heads", type=int, help="attention heads of the text tower")
 def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, **facts: Any) -> int:
-    """Write an OpenCLIP checkpoint as a folder of transformers."""
     from dulbe_peft.encoders.openclip import save_open_clip
 
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)

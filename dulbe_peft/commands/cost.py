@@ -26,7 +26,6 @@ _SHOWN = ("model", "revision", "strategy", "classifiers")
 @overwrite_option
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
 def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, config: str | None, **flags: Any) -> int:
-    """Count and print; --json writes the same."""
     settings = given_settings(config, flags)
     stream, adapter, _ = validated(settings)
     if not stream.model:

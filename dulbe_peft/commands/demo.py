@@ -9,7 +9,6 @@ from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 @option("--seed", type=int, default=0, help="seed of the learner (0)")
 @overwrite_option
 def demo(output: str, seed: int, overwrite: bool) -> int:
-    """Learn the digits, and print every classifier with training and without."""
     check_folder(output, overwrite=overwrite)
     from dulbe_peft.demo import run_demo
 

@@ -7,7 +7,6 @@ from dulbe_peft.commands.options import command
 
 @command()
 def env() -> int:
-    """Print versions and the accelerator."""
     import torch
 
     from dulbe_peft.utils.folders import library_versions

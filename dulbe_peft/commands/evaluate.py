@@ -54,7 +54,6 @@ def evaluate(
     zero_shot: bool,
     scale: Sequence[float],
 ) -> int:
-    """Test on known classes, on unknown ones, or on both."""
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:

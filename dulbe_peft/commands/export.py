@@ -47,7 +47,6 @@ def export(
     precision: str,
     overwrite: bool,
 ) -> int:
-    """Write the folder, and say how far it is off."""
     check_folder(output, learner, overwrite=overwrite, flag="folder")
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner

@@ -48,7 +48,6 @@ def features(
     scale: float,
     overwrite: bool,
 ) -> int:
-    """Write the folder; returns 2 where an image could not be read."""
     if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     from dulbe_peft.data.inventory import counted, unreadable_lines

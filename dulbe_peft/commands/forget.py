@@ -19,7 +19,6 @@ No image is called by a forgotten class any more. The model stays as it is. june
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
 @overwrite_option
 def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str, overwrite: bool) -> int:
-    """Write the learner without some of its classes."""
     check_other_folder(learner, output)
     check_folder(output, learner, overwrite=overwrite)
     loaded = load()

@@ -48,7 +48,6 @@ def learn(
     overwrite: bool,
     **flags: Any,
 ) -> int:
-    """Add what is new in the data to a learner, in a folder of its own."""
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world
@@ -123,7 +122,6 @@ def _update(
 
 
 def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], increment: int | None) -> list[Task]:
-    """The tasks of the new classes."""
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
     held_out = None if test is None else test.select(new)

@@ -32,7 +32,6 @@ def report(
     figures: str | None,
     overwrite: bool,
 ) -> int:
-    """Write the page, or print the table."""
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import read_run, write_figures, write_report
     from dulbe_peft.report.verdict import clearly_better

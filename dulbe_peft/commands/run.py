@@ -32,7 +32,6 @@ ESSENTIAL = (
 @setting_options(ESSENTIAL)
 @overwrite_option
 def run(config: str | None, overwrite: bool, **flags: Any) -> int:
-    """Learn a stream, and say which classifier is best."""
     settings = given_settings(config, flags)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):

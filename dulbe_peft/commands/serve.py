@@ -21,7 +21,6 @@ photographs, take a change back, download the learner. Nobody else can reach the
 @option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: the whole network (127.0.0.1)")
 @option("--port", type=click.IntRange(0, 65535), default=7860, help="0: any free one (7860)")
 def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
-    """Serve the page until Ctrl-C."""
     from dulbe_peft.serving import make_server
 
     name = f"[{host}]" if ":" in host else host

@@ -210,5 +210,4 @@ def known_regret() -> Regret | None:
 
 
 def format_advice(advice: Advice) -> str:
-    """The advice in plain words."""
     return render_card("advice.txt", advice=advice, few=FEW_HELD_BACK, regret=known_regret()).rstrip()

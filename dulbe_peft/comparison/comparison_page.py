@@ -46,7 +46,6 @@ def write_comparison_page(
 
 
 def _content(comparison: Comparison, name: str) -> dict[str, Any]:
-    """What the template shows."""
     scope, entries, chosen = comparison.scope, comparison.entries, comparison.chosen
     rows = plots.important_rows(comparison)
     several_tested = len({entry.stream for entry in entries}) > 1

@@ -182,7 +182,6 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def make_plan(content: dict[str, Any]) -> Plan:
-    """The plan that a comparison's file holds."""
     file = _PlanFile.model_validate(content)
     for spec in file.classifiers:
         make_classifier(spec, 8)

@@ -64,7 +64,6 @@ def is_feature_folder(path: Path) -> bool:
 
 
 def feature_splits(folder: Path) -> list[str]:
-    """The splits that a folder has shards of."""
     return list(dict.fromkeys(split for split, _ in _shards(folder)))
 
 
@@ -102,7 +101,6 @@ class _Rows:
 def write_shard(
     folder: Path, split: str, number: int, images: Sequence[str], labels: Any, embeddings: Any, content: Sequence[str]
 ) -> None:
-    """Write one parquet file of a split."""
     pa, parquet = _pyarrow()
     width = embeddings.shape[1]
     rows = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(embeddings).reshape(-1)), width)

@@ -134,7 +134,6 @@ def _write(
 
 
 def _reduce(path: Path, precision: str) -> None:
-    """Bring a graph to another precision."""
     import onnx
 
     model = onnx.load(path)

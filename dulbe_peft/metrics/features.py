@@ -100,7 +100,6 @@ class Answers:
 
     @property
     def right(self) -> torch.Tensor:
-        """(n,), bool."""
         return self.predicted == self.truth
 
 

@@ -78,7 +78,6 @@ class RunFolder:
 
     @property
     def tested(self) -> bool:
-        """Whether the stream had test data."""
         return bool(self.results.get("classifiers"))
 
     @property
@@ -88,7 +87,6 @@ class RunFolder:
 
     @property
     def strategy(self) -> str:
-        """What was trained."""
         return str(self.settings["strategy"]["name"])
 
     @property

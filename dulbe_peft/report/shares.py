@@ -28,12 +28,10 @@ class Share:
 
     @classmethod
     def of(cls, answers: Sequence[ImageResult]) -> Self:
-        """The share of the right ones among some answers."""
         return cls(sum(row.right for row in answers), len(answers))
 
     @property
     def value(self) -> float:
-        """The fraction."""
         return self.right / self.images
 
     @cached_property

@@ -248,7 +248,6 @@ class Run:
 
     @property
     def newest(self) -> Path:
-        """The folder of the newest task."""
         return self.output / f"task-{len(self.learner.tasks):03d}"
 
     def commit(self, task: Task | None) -> None:
@@ -293,7 +292,6 @@ class Run:
                 on_main_process(partial(write_record, self.output / file, progress.Entries(tasks=entries)))
 
     def write_results(self, results: dict[str, Any]) -> None:
-        """Write `results.json`, and put the newest task's `predictions.csv` beside it."""
         write_json(self.output / RESULTS_FILE, results)
         if (self.newest / PREDICTIONS_FILE).is_file():
             with replacing(self.output / PREDICTIONS_FILE) as temporary:

@@ -1,4 +1,4 @@
-"""Strategies by name: how each method constrains what a new task trains. One file a paper.
+"""Strategies by name: how each method constrains what a new task trains. One file a paper, but for papers whose rule is a classifier.
 
 Each file begins with its method's formulas. docs/strategies.md says where the method differs from its paper.
 """
@@ -14,13 +14,12 @@ from dulbe_peft.strategies.frozen import Clap4Clip, Engine, Frozen, Proof, Rapf
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.loda import Loda
-from dulbe_peft.strategies.lora import Lora, MergedLora
+from dulbe_peft.strategies.lora import Lora, MergedLora, Slca
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.strategies.sgcl import Sgcl
-from dulbe_peft.strategies.slca import Slca
 from dulbe_peft.strategies.zscl import Zscl
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 

@@ -5,7 +5,8 @@
 
 Here P = A' and dW = B P'; both factors are trained.
 
-Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
+Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1. SLCA's base
+learns so at a small rate; with LoRA as in its successor SLCA++, arXiv 2408.08295.
 """
 
 import math
@@ -53,3 +54,11 @@ class Lora(MergedLora):
 
     def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
         return None if task.index else super().plan(task)
+
+
+@dataclass(frozen=True)
+class Slca(Lora):
+    """LoRA for all tasks, read through SLCA's classifier, which is aligned anew after each task."""
+
+    name = "slca"
+    classifiers = ("slca", "bridge")

@@ -258,7 +258,6 @@ def json_sha256(content: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -28,7 +28,6 @@ def read_record(path: str | Path, kind: type[R]) -> R:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write a record as JSON, whole or not at all."""
     write_json(path, record.model_dump(mode="json"))
 
 
