@@ -1,4 +1,4 @@
-"""Strategies by name: how each method constrains what a new task trains. One file a paper, but for papers whose rule is a classifier.
+"""Strategies by name: how each method constrains what a new task trains. One file a paper that trains the model.
 
 Each file begins with its method's formulas. docs/strategies.md says where the method differs from its paper.
 """
