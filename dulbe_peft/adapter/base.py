@@ -32,10 +32,6 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     A layer has `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter)`, the same as a matrix,
     (d_out, d_in), in at least float32; and `scaled(adapter, scale)`, a block in which W_0 + scale * dW is used.
-
-    Attributes:
-        packed: whether the base layer computes otherwise than x W' + bias from a plain weight, as quantised ones do.
-            All updates are added to what it returns, and the weight is never read or written.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types
@@ -51,6 +47,8 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         linear = self._linear
         self.quantization_backend = quantization(linear)
         own_forward = getattr(linear.forward, "__func__", None) is not nn.Linear.forward
+        # It computes otherwise than x W' + bias from a plain weight. All updates are added to what it returns, and the
+        # weight is never read or written.
         self.packed = own_forward or type(linear.weight) is not nn.Parameter
         self.in_features: int = linear.in_features
         self.out_features: int = linear.out_features

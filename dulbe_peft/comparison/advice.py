@@ -44,10 +44,7 @@ UNEQUAL = 3  # times as many images in one class as in another, from which on al
 
 
 class Contest(Record):
-    """Whether `row`, the best of some rows, is better than what one would use otherwise.
-
-    Both the interval of the gain and `clear`, a sign test at 5 %, allow for the choice among the rows.
-    """
+    """Whether `row`, the best of some, beats what one would use otherwise; `gain` and `clear` allow for the choice."""
 
     row: Row
     gain: Difference

@@ -36,10 +36,7 @@ CHECKED_BATCHES = (1, 3, 8)
 
 
 def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
-    """Write encoder, head and `model.json` into an existing folder; returns the lines that use them.
-
-    The precision is the encoder's; the head stays in float32. A learner with further classes has the same encoder.
-    """
+    """Write encoder, of this precision, head and `model.json` into a folder; returns the lines that use them."""
     encoder, head, shape = _parts(state, classifier)
     steps = processor_steps(state.processor)
     facts = class_facts(state, classifier)

@@ -124,11 +124,7 @@ def _plain(value: float) -> float | None:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A fraction in percent for people; a dash for what was not measured.
-
-    >>> percent(0.5), percent(None)
-    ('50.0', '-')
-    """
+    """A fraction in percent for people, 0.5 as 50.0; a dash for what was not measured."""
     # Adding 0.0 takes the sign from a zero.
     return "-" if value is None else f"{round(100 * value, digits) + 0.0:.{digits}f}"
 

@@ -65,9 +65,7 @@ def read_features(run: str | Path) -> list[TaskFeatures]:
 
 
 def growing_stream(tasks: Sequence[TaskFeatures], first: int, more: int, seed: int) -> list[TaskFeatures]:
-    """The stream of a frozen model with `first` images of each class when it comes, drawn at random, and from the
-    second task on `more` further ones of every third known class, as long as there are any.
-    """
+    """The stream with `first` images of a new class, and from task 2 on `more` of every third known one, at random."""
     generator = torch.Generator().manual_seed(seed)
     pools: list[torch.Tensor] = []  # the images of each class that have not been shown yet
 

@@ -13,9 +13,7 @@ _KEPT = {"visual_prototypes": "mean images", "means": "mean images", "text_embed
 
 
 def class_map(learner: Path) -> dict[str, Any] | None:
-    """The map of a learner's folder: the places of all classes, what they are made of, and what part two dimensions
-    show of their differences; None where there are fewer than three classes, or nothing to draw.
-    """
+    """Places of all classes, what they are made of, and the part of their differences shown; None for less than 3."""
     for name in learner_file.read(learner).classifiers:
         if name not in CLASSIFIERS:  # somebody's own class, which is not registered here
             continue

@@ -76,9 +76,7 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
 
 
 def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
-    """`relevance_maps` of a served encoder in evaluation mode, of pixels (n, 3, height, width), with unit
-    prototypes (P, d); (n, P, grid_h, grid_w) in the type of the tokens.
-    """
+    """`relevance_maps` of a model and pixels (n, 3, height, width), unit prototypes (P, d): (n, P, grid_h, grid_w)."""
     tokens: list[torch.Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

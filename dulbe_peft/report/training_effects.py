@@ -32,11 +32,7 @@ class TrainingEffects:
 
 
 def read_effects(run: RunFolder) -> TrainingEffects:
-    """What a run's saved bridge ensemble and kept features tell, without images.
-
-    >>> read_effects(read_run("out")).accuracy.weighted  # doctest: +SKIP
-    0.8125
-    """
+    """What a run's saved bridge ensemble and kept features tell, without images."""
     head, saved = None, run.learner
     if saved is not None and (saved / BridgeEnsembleHead.file_names()[1]).is_file():
         head = BridgeEnsembleHead.from_pretrained(saved)
@@ -71,9 +67,6 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     """Write the diagnostic figures of a run as PNG, and their numbers as `diagnostics.json`; returns the files.
 
     A figure whose facts the run did not keep is left out. None of them needs images.
-
-    >>> write_figures("out", "figures")  # doctest: +SKIP
-    [PosixPath('figures/diagnostics.json'), PosixPath('figures/captures.png'), PosixPath('figures/depths.png')]
     """
     read, target = read_run(run), Path(folder)
     effects, captures = read_effects(read), ("shared_capture", "residual_capture")

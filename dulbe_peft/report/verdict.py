@@ -58,10 +58,7 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
 
 
 def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
-    """The best classifier beside the first one, the images that it alone names right, and that the first alone does.
-
-    None where a sign test at 5 %, which allows for the choice, does not tell them apart, or nothing was tested.
-    """
+    """The classifier that a sign test at 5 % finds best instead: name, images right by it alone, by the first alone."""
     if not run.tested:
         return None
     others = [name for name in run.results["classifiers"] if name != run.first]

@@ -53,10 +53,7 @@ def directions_to_take(energies: torch.Tensor, total: float, share: float) -> in
 
 
 def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False) -> Subspace:
-    """The occupied directions, with those added that a task with K needs to have `share` of its energy occupied.
-
-    With `dual` (DualGPM) a basis of the free directions from when the occupied ones are more than d/2.
-    """
+    """The occupied directions, and those that hold `share` of K's energy; `dual`: the free side from d/2 on."""
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
     count = directions_to_take(energies, float(energy.trace()), share)

@@ -18,13 +18,7 @@ def to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
 def top_eigenvectors(
     matrix: torch.Tensor, count: int, name: str, absolute: float = 0.0, relative: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most `count` eigenpairs of (d, d), the largest first: values (k,) and orthonormal vectors (d, k).
-
-    An eigenvalue counts where it exceeds `absolute`, and `relative` times the largest one.
-
-    >>> top_eigenvectors(torch.diag(torch.tensor([1.0, 9.0, 4.0, 0.0]).double()), 3, "S", relative=0.2)[0]
-    tensor([9., 4.], dtype=torch.float64)
-    """
+    """At most `count` largest eigenpairs of (d, d) above `absolute` and `relative` of the largest: (k,) and (d, k)."""
     values, vectors = eigh(matrix, name, count)
     kept = (values > absolute) & (values > relative * values[:1])
     return values[kept], vectors[:, kept]
@@ -57,11 +51,8 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
 def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float]:
     """The factor F, (rows, d), whose F'F comes nearest to a positive semi-definite S, (d, d), and what F'F lacks.
 
-    With the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors v_i, row i of F is sqrt(l_i) v_i', and S - F'F has
-    the largest eigenvalue e = l_(rows + 1): 0 <= x'(S - F'F)x <= e for every unit x.
-
-    >>> cut(torch.diag(torch.tensor([1.0, 9.0, 4.0]).double()), 2, "S")[1]
-    1.0
+    Row i of F is sqrt(l_i) v_i' with the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors. S - F'F has the
+    largest eigenvalue e = l_(rows + 1).
     """
     values, vectors = eigh(matrix, name, rows + 1)
     values = values.clamp(min=0)

@@ -36,10 +36,7 @@ class OncePerProcess(Generic[T]):
 def on_engine(
     function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, backend: str, address: str | None
 ) -> Iterator[tuple[int, T]]:
-    """Call a function with each of some arguments, side by side; yields a call's number and result when it is done.
-
-    `address` is that of a running cluster of Dask or Ray; without it, `jobs` workers start on this machine.
-    """
+    """Call a function with each of some arguments, side by side; yields a call's number and result when it is done."""
     if backend == "ray":
         yield from _on_ray(function, calls, jobs, address)
         return

@@ -61,8 +61,7 @@ def commit_folder(
 ) -> None:
     """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`; a link is followed.
 
-    Files of others in the folder stay, and so does an edited model card. Without `lock` the caller keeps other writers
-    out. With `overwrite` the caller knows that all in the folder may go.
+    Files of others in the folder stay, unless `overwrite`. Without `lock` the caller keeps other writers out.
     """
     folder = folder.resolve()
     check_outside_saved(folder.parent, f"write the {kind}")

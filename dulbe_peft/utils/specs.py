@@ -15,11 +15,7 @@ from dulbe_peft.utils.settings import check_value
 
 
 def split_specs(text: str) -> list[str]:
-    """Split a list of specs at its commas; a part `key=value` belongs to the spec before it.
-
-    >>> split_specs("bridge,ranpac:features=4000,seed=1,text")
-    ['bridge', 'ranpac:features=4000,seed=1', 'text']
-    """
+    """Split a list of specs at its commas; a part `key=value` belongs to the spec before it."""
     specs: list[str] = []
     for part in text.split(","):
         if specs and "=" in part and ":" not in part:
@@ -30,11 +26,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
-    """Split `name:key=value,key=value` into the name and the settings, which stay texts.
-
-    >>> parse_spec("ranpac:features=4000,seed=1")
-    ('ranpac', {'features': '4000', 'seed': '1'})
-    """
+    """Split `name:key=value,key=value` into the name and the settings, which stay texts."""
     if not isinstance(text, str):
         raise TypeError(f"a name with settings must be a string such as 'name:key=value', got {text!r:.100}")
     name, colon, rest = (part.strip() for part in text.partition(":"))
@@ -52,11 +44,7 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
 
 
 def format_spec(name: str, values: Mapping[str, Any]) -> str:
-    """The text that `parse_spec` reads; the inverse of `parse_spec` and `convert`.
-
-    >>> format_spec("bridge", {"depths": [0, 0.5, 1]})
-    'bridge:depths=0/0.5/1'
-    """
+    """The text that `parse_spec` reads; the inverse of `parse_spec` and `convert`."""
     parts = [f"{key}={_written(value)}" for key, value in values.items()]
     return f"{name}:{','.join(parts)}" if parts else name
 
@@ -64,10 +52,7 @@ def format_spec(name: str, values: Mapping[str, Any]) -> str:
 def convert(
     target: Callable[..., Any], values: Mapping[str, str], hidden: Collection[str] = (), owner: str = ""
 ) -> dict[str, Any]:
-    """Settings as texts, turned into what the type hints of a class's constructor or of a function ask for.
-
-    A text must not set the `hidden` parameters. Messages call the thing `owner`, or else by the target's name.
-    """
+    """Settings as texts, but for `hidden` ones, as what the type hints of a constructor or function ask for."""
     owner = owner or target.__name__
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(target, eval_str=True).parameters.items()

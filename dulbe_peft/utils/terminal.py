@@ -7,11 +7,7 @@ _ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: str) -> str:
-    r"""A name without characters that act on a terminal or end a line of a table: they become escapes.
-
-    >>> print(printable("a\x1b[2Jb"))
-    a\x1b[2Jb
-    """
+    """A name without characters that act on a terminal or end a line of a table: they become escapes."""
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
