@@ -275,12 +275,10 @@ def test_a_run_that_fails_costs_no_other(content, tmp_path):
 
 
 def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
-    def interrupted(work, *_):
-        if work:  # nothing is to be chosen
-            raise KeyboardInterrupt
-        return iter(())
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cells", interrupted)
+    monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cell", interrupted)
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))
     with pytest.raises(KeyboardInterrupt):
         compare(plan, tmp_path / "out", jobs=1, log=quiet)

@@ -1,6 +1,6 @@
 """A whole comparison: choose settings, run what is missing, write the table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,25 +74,18 @@ def _finish(
     if not missing:  # an engine takes long to start
         return []
     log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
+    threads = 1 if jobs > 1 or backend != "local" else None
+    calls = [(cell, output, rows, threads) for cell, rows in missing]
+    done = on_engine(finish_cell, calls, jobs, backend, address)  # on machines that all see `output`
+    if backend == "local" and (jobs == 1 or len(calls) == 1):
+        done = ((index, finish_cell(*call)) for index, call in enumerate(calls))
     failed = []
-    for count, (index, problem) in enumerate(finish_cells(missing, output, jobs, backend, address), 1):
+    for count, (index, problem) in enumerate(done, 1):
         folder = missing[index][0].folder
         log(f"{count}/{len(missing)} {folder}" + (f" failed: {problem}" if problem else ""))
         if problem:
             failed.append(f"{folder}: {problem}")
     return failed
-
-
-def finish_cells(
-    work: Work, output: Path, jobs: int, backend: str, address: str | None
-) -> Iterator[tuple[int, str | None]]:
-    """Finish cells side by side, on machines that all see `output`; yields a cell's position, and why it failed."""
-    threads = 1 if jobs > 1 or backend != "local" else None
-    calls = [(cell, output, rows, threads) for cell, rows in work]
-    if backend == "local" and (jobs == 1 or len(work) == 1):
-        yield from ((index, finish_cell(*call)) for index, call in enumerate(calls))
-    else:
-        yield from on_engine(finish_cell, calls, jobs, backend, address)
 
 
 def _choose(

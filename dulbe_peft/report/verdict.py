@@ -58,7 +58,7 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
 
 
 def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
-    """The classifier that a sign test at 5 % finds best instead: name, images right by it alone, by the first alone."""
+    """The classifier that a sign test at 5 % finds better: name, images right by it alone, by the first alone."""
     if not run.tested:
         return None
     others = [name for name in run.results["classifiers"] if name != run.first]

@@ -159,8 +159,11 @@ class Run:
                 self.options.check_zero_shot(zero_shot[-1])
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value
-            if not self.own:
-                self.commit_known()
+            if not self.own:  # a learner that has nothing to learn is committed as it is, tested again
+                row = self.measure(len(self.finished))
+                if row.classifiers or any(one["after"] == len(self.finished) for one in self.learner.state.updates):
+                    self.finished[-1].row = row
+                self.commit(None)
             for index in range(len(self.finished), len(self)):
                 with self.learner.transaction():
                     self.learn(index, zero_shot[index])
@@ -182,14 +185,6 @@ class Run:
             _print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
         before = [task.zero_shot for task in self.finished]
         return [new if old is None else old for old, new in zip_longest(before, found)]
-
-    def commit_known(self) -> None:
-        """Commit a learner that has nothing to learn as it is, tested again."""
-        count = len(self.finished)
-        row = self.measure(count)
-        if row.classifiers or any(update["after"] == count for update in self.learner.state.updates):
-            self.finished[-1].row = row
-        self.commit(None)
 
     def learn(self, index: int, zero_shot: float | None) -> None:
         """Learn, test and commit the task at a place among all."""
