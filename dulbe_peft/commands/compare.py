@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import click
-
 from dulbe_peft.commands.options import argument, command, option
 from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
@@ -20,7 +18,7 @@ goes on.
 @argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
 @option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
-@option("--backend", type=click.Choice(("local", "dask", "ray")), default="local", help="who runs (local)")
+@option("--backend", choice=("local", "dask", "ray"), default="local", help="who runs (local)")
 @option("--address", help="of the scheduler of dask or ray; else one starts on this machine")
 @option("--dry-run", is_flag=True, help="print the runs that are missing, and exit")
 @overwrite_option

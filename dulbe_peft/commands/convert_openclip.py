@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import click
-
 from dulbe_peft.commands.options import argument, command, option
 
 EXAMPLE = """example:
@@ -19,15 +17,8 @@ number of heads: those of the towers are their widths / 64 unless you give other
 @argument("checkpoint", "open_clip's .safetensors file, or .bin or .pt with tensors alone")
 @argument("output", "folder for the model and its processor")
 @option("--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16")
-@option(
-    "--resize",
-    type=click.Choice(("crop", "squash")),
-    default="crop",
-    help="the short side to size and the centre out, or the whole to a square (crop)",
-)
-@option(
-    "--activation", type=click.Choice(("gelu", "quick_gelu")), default="gelu", help="of OpenAI's weights: quick_gelu"
-)
+@option("--resize", choice=("crop", "squash"), default="crop", help="the centre, or the whole to a square (crop)")
+@option("--activation", choice=("gelu", "quick_gelu"), default="gelu", help="of OpenAI's weights: quick_gelu")
 @option("--vision-heads", type=int, help="attention heads of the vision tower")
 @option("--text-heads", type=int, help="attention heads of the text tower")
 def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, **facts: Any) -> int:

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import click
-
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
@@ -20,23 +18,16 @@ Each format holds the learner's classifier, and a README.md with the lines of co
 """
 
 
+FORMATS = ("lora", "transformers", "onnx", "transformers.js")
+PRECISIONS = ("float32", "float16", "int8")
+
+
 @command(EXAMPLE)
 @learner_options(choose=True)
 @argument("output", "folder for the export; only an earlier export is replaced")
-@option(
-    "--format",
-    "kind",
-    type=click.Choice(("lora", "transformers", "onnx", "transformers.js")),
-    default="lora",
-    help="what to write (lora)",
-)
+@option("--format", "kind", choice=FORMATS, default="lora", help="what to write (lora)")
 @option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
-@option(
-    "--precision",
-    type=click.Choice(("float32", "float16", "int8")),
-    default="float32",
-    help="onnx and transformers.js: of the encoder's weights (float32)",
-)
+@option("--precision", choice=PRECISIONS, default="float32", help="of the encoder's weights in a graph (float32)")
 @overwrite_option
 def export(
     learner: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -82,8 +82,9 @@ def argument(name: str, help: str, **settings: Any) -> Decorator:
     return click.argument(name, help=help, **settings)
 
 
-def option(*names: str, **settings: Any) -> Decorator:
-    return click.option(*names, cls=Option, **settings)
+def option(*names: str, choice: Sequence[str] = (), **settings: Any) -> Decorator:
+    kind = {"type": click.Choice(choice)} if choice else {}
+    return click.option(*names, cls=Option, **kind, **settings)
 
 
 def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Decorator:
