@@ -31,6 +31,8 @@ def probe_gradients(
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
+    if not hasattr(model, "dual_mode_layers"):
+        raise TypeError(f"model must come from get_peft_model, got {type(model).__name__}")
     layers: dict[str, DualModeLinear] = model.dual_mode_layers()  # type: ignore[operator]
     model.check_unmerged()  # type: ignore[operator]
     adapter = next(iter(layers.values())).active_adapters[0]
@@ -44,7 +46,10 @@ def probe_gradients(
             weights[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
             held.enter_context(layer.holding(weights[name]))
         for batch in batches:
-            loss, size = loss_fn(model, batch)
+            result = loss_fn(model, batch)
+            if not isinstance(result, tuple):
+                raise TypeError(f"loss_fn must return (mean loss, batch size), a pair, got a {type(result).__name__}")
+            loss, size = result
             (loss * size).backward(inputs=list(weights.values()))
             losses.append(loss.detach())
             total += size
