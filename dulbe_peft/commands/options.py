@@ -91,7 +91,7 @@ def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Dec
     """The settings of a run and `--config`. `--help` shows those in `shown`; the command lacks those in `hidden`."""
 
     def add(function: Any) -> Any:
-        eager = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+        eager: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
         function = option("--help-all", help="Show all settings and exit.", **eager)(function)
         for title, kind in reversed(GROUPS.items()):
             names = [field.name for field in fields(kind) if field.name not in hidden]
