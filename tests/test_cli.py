@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from small_runs import parse
 
 import dulbe_peft
 from dulbe_peft import STRATEGIES, ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.commands.main import COMMANDS, main, parse
+from dulbe_peft.commands.main import COMMANDS, main
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated

@@ -11,12 +11,13 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from small_runs import parse
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import make_classifiers
-from dulbe_peft.commands.main import main, parse
+from dulbe_peft.commands.main import main
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import pixel_values

@@ -12,9 +12,10 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
+from small_runs import parse
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.commands.main import main, parse
+from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 from lives import stream, tiny_base, tiny_learner
+from small_runs import parse
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.commands.main import parse
 from dulbe_peft.deployment.parts import class_facts
 from dulbe_peft.encoders.loading import tokenize
 from dulbe_peft.runs.settings import given_settings, pick

@@ -1,7 +1,5 @@
 """BOFA's prototypes: every class's mean feature and text embedding, mixed with one weight that task 1 chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

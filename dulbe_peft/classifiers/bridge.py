@@ -6,8 +6,6 @@ w_c = sum_k pi_c(a_k) b_c(a_k)                    one folded vector: logits = ta
 With metric="whitened", z, v_c and e_c are taken to a space in which images of a class vary alike in all directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 

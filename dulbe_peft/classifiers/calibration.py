@@ -8,8 +8,6 @@ logarithm of T is taken to be a line over that of the number of classes, because
 T for 10 classes than for 100. The newest tasks weigh most, because their images have met most classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

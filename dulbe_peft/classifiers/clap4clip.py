@@ -8,8 +8,6 @@ loss: cross-entropy over draws, images and all seen classes
       + 0.001 x mean over a task's classes of KL(q_c, N(0, I))
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

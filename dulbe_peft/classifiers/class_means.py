@@ -1,7 +1,5 @@
 """What classifiers share that replay class means in place of images, and keep some numbers a task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ task's units. With pairs (i, j) of the batch and K(p, q) = mean over i of -log s
 (K(l u(z), u(e_y)) + K(l u(e_y), u(z))) / 2 + 2 K(u(e_y), e_y) + 0.5 K(u(z), z)        l = log 100, new z alone last
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

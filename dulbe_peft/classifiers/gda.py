@@ -3,8 +3,6 @@
 logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the last part keeps their scale
 """
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 import torch

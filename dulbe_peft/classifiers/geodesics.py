@@ -1,7 +1,5 @@
 """The geodesic from a visual prototype to its text embedding, and how reliable each depth of it is."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

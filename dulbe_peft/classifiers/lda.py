@@ -5,8 +5,6 @@ m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / 
 score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Self
 

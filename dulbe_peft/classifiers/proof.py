@@ -6,8 +6,6 @@ t~ = LN(t + O sum_s softmax_s((Q t) . (K s) / sqrt(d)) V s + o)    for each toke
 score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          a task minimises the three cross-entropies
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The nearest class mean: a class is the direction of its mean image feature."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self
 

@@ -4,8 +4,6 @@ h = relu(z R)                  R: (d, M), independent normal entries, made from 
 logits = tau w_c h' W
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -4,8 +4,6 @@ W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over 
 logits = tau w_c h' W          w_c = (mean n / n_c)^3/4: column c of C grows with n_c
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Self
 

@@ -7,8 +7,6 @@ alignment:  from task 2 on, all rows, on x ~ N(a_c mu_c, Sigma_c), as many of ea
             cross-entropy of scores / (h n),  n = mean over tasks of |scores of the task's classes|,  h = 0.1
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

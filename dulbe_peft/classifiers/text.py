@@ -1,7 +1,5 @@
 """The text classifier: a class is its name's embedding, as in zero-shot CLIP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self
 

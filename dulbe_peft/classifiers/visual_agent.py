@@ -3,8 +3,6 @@
 p_c = (softmax_c(tau z . e_c) + w softmax_c(cos(z, V_c))) / (1 + w)          w = 4
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

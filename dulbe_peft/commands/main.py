@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
 
 import click
 
@@ -139,14 +138,6 @@ def main(argv: list[str] | None = None) -> int:
 def _complain(text: str) -> None:
     with suppress(OSError):  # where nobody can be told, the exit status says it
         print(printable_lines(text), file=sys.stderr, flush=True)
-
-
-def parse(argv: list[str]) -> dict[str, Any]:
-    """What a command would be called with; raises a `click.UsageError` where it would refuse its arguments."""
-    with commands.make_context("dulbe-peft", list(argv)) as root:
-        name, command, rest = commands.resolve_command(root, list(argv))
-        assert command is not None
-        return command.make_context(name, rest, parent=root).params
 
 
 @contextmanager

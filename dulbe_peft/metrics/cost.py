@@ -3,8 +3,6 @@
 The model may be on the meta device, where tensors have a shape and take no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Images encoded in shards, on this machine or on an engine: what was written stays, and is never done twice."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence

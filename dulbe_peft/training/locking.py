@@ -1,7 +1,5 @@
 """Who may call a learner when: one thread at a time, and nobody in the middle of a change."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a learner asks of a model before it works with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,15 +17,8 @@ from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
+from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.loading import (
-    check_encoder,
-    check_processor,
-    check_statistics_tokens,
-    embed_dim,
-    has_text,
-    logit_scale,
-)
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.training.state import LearnerState
@@ -71,7 +62,7 @@ def checked_task(
         if len(absent):
             raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
         all_texts = state.class_texts | check_class_texts(texts, names)
-        if has_text(state.base):
+        if loading.has_text(state.base):
             encoder.check_prompts((*state.class_names, *names), all_texts)
     check_same_in_all((names, images.labels.tolist(), all_texts), "class names, texts or labels")
     return replace(state, class_texts=all_texts), encoder.images(images, keep=state.strategy.adapts)
@@ -124,10 +115,10 @@ def check_model(model: Any, processor: Any, strategy: Strategy, args: LearnerArg
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    check_encoder(model, text=strategy.adapts)
-    check_processor(processor, model)
+    loading.check_encoder(model, text=strategy.adapts)
+    loading.check_processor(processor, model)
     if strategy.adapts:
-        check_statistics_tokens(model, args.statistics_tokens)
+        loading.check_statistics_tokens(model, args.statistics_tokens)
     refuse_sharded(model)
     return model
 
@@ -149,17 +140,17 @@ def learner_classifiers(
 ) -> dict[str, Classifier]:
     """A learner's classifiers by name, the strategy's own where None are given; `head` is the one called "bridge"."""
     if classifiers is None:
-        classifiers = strategy.classifiers if has_text(clip) else without_text(strategy.classifiers)
+        classifiers = strategy.classifiers if loading.has_text(clip) else without_text(strategy.classifiers)
     rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else list(classifiers)
     if head is not None and "bridge" not in rows:
         raise ValueError(f"head is given, but 'bridge' is not among the classifiers {rows}")
     made = make_classifiers(
         [head if head is not None and row == "bridge" else row for row in rows],
-        embed_dim(clip),
-        logit_scale(clip),
+        loading.embed_dim(clip),
+        loading.logit_scale(clip),
         {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
     )
     reads_text = [name for name, classifier in made.items() if classifier.needs_text]
-    if reads_text and not has_text(clip):
+    if reads_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
     return {name: classifier.to(device) for name, classifier in made.items()}

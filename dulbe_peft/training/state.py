@@ -1,7 +1,5 @@
 """What a learner is between two tasks: everything that is saved, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

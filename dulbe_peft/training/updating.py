@@ -3,8 +3,6 @@
 Each returns a new state and leaves the given one as it is, so an error changes nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
