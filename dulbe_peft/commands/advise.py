@@ -10,12 +10,6 @@ from dulbe_peft.commands.options import command, option, setting_options
 from dulbe_peft.commands.outputs import as_flags, check_folder, data_name, overwrite_option, say_next
 from dulbe_peft.runs.settings import given_settings, validated
 
-EXAMPLE = """example:
-  dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos
-
-It tries every classifier without training, and a few ways to train on the first tasks. Test images are not
-looked at. What is finished stays; the same command goes on.
-"""
 # Settings of `run` that the advice chooses itself, or that have another meaning here.
 _HIDDEN = (
     *("strategy", "classifiers", "resume", "dry_run", "validation_fraction", "max_tasks", "output", "drift", "seed"),
@@ -24,7 +18,7 @@ _HIDDEN = (
 _SHOWN = ("model", "data", "increment", "images_per_class", "skip_unreadable", "epochs", "prompt_template", "device")
 
 
-@command(EXAMPLE, "--model MODEL --data DATA [OPTIONS]", kept="finished runs are kept")
+@command(usage="--model MODEL --data DATA [OPTIONS]", kept="finished runs are kept")
 @option("--output", help="folder for the runs and advice.json (advice-NAME, after the data)")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
 @option("--no-training", is_flag=True, help="try the classifiers alone, which takes a few minutes")
@@ -42,6 +36,12 @@ def advise(
     config: str | None,
     **flags: Any,
 ) -> int:
+    """example:
+      dulbe-peft advise --model openai/clip-vit-base-patch16 --data photos
+
+    It tries every classifier without training, and a few ways to train on the first tasks. Test images are not
+    looked at. What is finished stays; the same command goes on.
+    """
     settings = {name: value for name, value in given_settings(config, flags).items() if name not in _HIDDEN}
     for name in ("model", "data"):
         if not settings.get(name):

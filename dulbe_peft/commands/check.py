@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from dulbe_peft.data.inventory import Duplicate
     from dulbe_peft.learner import ClassIncrementalLearner
 
-EXAMPLE = """examples:
-  dulbe-peft check photos --page photos.html
-  dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
-
-It decodes every image, and compares all of them with each other. The page has a strip of photographs of each class,
-and shows those that are there twice side by side. With --check-labels it names the ten images that look most
-like another class than that of their folder. The exit status is 2 where images cannot be read.
-"""
 STRIP = 8  # thumbnails of a class
 PAIRS = 100  # duplicates on the page
 DOUBTFUL = 10  # images that look like another class
@@ -34,7 +26,7 @@ DOUBTS = "look like another class; the label may be wrong, or the picture unusua
 NO_DOUBTS = "no image looks more like another class than like its own"
 
 
-@command(EXAMPLE, "DATA [OPTIONS]")
+@command(usage="DATA [OPTIONS]")
 @argument("data", "images, as for run")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
 @option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")
@@ -51,6 +43,14 @@ def check(
     overwrite: bool,
     **splits: str | None,
 ) -> int:
+    """examples:
+      dulbe-peft check photos --page photos.html
+      dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
+
+    It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
+    class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
+    most like another class than that of their folder. The exit status is 2 where images cannot be read.
+    """
     check_outputs(("--page", page, ".html"), overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")

@@ -5,16 +5,8 @@ from pathlib import Path
 from dulbe_peft.commands.options import argument, command, option
 from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
-EXAMPLE = """example:
-  dulbe-peft compare examples/comparisons/digits.yaml --output comparison
-  dulbe-peft report comparison
 
-The file names streams, methods, classifiers and seeds. What is finished stays; the same command
-goes on.
-"""
-
-
-@command(EXAMPLE, kept="finished runs are kept")
+@command(kept="finished runs are kept")
 @argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
 @option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
 @option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
@@ -25,6 +17,13 @@ goes on.
 def compare(
     file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool, overwrite: bool
 ) -> int:
+    """example:
+      dulbe-peft compare examples/comparisons/digits.yaml --output comparison
+      dulbe-peft report comparison
+
+    The file names streams, methods, classifiers and seeds. What is finished stays; the same command
+    goes on.
+    """
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan

@@ -4,16 +4,8 @@ from typing import Any
 
 from dulbe_peft.commands.options import argument, command, option
 
-EXAMPLE = """example:
-  dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
-      --tokenizer openai/clip-vit-base-patch16 --resize squash
 
-CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor the
-number of heads: those of the towers are their widths / 64 unless you give others.
-"""
-
-
-@command(EXAMPLE)
+@command()
 @argument("checkpoint", "open_clip's .safetensors file, or .bin or .pt with tensors alone")
 @argument("output", "folder for the model and its processor")
 @option("--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16")
@@ -22,6 +14,13 @@ number of heads: those of the towers are their widths / 64 unless you give other
 @option("--vision-heads", type=int, help="attention heads of the vision tower")
 @option("--text-heads", type=int, help="attention heads of the text tower")
 def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, **facts: Any) -> int:
+    """example:
+      dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
+          --tokenizer openai/clip-vit-base-patch16 --resize squash
+
+    CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor
+    the number of heads: those of the towers are their widths / 64 unless you give others.
+    """
     from dulbe_peft.encoders.openclip import save_open_clip
 
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)

@@ -10,22 +10,22 @@ from dulbe_peft.commands.outputs import as_flags, check_outputs, output_file, ov
 from dulbe_peft.runs.settings import StreamArguments, given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
-EXAMPLE = """example:
-  dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --classes 100
-  dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --target-modules k_proj
-
-Of the model its config.json alone is read. All adapter settings of `run` apply.
-"""
 _SHOWN = ("model", "revision", "strategy", "classifiers")
 
 
-@command(EXAMPLE)
+@command()
 @option("--classes", type=int, help="how many classes (expected_classes of the file, or 100)")
 @option("--tasks", type=int, default=10, help="how many tasks (10)")
 @option("--json", "file", metavar="FILE", help="write the figures as JSON, in bytes and whole numbers; -: print")
 @overwrite_option
 @setting_options(_SHOWN, set(field_types(StreamArguments)) - set(_SHOWN) | set(field_types(LearnerArguments)))
 def cost(classes: int | None, tasks: int, file: str | None, overwrite: bool, config: str | None, **flags: Any) -> int:
+    """example:
+      dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --classes 100
+      dulbe-peft cost --model openai/clip-vit-base-patch16 --strategy dulbe --target-modules k_proj
+
+    Of the model its config.json alone is read. All adapter settings of `run` apply.
+    """
     settings = given_settings(config, flags)
     stream, adapter, _ = validated(settings)
     if not stream.model:

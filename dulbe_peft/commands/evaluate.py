@@ -19,20 +19,8 @@ if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.evaluation import Evaluation
 
-EXAMPLE = """example:
-  dulbe-peft evaluate out --data photos
-  dulbe-peft evaluate out --data photos --reject 0.05
-  dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
 
---zero-shot asks the model's own text classifier about the classes of the data that the learner has
-not learned, before and after it learned, and with a share of what it learned for each --scale.
-
-The lines for people go to standard error. Where standard output is a file or a pipe, all figures
-go there as JSON: dulbe-peft evaluate out --data photos > figures.json
-"""
-
-
-@command(EXAMPLE)
+@command()
 @learner_options(choose=True)
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="split of the data (test, or the classes of a folder without splits)")
@@ -54,6 +42,17 @@ def evaluate(
     zero_shot: bool,
     scale: Sequence[float],
 ) -> int:
+    """example:
+      dulbe-peft evaluate out --data photos
+      dulbe-peft evaluate out --data photos --reject 0.05
+      dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
+
+    --zero-shot asks the model's own text classifier about the classes of the data that the learner has
+    not learned, before and after it learned, and with a share of what it learned for each --scale.
+
+    The lines for people go to standard error. Where standard output is a file or a pipe, all figures
+    go there as JSON: dulbe-peft evaluate out --data photos > figures.json
+    """
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:

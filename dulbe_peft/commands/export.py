@@ -6,23 +6,11 @@ from typing import Any
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 
-EXAMPLE = """example:
-  dulbe-peft export out exported --format onnx
-
-lora:             stock LoRA, for a base model that is served anyway
-transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
-onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
-transformers.js:  one graph that JavaScript loads; needs the same
-
-Each format holds the learner's classifier, and a README.md with the lines of code that use it.
-"""
-
-
 FORMATS = ("lora", "transformers", "onnx", "transformers.js")
 PRECISIONS = ("float32", "float16", "int8")
 
 
-@command(EXAMPLE)
+@command()
 @learner_options(choose=True)
 @argument("output", "folder for the export; only an earlier export is replaced")
 @option("--format", "kind", choice=FORMATS, default="lora", help="what to write (lora)")
@@ -38,6 +26,16 @@ def export(
     precision: str,
     overwrite: bool,
 ) -> int:
+    """example:
+      dulbe-peft export out exported --format onnx
+
+    lora:             stock LoRA, for a base model that is served anyway
+    transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
+    onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
+    transformers.js:  one graph that JavaScript loads; needs the same
+
+    Each format holds the learner's classifier, and a README.md with the lines of code that use it.
+    """
     check_folder(output, learner, overwrite=overwrite, flag="folder")
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner

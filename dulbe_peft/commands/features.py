@@ -13,20 +13,8 @@ from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
 
-EXAMPLE = """examples:
-  dulbe-peft features out --data photos --output out-features
-  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photo-features
-  dulbe-peft run --model openai/clip-vit-base-patch16 --strategy frozen --data photo-features --output out
 
-The folder holds parquet files with the columns image, label and embedding, classes.parquet with
-the classes and the embeddings of their texts, and features.json with the model and its logit
-scale. All embeddings have length 1. The same command goes on where it was stopped, and encodes
-images that were added. With a model that stays as it is, run, learn and compare take the folder
-as --data.
-"""
-
-
-@command(EXAMPLE, kept="what is encoded is kept")
+@command(kept="what is encoded is kept")
 @learner_options(optional=True)
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
@@ -48,6 +36,17 @@ def features(
     scale: float,
     overwrite: bool,
 ) -> int:
+    """examples:
+      dulbe-peft features out --data photos --output out-features
+      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photo-features
+      dulbe-peft run --model openai/clip-vit-base-patch16 --strategy frozen --data photo-features --output out
+
+    The folder holds parquet files with the columns image, label and embedding, classes.parquet with
+    the classes and the embeddings of their texts, and features.json with the model and its logit
+    scale. All embeddings have length 1. The same command goes on where it was stopped, and encodes
+    images that were added. With a model that stays as it is, run, learn and compare take the folder
+    as --data.
+    """
     if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     from dulbe_peft.data.inventory import counted, unreadable_lines

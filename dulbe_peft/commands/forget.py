@@ -6,19 +6,18 @@ from typing import Any
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option, say_next
 
-EXAMPLE = """example:
-  dulbe-peft forget june "great auk" dodo --output june-without
 
-No image is called by a forgotten class any more. The model stays as it is. june stays, too.
-"""
-
-
-@command(EXAMPLE)
+@command()
 @learner_options()
 @argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
 @overwrite_option
 def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str, overwrite: bool) -> int:
+    """example:
+      dulbe-peft forget june "great auk" dodo --output june-without
+
+    No image is called by a forgotten class any more. The model stays as it is. june stays, too.
+    """
     check_other_folder(learner, output)
     check_folder(output, learner, overwrite=overwrite)
     loaded = load()

@@ -19,18 +19,10 @@ if TYPE_CHECKING:
     from dulbe_peft.runs.progress import FinishedTask
     from dulbe_peft.streams.tasks import Task
 
-EXAMPLE = """example:
-  dulbe-peft learn june --data july-photos --output july
-
-june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
-the results of june's tasks too. Classes of july-photos that june does not know become a new task.
-Images of classes that it knows are taken in without training. The same command goes on where it
-was stopped.
-"""
 _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", "engine", "address", "jobs")
 
 
-@command(EXAMPLE, kept="finished tasks are kept")
+@command(kept="finished tasks are kept")
 @learner_options()
 @option("--data", required=True, help="images, as for run")
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
@@ -48,6 +40,14 @@ def learn(
     overwrite: bool,
     **flags: Any,
 ) -> int:
+    """example:
+      dulbe-peft learn june --data july-photos --output july
+
+    june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
+    the results of june's tasks too. Classes of july-photos that june does not know become a new task.
+    Images of classes that it knows are taken in without training. The same command goes on where it
+    was stopped.
+    """
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world

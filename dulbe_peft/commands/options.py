@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import click
@@ -64,14 +65,14 @@ class Command(click.Command):
                 formatter.write_dl(records, col_max=28)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(f"\n{self.epilog or ''}")
+        formatter.write(f"\n{self.epilog}\n")
 
 
-def command(example: str = "", usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
-    """Make a function a command; its parameters are those that the decorators below it declare."""
+def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
+    """Make a function a command; the decorators below it declare its parameters, its docstring ends the help."""
 
     def make(function: Callable[..., int]) -> Command:
-        made: Command = click.command(cls=Command, epilog=example)(function)
+        made: Command = click.command(cls=Command, help="", epilog=cleandoc(function.__doc__ or ""))(function)
         made.kept, made.options_metavar = kept, usage
         return made
 

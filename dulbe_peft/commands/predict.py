@@ -20,25 +20,11 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
-EXAMPLE = """examples:
-  dulbe-peft predict out photo.jpg
-  dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
-  dulbe-peft predict out holidays --sort-into sorted
-  find . -name '*.jpg' | dulbe-peft predict out -
-
-Folders are read at any depth. A file that cannot be read is reported on standard error and
-stepped over. Answers are printed and written as they come: the same command goes on with a
-table that was interrupted. With --reject 0.05, an image is "none of these" where its best
-probability is below that of all but 5 % of the training images that were held back.
-`dulbe-peft evaluate --reject` measures how many images of known classes that refuses. With
---coverage 0.95, each image gets all classes that it may be of; the right one is among them for
-95 of 100 images of known classes.
-"""
 NONE = "none of these"
 HEADER = ["path", "class", "probability"]
 
 
-@command(EXAMPLE)
+@command()
 @learner_options(choose=True)
 @argument("paths", "image files or folders; -: an image or paths on standard input", nargs=-1, required=True)
 @option("--top-k", type=int, default=1, help="how many classes for each image (1)")
@@ -60,6 +46,20 @@ def predict(
     coverage: float | None,
     overwrite: bool,
 ) -> int:
+    """examples:
+      dulbe-peft predict out photo.jpg
+      dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
+      dulbe-peft predict out holidays --sort-into sorted
+      find . -name '*.jpg' | dulbe-peft predict out -
+
+    Folders are read at any depth. A file that cannot be read is reported on standard error and
+    stepped over. Answers are printed and written as they come: the same command goes on with a
+    table that was interrupted. With --reject 0.05, an image is "none of these" where its best
+    probability is below that of all but 5 % of the training images that were held back.
+    `dulbe-peft evaluate --reject` measures how many images of known classes that refuses. With
+    --coverage 0.95, each image gets all classes that it may be of; the right one is among them for
+    95 of 100 images of known classes.
+    """
     """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.commands.tables import copy_into, growing_table
 

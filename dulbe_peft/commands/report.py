@@ -5,17 +5,8 @@ from pathlib import Path
 from dulbe_peft.commands.options import argument, command, option
 from dulbe_peft.commands.outputs import check_folder, check_outputs, overwrite_option, say_next
 
-EXAMPLE = """example:
-  dulbe-peft report out
-  dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
-  dulbe-peft report comparison
-  dulbe-peft report out --figures pictures
 
-The page is one file that any browser opens, also without a network.
-"""
-
-
-@command(EXAMPLE)
+@command()
 @argument("runs", "folders that run or compare has written", nargs=-1, required=True, metavar="RUN...")
 @option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
 @option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
@@ -32,6 +23,14 @@ def report(
     figures: str | None,
     overwrite: bool,
 ) -> int:
+    """example:
+      dulbe-peft report out
+      dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
+      dulbe-peft report comparison
+      dulbe-peft report out --figures pictures
+
+    The page is one file that any browser opens, also without a network.
+    """
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import read_run, write_figures, write_report
     from dulbe_peft.report.verdict import clearly_better

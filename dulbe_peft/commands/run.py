@@ -14,13 +14,6 @@ from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 from dulbe_peft.runs.settings import given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
-EXAMPLE = """example:
-  dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
-
-photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
-Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
-The same command goes on where a run was stopped, and where classes were added.
-"""
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = (
     *("model", "data", "output", "strategy", "classifiers", "increment", "test_fraction", "class_order", "dry_run"),
@@ -28,10 +21,17 @@ ESSENTIAL = (
 )
 
 
-@command(EXAMPLE, "--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
+@command(usage="--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
 @setting_options(ESSENTIAL)
 @overwrite_option
 def run(config: str | None, overwrite: bool, **flags: Any) -> int:
+    """example:
+      dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
+
+    photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
+    Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
+    The same command goes on where a run was stopped, and where classes were added.
+    """
     settings = given_settings(config, flags)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):

@@ -7,20 +7,19 @@ import click
 
 from dulbe_peft.commands.options import command, learner_options, option
 
-EXAMPLE = """example:
-  dulbe-peft serve out
 
-Open the address that it prints. Drop photographs, correct an answer, add a class from a few
-photographs, take a change back, download the learner. Nobody else can reach the page unless
---host says so, and what is dropped stays on this machine.
-"""
-
-
-@command(EXAMPLE)
+@command()
 @learner_options()
 @option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: the whole network (127.0.0.1)")
 @option("--port", type=click.IntRange(0, 65535), default=7860, help="0: any free one (7860)")
 def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
+    """example:
+      dulbe-peft serve out
+
+    Open the address that it prints. Drop photographs, correct an answer, add a class from a few
+    photographs, take a change back, download the learner. Nobody else can reach the page unless
+    --host says so, and what is dropped stays on this machine.
+    """
     from dulbe_peft.serving import make_server
 
     name = f"[{host}]" if ":" in host else host
