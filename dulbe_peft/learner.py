@@ -163,8 +163,8 @@ class ClassIncrementalLearner(TakesTurns):
                 preprocessed float tensors (3, height, width).
             class_names: the new classes, which the labels index. None takes the names that the dataset carries.
             class_texts: class -> texts that stand for it in place of its name in the prompt templates, such as
-                {"owl": ["an owl", "a night bird"]}. Classifiers take the mean of their unit embeddings, and training
-                takes the first one.
+                {"owl": ["an owl", "a night bird"]}. Classifiers take the mean of their unit embeddings, `clg_cbm` each
+                of them, and training the first one.
 
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.

@@ -50,6 +50,7 @@ SPECS = {
     "engine": "engine",
     "proof": "proof:epochs=10,batch_size=32,learning_rate=0.003",
     "clap4clip": "clap4clip",
+    "clg_cbm": "clg_cbm:epochs=30,learning_rate=0.03",
 }
 NAMED = [name for name in SPECS if " " not in name]
 NOT_UPDATING = (
@@ -63,6 +64,7 @@ NOT_UPDATING = (
     "engine",
     "proof",
     "clap4clip",
+    "clg_cbm",
 )
 # What left-out images say of gda and bayes depends on what was known when they came.
 UPDATING = [name for name in SPECS if name not in (*NOT_UPDATING, "bayes")]
@@ -264,7 +266,7 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert classifier.class_names == [f"digit {c}" for c in kept]
     # Scores of these depend on the classes that there are: relative to them, after they saw them, or by their mean.
-    relative = ("visual_agent", "engine", "proof", "clap4clip", "bayes", "bayes fixed", "bridge whitened")
+    relative = ("visual_agent", "engine", "proof", "clap4clip", "clg_cbm", "bayes", "bayes fixed", "bridge whitened")
     if name not in relative:
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=1e-5, atol=1e-4)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
@@ -273,6 +275,16 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
     images, labels = task(digits, [4])
     classifier.add_classes(["digit 4"], images, labels, digits.texts[[*kept, 4]])
     assert classifier(digits.tests).shape == (len(digits.tests), CLASSES)
+
+
+@pytest.mark.parametrize("name", ["lda", "ranpac", "engine", "proof", "clap4clip", "clg_cbm"])
+def test_without_its_last_class_a_classifier_is_a_new_one(digits, name):
+    classifier, new = learned(name, digits), learned(name, digits, range(2))
+    for known in classifier.class_names:
+        classifier.forget_class(known)
+    assert_equal_states(snapshot(classifier), snapshot(make_classifier(SPECS[name], DIM, SCALE)))
+    classifier.add_classes(new.class_names, *task(digits, range(2)), digits.texts[:2])
+    assert_equal_states(snapshot(classifier), snapshot(new))
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -41,7 +41,7 @@ from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
 WITH_TEXT = ("bridge", "text", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
-WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
+WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1", "clg_cbm:epochs=1")
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
 # model type -> the formats and the classifier of each
 CASES = {
@@ -238,7 +238,7 @@ def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_ex
         )
         largest = float(classifier.logits(z).abs().max())
         torch.testing.assert_close(program.module()(z), classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
-    assert linear == {"bridge", "text", "lda", "gda", "bofa", "ridge", "bayes", "slca", "clap4clip"}
+    assert linear == {"bridge", "text", "lda", "gda", "bofa", "ridge", "bayes", "slca", "clap4clip", "clg_cbm"}
     assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # that one is in CASES
 
 

@@ -10,6 +10,7 @@ from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.clap4clip import Clap4ClipClassifier
+from dulbe_peft.classifiers.clg_cbm import ClgCbmClassifier
 from dulbe_peft.classifiers.engine import EngineClassifier
 from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
@@ -112,7 +113,8 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof", "clap4clip")  # of one strategy each
+# Of one strategy each.
+METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof", "clap4clip", "clg_cbm")
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
@@ -129,5 +131,6 @@ for _cls in (
     EngineClassifier,
     ProofClassifier,
     Clap4ClipClassifier,
+    ClgCbmClassifier,
 ):
     register_classifier(_cls)

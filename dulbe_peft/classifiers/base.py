@@ -61,16 +61,21 @@ class Classifier(GrowingState):
     Attributes:
         name: key of the classifier in the registry.
         needs_text: whether `add_classes` needs text embeddings; the rows `text_embeds` then hold them.
+        needs_each_text: whether the rows `each_text` hold each text of each class, of which a class has `num_texts`.
         file_stem: how the names of its files begin; usually the name.
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
     """
 
     needs_text: ClassVar[bool] = False
+    needs_each_text: ClassVar[bool] = False
 
     def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
         super().__init__(embed_dim, logit_scale)
         if self.needs_text:
             self.register_rows("text_embeds", embed_dim)
+        if self.needs_each_text:
+            self.register_ragged("each_text", embed_dim, torch.float32)
+            self.register_rows("num_texts", dtype=torch.int64)
 
     def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
         """The buffers' new values for a task of new classes, but for `text_embeds`; changes nothing itself.
@@ -166,6 +171,7 @@ class Classifier(GrowingState):
         image_embeds: Tensor | np.ndarray,
         labels: Tensor | np.ndarray | Sequence[int],
         text_embeds: Tensor | np.ndarray | None = None,
+        each_text: tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]] | None = None,
     ) -> None:
         """Take in the classes of one task; on any error the classifier is as it was.
 
@@ -174,20 +180,25 @@ class Classifier(GrowingState):
             image_embeds: (n, d), features of the task's images, normalised here.
             labels: (n,), integers that index `class_names`; every class needs at least one image.
             text_embeds: (C_seen, d), of all seen classes in the order they came, where `needs_text` is set.
+            each_text: (T, d) and (T,), embeddings of texts and the new class of each, where `needs_each_text` is set;
+                None takes a class's row of `text_embeds` as its only text.
 
         Raises:
-            ValueError, TypeError: names, features or labels do not fit, or a class has no image.
+            ValueError, TypeError: names, features or labels do not fit, or a class has no image or no text.
         """
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
-        texts = None
+        texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:
             from dulbe_peft.classifiers import CLASSIFIERS
 
             others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
             raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
         if text_embeds is not None:
-            texts = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+            texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+        if self.needs_each_text:
+            own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
+            texts |= self._with_each_text(names, *own)
         indices = check_labels(labels, len(images), len(names)).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
@@ -246,12 +257,16 @@ class Classifier(GrowingState):
     def forget_class(self, name: str) -> None:
         """Drop a class: its row of every buffer that has one row a class.
 
-        What its images added to a sum over all classes stays there, and so does the temperature.
+        What its images added to a sum over all classes stays there, and so does the temperature. Without its last
+        class a classifier is a new one.
         """
         if name not in self._class_names:
             raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
         self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
         self._class_names = [known for known in self._class_names if known != name]
+        if not self._class_names:
+            self.install(type(self)(self.embed_dim, self.logit_scale, **self.settings()).tensors())
+            self.calibration = ()
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
@@ -267,14 +282,26 @@ class Classifier(GrowingState):
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
 
-    def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> None:
-        """Install the texts where this classifier needs them, and then what `learn` gives."""
-        if self.needs_text and texts is not None:
-            self.install({"text_embeds": texts})
-        self.install(self.learn(names, images, labels, texts))
+    def _with_each_text(self, names: list[str], rows: Any, owners: Any) -> dict[str, Tensor]:
+        """`each_text` and `num_texts` with those of new classes."""
+        rows = self._unit(rows, "each_text")
+        owners = check_labels(owners, len(rows), len(names)).to(rows.device)
+        counts = owners.bincount(minlength=len(names))
+        for name, count in zip(names, counts.tolist(), strict=True):
+            if not 1 <= count <= self.embed_dim:
+                raise ValueError(f"each_text must have 1 to {self.embed_dim} texts a class, got {count} of {name!r}")
+        return {
+            "each_text": torch.cat([self.each_text.float(), rows[owners.argsort(stable=True)]]),
+            "num_texts": torch.cat([self.num_texts, counts]),
+        }
+
+    def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
+        """Install the texts that this classifier keeps, and then what `learn` gives."""
+        self.install({name: rows for name, rows in texts.items() if name in self.tensors()})
+        self.install(self.learn(names, images, labels, texts.get("text_embeds")))
 
     def _held_back(
-        self, names: list[str], images: Tensor, labels: Tensor, texts: Tensor | None
+        self, names: list[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
         """The choices of `choose` on held-back images of the new task, and their scores and labels."""
         held = hold_back(images, labels)

@@ -64,6 +64,16 @@ def gaussians(images: Tensor, labels: Tensor, classes: int, ridge: float) -> tup
     return torch.stack(means).to(images), factors
 
 
+def drawn_features(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Generator) -> Tensor:
+    """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
+    noise = torch.randn(len(classes), means.shape[1], generator=generator).to(means.device)
+    drawn = torch.empty_like(noise)
+    for index in classes.unique():
+        rows = classes == index
+        drawn[rows] = means[index].float() + noise[rows] @ factors[index].float().T
+    return drawn
+
+
 def moved_gaussians(classifier: Any, matrix: Tensor) -> dict[str, Tensor]:
     """mu_c M and the factors of M' Sigma_c M, from a classifier's `means` and `factors`; M is (d, d), float64."""
     matrix = matrix.cpu()

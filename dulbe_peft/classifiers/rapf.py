@@ -20,6 +20,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import (
     descend,
+    drawn_features,
     gaussians,
     gradients,
     minibatches,
@@ -128,7 +129,7 @@ class RapfClassifier(Classifier):
                     if old:
                         replayed = order[(self.replayed * step + torch.arange(self.replayed)) % old]
                         replayed = replayed.repeat_interleave(int(10 * self.draws)).to(labels.device)
-                        features = torch.cat([features, self._drawn(replayed, generator)])
+                        features = torch.cat([features, drawn_features(self.means, self.factors, replayed, generator)])
                         classes = torch.cat([classes, replayed])
                     loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
                     if len(pairs):
@@ -136,19 +137,11 @@ class RapfClassifier(Classifier):
                         if len(pairs) > MOST_PAIRS:
                             hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
                         hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-                        loss = loss + push_apart(_mapped(self._drawn(hard[:, 0], generator), map_), texts, hard)
+                        drawn = drawn_features(self.means, self.factors, hard[:, 0], generator)
+                        loss = loss + push_apart(_mapped(drawn, map_), texts, hard)
                     descend(optimizer, loss)
                 schedule.step()
         return map_.detach()
-
-    def _drawn(self, classes: Tensor, generator: torch.Generator) -> Tensor:
-        """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
-        noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
-        drawn = torch.empty_like(noise)
-        for index in classes.unique():
-            rows = classes == index
-            drawn[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
-        return drawn
 
     def logits(self, images: Tensor) -> Tensor:
         return mapped_cosine(images, **self.formula()[1])

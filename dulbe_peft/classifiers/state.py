@@ -83,6 +83,7 @@ class GrowingState(nn.Module):
         self._class_names: list[str] = []
         self._rows: set[str] = set()
         self._ragged: set[str] = set()
+        self._across: dict[str, str] = {}
         self._derived: dict[str, Any] = {}
 
     @classmethod
@@ -118,6 +119,11 @@ class GrowingState(nn.Module):
         """Register a buffer with 0 to `width` rows a class, each of `width` numbers."""
         self.register_buffer(name, torch.zeros(0, width, dtype=dtype))
         self._ragged.add(name)
+
+    def register_across(self, name: str, ragged: str) -> None:
+        """Register a buffer with one row a class and one column a row of the buffer `ragged`."""
+        self.register_buffer(name, torch.zeros(0, 0))
+        self._across[name] = ragged
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that belong to the state, by name."""
@@ -155,6 +161,8 @@ class GrowingState(nn.Module):
     def shape_with(self, name: str, classes: int) -> tuple[int, ...]:
         """The shape of a buffer with so many classes, which have as many rows each as those of today."""
         shape = tuple(self.tensors()[name].shape)
+        if name in self._across:
+            return (classes, self.shape_with(self._across[name], classes)[0])
         if name in self._ragged:
             return (-(-shape[0] * classes // max(1, len(self._class_names))), *shape[1:])
         return (classes, *shape[1:]) if name in self._rows else shape
@@ -185,6 +193,8 @@ class GrowingState(nn.Module):
             expected = self.shape_with(name, classes)
             if name in self._ragged and len(shapes[name]) == 2:
                 expected = (min(shapes[name][0], classes * expected[1]), expected[1])
+            if name in self._across:
+                expected = (classes, shapes[self._across[name]][0])
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 

@@ -20,7 +20,8 @@ class ClosingPass:
     """A task's classes, its training images' unit features, (n, d), by the finished model, and their labels, (n,).
 
     `before` are the same images' features by the model before the task; None where nobody needed them.
-    `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them.
+    `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them, and `each_text` those
+    of every text of the task's classes, (T, d), with the class of each, (T,).
     """
 
     class_names: tuple[str, ...]
@@ -28,6 +29,7 @@ class ClosingPass:
     labels: Tensor
     before: Tensor | None = None
     texts: Tensor | None = None
+    each_text: tuple[Tensor, Tensor] | None = None
 
 
 def linear_map(before: Tensor, after: Tensor, ridge: float = 0.03) -> Tensor:
@@ -75,5 +77,6 @@ def learn_task(
         with phase(f"{TEACHING}{classifier.name}"):
             if map_ is not None:
                 classifier.move(map_)
-            classifier.add_classes(list(closing.class_names), closing.features, closing.labels, text)
+            new = (list(closing.class_names), closing.features, closing.labels, text)
+            classifier.add_classes(*new, each_text=closing.each_text)
     return made

@@ -239,9 +239,15 @@ class Encoder:
         with self.autocast():
             return processes.gather_rows(loading.unit_text_embeds(self.clip, tokens), total)
 
-    @torch.no_grad()
     def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d): the mean over the texts of each, or that of training."""
+        return mean_texts(*self.each_text_embeds(names, texts, training))
+
+    @torch.no_grad()
+    def each_text_embeds(
+        self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unit embeddings of all texts of classes, (T, d), class by class, and the class of each, (T,)."""
         prompts = [self.prompts(name, texts, training) for name in names]
         place = {prompt: row for row, prompt in enumerate(dict.fromkeys(p for group in prompts for p in group))}
         each, distinct = [], list(place)
@@ -249,7 +255,13 @@ class Encoder:
             each.append(self.token_embeds(self._tokenized(distinct[start : start + 256])))
         embeds = torch.cat(each)
         owners = torch.tensor([row for row, group in enumerate(prompts) for _ in group], device=embeds.device)
-        rows = embeds[[place[prompt] for group in prompts for prompt in group]]
-        if len(rows) == len(names):
-            return rows
-        return F.normalize(torch.zeros(len(names), embeds.shape[1]).to(rows).index_add(0, owners, rows), dim=1)
+        return embeds[[place[prompt] for group in prompts for prompt in group]], owners
+
+
+@torch.no_grad()
+def mean_texts(rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+    """The direction of the mean over the texts of each class, (classes, d), from what `each_text_embeds` gives."""
+    classes = int(owners[-1]) + 1
+    if len(rows) == classes:
+        return rows
+    return F.normalize(torch.zeros(classes, rows.shape[1]).to(rows).index_add(0, owners, rows), dim=1)

@@ -33,6 +33,7 @@ METHODS = {
     "engine": "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images",
     "proof": "PROOF's rule: projected features, names and class means, compared before and after they see one another",
     "clap4clip": "CLAP4CLIP's rule: names that have seen the class means, and to each the mean of a learned Gaussian",
+    "clg_cbm": "CLG-CBM's rule: how much an image looks like each text of each class, and a sparse sum of that",
     "bofa": "BOFA's rule: class means and text classifier, mixed",
 }
 

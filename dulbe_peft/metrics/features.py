@@ -18,6 +18,7 @@ from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
+_EACH_TEXT = ("each text", "class of each text")
 _FORMAT = "dulbe_peft task features 1"
 
 
@@ -35,6 +36,7 @@ class TaskFeatures:
         closing = self.closing
         kept = {"features": closing.features, "labels": closing.labels, "before": closing.before, "texts": self.texts}
         tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        tensors |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
         for number, (features, truth) in self.tests.items():
             tensors |= {f"test {number}": features, f"truth {number}": truth}
         names = json.dumps(closing.class_names, ensure_ascii=False)
@@ -47,7 +49,9 @@ class TaskFeatures:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}, expected {_FORMAT!r}")
         try:
             names = tuple(json.loads(metadata["class_names"]))
-            closing = ClosingPass(names, tensors["features"], tensors["labels"], tensors.get("before"))
+            each = (tensors[_EACH_TEXT[0]], tensors[_EACH_TEXT[1]]) if _EACH_TEXT[0] in tensors else None
+            found = (tensors["features"], tensors["labels"], tensors.get("before"))
+            closing = ClosingPass(names, *found, each_text=each)
             numbers = sorted(int(name.removeprefix("test ")) for name in tensors if name.startswith("test "))
             tests = {number: (tensors[f"test {number}"], tensors[f"truth {number}"]) for number in numbers}
         except (KeyError, ValueError, TypeError) as error:

@@ -268,13 +268,15 @@ class Run:
         learner = self.learner
         if learner.closing is None:
             return
-        texts = learner.closing.texts
+        closing, texts = learner.closing, learner.closing.texts
         if texts is None and has_text(learner.state.base):
             texts = learner.text_embeds(learner.class_names)
+            each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
+            closing = replace(closing, each_text=each)
         tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
         file = self.output / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        on_main_process(partial(TaskFeatures(learner.closing, texts, tests).write, file))
+        on_main_process(partial(TaskFeatures(closing, texts, tests).write, file))
 
     def write_entries(self) -> None:
         """Write the files with an entry for each task: times, and where its data came from."""

@@ -48,3 +48,11 @@ class Clap4Clip(Frozen):
 
     name = "clap4clip"
     classifiers = ("clap4clip", "bridge")
+
+
+@dataclass(frozen=True)
+class ClgCbm(Frozen):
+    """CLG-CBM: the classifier `clg_cbm` learns layers of concepts, the texts of the classes."""
+
+    name = "clg_cbm"
+    classifiers = ("clg_cbm", "bridge")

@@ -19,7 +19,7 @@ from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
-from dulbe_peft.encoders.encoder import Batch, Encoder
+from dulbe_peft.encoders.encoder import Batch, Encoder, mean_texts
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
 from dulbe_peft.strategies.losses import cross_modal_loss
@@ -56,10 +56,11 @@ def learned(
         # The teacher saw the images as they are.
         before = teacher if state.args.augment == "none" else None
         features = encoder.mean_of_views(features, images, trainer.index, trainer.title("close"))
-        texts = None
+        texts = each = None
         if any(classifier.needs_text for classifier in state.classifiers.values()):
-            texts = torch.cat([*_old_texts(state, encoder), encoder.text_embeds(names, state.class_texts)])
-        closing = ClosingPass(names, features, labels, before, texts)
+            each = encoder.each_text_embeds(names, state.class_texts)
+            texts = torch.cat([*_old_texts(state, encoder), mean_texts(*each)])
+        closing = ClosingPass(names, features, labels, before, texts, each)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, texts, *how)
     bridge = classifiers.get("bridge")

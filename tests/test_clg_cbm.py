@@ -1,0 +1,115 @@
+"""CLG-CBM's classifier: three tasks beside a literal version, each text of a class, and its concepts."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from lives import stream, tiny_base, tiny_learner
+from test_rapf import DIM, features, normal
+from torch.nn import functional as F
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.classifiers import clg_cbm
+from dulbe_peft.classifiers.clg_cbm import ClgCbmClassifier
+from dulbe_peft.metrics.features import learn_from_features, read_features
+from dulbe_peft.strategies.frozen import ClgCbm
+
+SETTINGS = {"epochs": 4, "batch_size": 5, "learning_rate": 0.05, "alignment": 0.7, "draws": 3, "seed": 2}
+# Of each task: the number of classes, their names, the class of each text, and the order in which the texts are given.
+TASKS = [(3, "abc", [0, 1, 1, 2], [3, 1, 0, 2]), (2, "de", [0, 0, 1], [2, 0, 1]), (1, "f", [0, 0], [0, 1])]
+
+
+def literal_loss(x, classes, concepts, e, w):
+    """The loss of a batch, feature by feature."""
+    active = [e @ (row / row.norm()) for row in x]
+    loss = sum((w @ a).logsumexp(dim=0) - (w @ a)[c] for a, c in zip(active, classes, strict=True)) / len(x)
+    for k, text in enumerate(concepts):
+        one, other = torch.stack([a[k] ** 3 for a in active]), torch.stack([(row @ text) ** 3 for row in x])
+        loss = loss - 0.7 * (one @ other) / (one.norm() * other.norm()) / len(concepts)
+    return loss + 0.001 * (0.99 * w.abs().sum() + 0.005 * (w**2).sum())
+
+
+def literal_task(x, y, texts, concepts, old, e, w):
+    """E and W after a task, in float64; `old` holds (mean, covariance) of the classes before, and then of all."""
+    known, generator, own = len(old), torch.Generator().manual_seed(2 * 1_000_003 + len(old)), []
+    old += [(x[y == c].mean(dim=0), torch.cov(x[y == c].T) + 1e-4 * torch.eye(DIM)) for c in range(int(y.max()) + 1)]
+    shown = [(row, known + int(c)) for row, c in zip(x, y, strict=True)]
+    for c in range(known):
+        near = [float(texts[c] @ mean / mean.norm()) for mean, _ in old[known:]]
+        new = near.index(max(near))
+        shown += [(row - old[known + new][0] + old[c][0], c) for row in x[y == new]]
+    shown.sort(key=lambda pair: float(pair[0] @ torch.arange(1, DIM + 1).sin().double()))
+    for before, shape in ((e, (len(concepts), DIM)), (w, (len(old), len(concepts)))):
+        start = ((2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])).double()
+        start[: before.shape[0], : before.shape[1]] = before
+        own.append(start.requires_grad_())
+    adam, order = torch.optim.Adam(own, 0.05), torch.randperm(known, generator=generator).tolist()
+    for epoch in range(4):
+        adam.param_groups[0]["lr"] = 0.005 if epoch == 3 else 0.05
+        for step, batch in enumerate(torch.randperm(len(shown), generator=generator).split(5)):
+            pairs = [shown[i] for i in batch]
+            if known:
+                replayed = [order[(2 * step + n) % known] for n in (0, 0, 0, 1, 1, 1)]
+                noise = torch.randn(6, DIM, generator=generator).double()
+                roots = [torch.linalg.cholesky(old[c][1]) for c in replayed]
+                pairs += [(old[c][0] + root @ n, c) for c, root, n in zip(replayed, roots, noise, strict=True)]
+            adam.zero_grad()
+            literal_loss(*zip(*pairs, strict=True), concepts, *own).backward()
+            adam.step()
+    return [tensor.detach() for tensor in own]
+
+
+def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts(monkeypatch):
+    monkeypatch.setattr(clg_cbm, "MILESTONES", (3,))
+    classifier, texts, each = ClgCbmClassifier(DIM, **SETTINGS), normal(6, DIM, seed=8), normal(9, DIM, seed=9)
+    unit, concepts, old = F.normalize(texts, dim=1).double(), F.normalize(each, dim=1).double(), []
+    e, w, seen = torch.zeros(0, DIM), torch.zeros(0, 0), 0
+    for number, (count, names, owners, given) in enumerate(TASKS):
+        x, y = features(count, 13, 5 * number)
+        new, seen, total = each[seen : seen + len(owners)], seen + len(owners), len(old) + count
+        e, w = literal_task(F.normalize(x, dim=1).double(), y, unit, concepts[:seen], old, e, w)
+        mixed, own = normal(len(x), seed=number).argsort(), (new[given], torch.tensor(owners)[given])
+        classifier.add_classes(list(names), x[mixed], y[mixed], texts[:total], own)  # any order gives the same
+    sums, kept, x = w[1] * (e @ old[1][0]), [0, 3, 4, 5, 6, 7, 8], F.normalize(normal(4, DIM, seed=3).double(), dim=1)
+    named = [("a", 0), ("b", 0), ("b", 1), ("c", 0), ("d", 0), ("d", 1), ("e", 0), ("f", 0), ("f", 1)]
+    for (name, index, value), k in zip(classifier.concepts("b", 3), sums.argsort(descending=True)[:3], strict=True):
+        assert (name, index) == named[k] and value == pytest.approx(float(sums[k]), abs=1e-3)
+    torch.testing.assert_close(classifier(x).double(), x @ e.T @ w.T, rtol=0, atol=1e-3)
+    state = classifier.state_dict()
+    for change in ({"num_texts": state["num_texts"] + 1}, {"weight": state["weight"][:, 1:]}):
+        with pytest.raises(RuntimeError, match=r"equally many texts, got \[15, 9, 9\]|weight must be \(6, 9\) for 6"):
+            ClgCbmClassifier(DIM).load_state_dict(state | change)
+    classifier.forget_class("b")
+    torch.testing.assert_close(classifier.bottleneck.double(), e[kept], rtol=0, atol=1e-3)
+    torch.testing.assert_close(classifier.weight.double(), w[[0, 2, 3, 4, 5]][:, kept], rtol=0, atol=1e-3)
+    torch.testing.assert_close(classifier.each_text.double(), concepts[kept])
+    with pytest.raises(ValueError, match="class 'b' is not known: known are"):
+        classifier.concepts("b")
+
+
+@pytest.mark.parametrize("owners", [[0, 0], [0] + 7 * [1], [0, 2]])
+def test_wrong_texts_are_refused(owners):
+    given = (["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8), (normal(len(owners), DIM), owners))
+    with pytest.raises(ValueError, match="must have 1 to 6 texts a class, got [07] of 'b'|label 2 is out of range"):
+        ClgCbmClassifier(DIM).add_classes(*given)
+
+
+def test_each_text_comes_from_the_learner_and_from_the_features_of_a_run(tmp_path):
+    """The strategy brings the classifier; templates are the texts of a class that has none of its own."""
+    texts = {"a0": ["six legs", "an ant"], "b1": ["a mane", "four legs", "a tail"]}
+    (one, two), whole = stream(2), tiny_learner("clg_cbm", ClgCbm.classifiers)
+    whole.learn_task(one.train, one.class_names, class_texts={"a0": texts["a0"]})
+    whole.save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", copy.deepcopy(tiny_base()[0]))
+    for learner in (whole, loaded):
+        learner.learn_task(two.train, two.class_names, class_texts={"b1": texts["b1"]})
+    own, each = whole.classifiers["clg_cbm"], ("six legs", "an ant", "a b0.", "a a1.", "a mane", "four legs", "a tail")
+    expected = torch.cat([whole.encoder.text_embeds(["x"], {"x": (text,)}) for text in each])
+    torch.testing.assert_close(own.each_text, expected, rtol=0, atol=1e-5)
+    tiny_learner("frozen", ("prototype",)).run([one, two], tmp_path / "run", keep_features=True, class_texts=texts)
+    asked = learn_from_features(read_features(tmp_path / "run"), "clg_cbm", whole.logit_scale)[1]
+    for other, atol in ((loaded.classifiers["clg_cbm"], 0), (asked, 1e-4)):
+        torch.testing.assert_close(other.tensors(), own.tensors(), rtol=0, atol=atol)
