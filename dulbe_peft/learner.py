@@ -444,8 +444,8 @@ class ClassIncrementalLearner(TakesTurns):
             FileNotFoundError: there is no such folder, repository or revision.
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
-        folder, origin = loading.locate(source, revision, token, cache_dir)
-        with usual_torch(), loading.loaded_state(folder, base_model, args, machine) as state:
+        folder, manifest, origin = loading.locate(source, revision, token, cache_dir)
+        with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
             kind = "prototype"  # until the saved ones are in their place
             learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=kind)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from dulbe_peft import BayesClassifier
 from dulbe_peft.classifiers import bayes
 from dulbe_peft.classifiers.checks import unit_features
+from dulbe_peft.utils.tensors import write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
@@ -366,3 +367,25 @@ def test_images_without_a_mean_direction_are_refused_with_and_without_random_fea
     row = torch.eye(DIM)[:1]
     with pytest.raises(ValueError, match="features of class 'x' cancel out"):
         BayesClassifier(DIM, **settings).add_classes(["x"], torch.cat([row, -row]), [0, 0], row)
+
+
+@pytest.mark.parametrize(("each", "settings"), [(4, {"features": 7}), (4, {"features": 0}), (1, {}), (4, FIXED)])
+def test_a_saved_one_answers_without_solving_anew(each, settings, tmp_path, monkeypatch):
+    classifier, tests = taught(*photos(each), increment=2, **settings), draw(2, 7, DIM)
+    expected = classifier.probabilities(tests)
+    classifier.save_pretrained(tmp_path / "new")
+    classifier.save_pretrained(tmp_path / "old")
+    state = classifier.tensors()
+    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # as 0.2.0 wrote it
+    assert torch.equal(BayesClassifier.from_pretrained(tmp_path / "old").probabilities(tests), expected)
+    monkeypatch.setattr(bayes.Fit, "of", None)
+    loaded = BayesClassifier.from_pretrained(tmp_path / "new").to("cpu")
+    assert torch.equal(loaded.probabilities(tests), expected)
+    function, tensors = loaded.formula()
+    close(function(F.normalize(tests, dim=1), **tensors), loaded(tests), 1e-6)
+    with pytest.raises(TypeError, match="not callable"):  # what changes is solved anew
+        loaded.forget_class(NAMES[0])
+        loaded(tests)
+    write_tensors(tmp_path / "new" / "bayes.safetensors", state | {"solved.weight": torch.zeros(CLASSES, 2)}, {})
+    with pytest.raises(ValueError, match=r"what begins with 'solved.' must be of the shapes .* got .*\(5, 2\)"):
+        BayesClassifier.from_pretrained(tmp_path / "new")

@@ -38,18 +38,20 @@ _EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
 
 def locate(
     source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
-) -> tuple[Path, dict[str, str] | None]:
-    """A learner's folder, of a run the newest whole task, and the repository and commit it was downloaded from."""
+) -> tuple[Path, folders.Manifest, dict[str, str] | None]:
+    """A learner's folder, of a run the newest whole task; its manifest, checked; repository and commit on the Hub."""
     if not str(source):
         raise ValueError("the folder or repository to load is '', expected its path or id")
     if Path(source).is_dir():
         folder = Path(source)
-        return folder if (folder / MANIFEST).exists() else _newest_task(folder), None
+        if (folder / MANIFEST).exists():
+            return folder, folders.read_manifest(folder), None
+        return *_newest_task(folder), None
     if Path(source).exists():
         raise CheckpointError(f"{source} is a file and no saved learner: {_EXPECTED}")
     folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
     hub.fetch(source, sorted(_listed(folder, folders.parse_manifest(folder))), commit, token, cache_dir)
-    return folder, {"repo_id": str(source), "commit": commit}
+    return folder, folders.read_manifest(folder), {"repo_id": str(source), "commit": commit}
 
 
 def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
@@ -64,8 +66,8 @@ def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
     return files
 
 
-def _newest_task(folder: Path) -> Path:
-    """The newest whole task folder of a run; damaged ones are named on standard error."""
+def _newest_task(folder: Path) -> tuple[Path, folders.Manifest]:
+    """The newest whole task folder of a run and its manifest; damaged ones are named on standard error."""
     damaged: list[str] = []
     if not layout.task_folders(folder):
         raise CheckpointError(f"{folder} is no saved learner, for it holds no {MANIFEST}: {_EXPECTED}")
@@ -75,12 +77,13 @@ def _newest_task(folder: Path) -> Path:
     if world()[0] == 0:
         for line in damaged:
             print(line, file=sys.stderr)
-    return found[0]
+    return found
 
 
 @contextmanager
 def loaded_state(
     folder: Path,
+    manifest: folders.Manifest,
     base_model: nn.Module | None,
     args: LearnerArguments | None,
     machine: Mapping[str, Any] | None = None,
@@ -89,7 +92,7 @@ def loaded_state(
     other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
     if other:
         raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(MACHINE_SETTINGS)}")
-    files = _listed(folder, folders.read_manifest(folder))
+    files = _listed(folder, manifest)
     saved = learner_file.read(folder)
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)

@@ -403,8 +403,7 @@ class BayesClassifier(Classifier):
         """T of `probabilities`; where no class has two images, the one at which texts weigh as in zero-shot CLIP."""
         if self.calibration or not self._class_names:
             return super().temperature
-        kappa, rho, features = self.choice
-        return self._fit(features).slope(rho) * kappa / (1 + kappa) or 1.0
+        return float(self.solved()["temperature"])
 
     def _fit(self, features: int) -> Fit:
         """The fit of the unit features and of so many random ones."""
@@ -420,9 +419,24 @@ class BayesClassifier(Classifier):
         kappa, rho, features = self.choice
         return self.derived("solution", lambda: self._fit(features).solution(kappa, rho))
 
+    def solved(self) -> dict[str, Tensor]:
+        """The solution in float32, and the temperature that needs no image."""
+        return self.derived("solved", self._solved) if self._class_names else {}
+
+    def _solved(self) -> dict[str, Tensor]:
+        weights, offsets = (part.float().to(self.device) for part in self.solution())
+        kappa, rho, features = self.choice
+        usual = self._fit(features).slope(rho) * kappa / (1 + kappa) or 1.0
+        return {"weight": weights, "bias": -offsets, "temperature": torch.tensor(usual, device=self.device)}
+
+    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
+        widths = {self.embed_dim + features for features in self._features}
+        return [{"weight": (classes, width), "bias": (classes,), "temperature": ()} for width in widths]
+
     def logits(self, images: Tensor) -> Tensor:
-        weights, offsets = self.derived("rounded", lambda: [part.to(images).float() for part in self.solution()])
-        return (self.lifted(images) if self.choice[2] else images) @ weights.T - offsets
+        solved = self.solved()
+        random = solved["weight"].shape[1] > self.embed_dim
+        return (self.lifted(images) if random else images) @ solved["weight"].T + solved["bias"]
 
     def lifted(self, images: Tensor) -> Tensor:
         """x of z, (n, d), with the random features."""
@@ -439,10 +453,10 @@ class BayesClassifier(Classifier):
         return images[:, : self.embed_dim + features]
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        weights, offsets = (part.float() for part in self.solution())
-        tensors = {"weight": weights, "bias": -offsets}
-        if self.choice[2]:
-            return random_and_linear, tensors | {"projection": self._layer().to(weights)}
+        solved = self.solved()
+        tensors = {name: solved[name] for name in ("weight", "bias")}
+        if tensors["weight"].shape[1] > self.embed_dim:
+            return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors
 
 

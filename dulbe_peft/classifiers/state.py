@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -18,11 +18,13 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.checks import check_int, check_number
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
-from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
 
+T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
 MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+SOLVED = "solved."  # how the names of tensors in a file begin that follow from the others
 MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
 
 
@@ -137,6 +139,14 @@ class GrowingState(nn.Module):
                 self._derived[name] = make()
         return self._derived[name]
 
+    def solved(self) -> dict[str, Tensor]:
+        """What follows from the buffers and takes long, float32: `derived("solved", ...)`; it is saved beside them."""
+        return {}
+
+    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes that `solved` can have with so many classes."""
+        return []
+
     def fork(self) -> Self:
         """A module with the same classes that can learn on without changing this one; tensors are shared."""
         twin = copy.copy(self)
@@ -198,6 +208,13 @@ class GrowingState(nn.Module):
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
+    def _check_file(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
+        """Raise a `ValueError` unless these are the shapes of all tensors, with or without what is solved."""
+        state, solved = _parted(shapes)
+        self.check_shapes(state, classes)
+        if solved and solved not in (expected := self.solved_shapes(classes)):
+            raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {expected}, got {solved}")
+
     def get_extra_state(self) -> Tensor:
         return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
 
@@ -206,7 +223,9 @@ class GrowingState(nn.Module):
         self._class_names, self.calibration = extra.class_names, extra.calibration
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._derived = {}
+        device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
+        moved = {name: tensor.to(device) for name, tensor in (solved or {}).items()}
+        self._derived = {"solved": moved} if moved else {}
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor.dtype != torch.float64 or tensor.is_meta:
@@ -230,7 +249,7 @@ class GrowingState(nn.Module):
             error_msgs.append(f"state is inconsistent: {error}")
             return
         for key, buffer in self.tensors().items():
-            self._buffers[key] = buffer.new_zeros(state[key].shape)
+            self._buffers[key] = buffer.new_empty(state[key].shape)
         self._derived = {}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -240,7 +259,7 @@ class GrowingState(nn.Module):
         for name, buffer in self.tensors().items():
             if state[name].is_floating_point() != buffer.is_floating_point():
                 raise ValueError(f"{name} must be of the kind of {buffer.dtype}, got {state[name].dtype}")
-            if not torch.isfinite(state[name]).all():
+            if not is_finite(state[name]):
                 raise ValueError(f"{name} holds NaN or infinity")
             if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
                 found = f"{state[name].tolist()!r:.100}"
@@ -255,7 +274,8 @@ class GrowingState(nn.Module):
         facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "class_names")}
         config = SavedClassifier(**facts, calibration=self.calibration, settings=self.settings(), source=self.source)
         config_file, tensors_file = (Path(folder) / name for name in self.file_names())
-        write_tensors(tensors_file, self.tensors(), {"format": config.format})
+        solved = {SOLVED + name: tensor for name, tensor in self.solved().items()}
+        write_tensors(tensors_file, self.tensors() | solved, {"format": config.format})
         write_record(config_file, config)
 
     @classmethod
@@ -284,11 +304,13 @@ class GrowingState(nn.Module):
         arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
         try:
             with torch.device("meta"):
-                cls(**arguments).check_shapes(shapes, len(config.class_names))
+                cls(**arguments)._check_file(shapes, len(config.class_names))
             classifier = cls(**arguments)
-            state: dict[str, Any] = read_tensors(tensors_file)[0]
+            state, solved = _parted(read_tensors(tensors_file)[0])
             extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
-            classifier.load_state_dict(state | {EXTRA_STATE: extra.to_tensor()})
+            classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
+            if solved:  # files of 0.2.0 have none
+                classifier._derived["solved"] = {name: tensor.float() for name, tensor in solved.items()}
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
         classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
@@ -301,3 +323,9 @@ class GrowingState(nn.Module):
         """
         message = commit_message or f"Upload {self.name} classifier"
         return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
+
+
+def _parted(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """What a file says of the state, and of what is solved, by name."""
+    solved = {name.removeprefix(SOLVED): value for name, value in found.items() if name.startswith(SOLVED)}
+    return {name: value for name, value in found.items() if not name.startswith(SOLVED)}, solved
