@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Self
 
 import torch
@@ -44,7 +45,7 @@ KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.3, 1.0, 3.0, 10.0, 30.0)
 TEMPERATURES = tuple(2.0**power for power in range(0, -4, -1))  # each is half of the one before
 NEVER = 1e300  # an error that no number of images makes the least
-CHUNK, LEAST_ROWS = 2**19, 64  # scores in memory at a time, but of so many images in any case
+CHUNK, LEAST_ROWS = 2**21, 16  # scores in memory at a time, but of so many images in any case
 MOST_JUDGED = 256  # images of a task that are left out; of more, each class gives as many
 
 # Chosen on held-back training images of handwriting, printed characters and photographs, with 1 to 80 images a class.
@@ -58,18 +59,18 @@ LONE_RHO, LONE_SHARE, LONE_KAPPAS = 100.0, 0.2, (4.0, 64.0)
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """The sums in the basis of the eigenvectors of S, where S + rho base I is diagonal; float64.
+    """What the sums say, in float64.
 
-    `values` (d,) and `vectors` (d, d) are of S, `centre` b is (d,) in the basis of the features. `means` m_c - b and
-    `texts` tau e~_c are (C, d), `counts` n_c and `weights` w_c (C, 1). An image counts 1 / `images` in S.
+    `noise` S is (d, d), `centre` b (d,). `means` m_c - b is (C, d), `texts` tau e~_c (C, embed_dim), and `metric`
+    tau S e~_c (C, d). `counts` n_c and `weights` w_c are (C, 1). An image counts 1 / `images` in S.
     """
 
-    values: Tensor
-    vectors: Tensor
+    noise: Tensor
     base: float
     centre: Tensor
     means: Tensor
     texts: Tensor
+    metric: Tensor
     counts: Tensor
     weights: Tensor
     images: int
@@ -83,41 +84,51 @@ class Fit:
         weights, images = 1 / (1 / USUAL_KAPPA + 1 / counts), freedom + USUAL_IMAGES
         identity = torch.eye(len(scatter)).to(scatter)
         noise = scatter / freedom if freedom else identity
-        for _ in range(ROUNDS):
-            metric = texts @ noise[:width]
-            left = means - _slope(weights, texts, means[:, :width], metric[:, :width]) * metric
-            noise = (scatter + USUAL_IMAGES / len(means) * left.T @ (weights * left)) / images
+        fit = cls(noise, 0.0, centre, means, texts, texts @ noise[:width], counts, weights, images)
+        for number in range(1, ROUNDS + 1):
+            left = means - fit.slope(0.0) * fit.metric
+            rows = width if number < ROUNDS else len(scatter)  # of S; a needs those of the texts
+            noise = (scatter[:rows] + USUAL_IMAGES / len(means) * left[:, :rows].T @ (weights * left)) / images
+            fit = replace(fit, noise=noise, metric=texts @ noise[:width])
         if float(noise.trace()) < 1e-20 * len(noise):  # all images are equal
-            noise = identity
-        values, vectors = torch.linalg.eigh(noise)
-        share = min(oas_shrinkage(noise, freedom + len(means)), 0.99)
-        base = share / (1 - share) * float(noise.trace()) / len(noise)
-        means, texts = means @ vectors, texts @ vectors[:width]
-        return cls(values.clamp_min(0), vectors, base, centre, means, texts, counts, weights, images)
+            fit = replace(fit, noise=identity, metric=texts @ identity[:width])
+        share = min(oas_shrinkage(fit.noise, freedom + len(means)), 0.99)
+        return replace(fit, base=share / (1 - share) * float(fit.noise.trace()) / len(scatter))
 
-    def noise(self, rho: float) -> Tensor:
-        """The diagonal of S + rho base I, (d,)."""
-        return self.values + rho * self.base
+    @cached_property
+    def pulls(self) -> tuple[float, ...]:
+        """Sums of w_c tau e~_c'v_c where v_c is m_c - b, tau S e~_c, and tau e~_c."""
+        texts, width = self.weights * self.texts, self.texts.shape[1]
+        return tuple(float((texts * each[:, :width]).sum()) for each in (self.means, self.metric, self.texts))
 
     def slope(self, rho: float) -> float:
-        """a, with the S of a rho."""
-        return _slope(self.weights, self.texts, self.means, self.texts * self.noise(rho))
+        """a, with the S of a rho; names that say nothing of the images have 0."""
+        means, metric, texts = self.pulls
+        over = metric + rho * self.base * texts
+        return max(0.0, means / over) if over > 0 else 0.0
 
     def prior(self, rho: float) -> Tensor:
         """a tau S e~_c, (C, d), with the S of a rho."""
-        return self.slope(rho) * self.texts * self.noise(rho)
-
-    def posterior(self, kappa: float, rho: float) -> Tensor:
-        """mu~_c - b, (C, d)."""
-        return (self.counts * self.means + kappa * self.prior(rho)) / (self.counts + kappa)
+        texts = F.pad(self.texts, (0, self.means.shape[1] - self.texts.shape[1]))
+        return self.slope(rho) * (self.metric + rho * self.base * texts)
 
     def solution(self, kappa: float, rho: float) -> tuple[Tensor, Tensor]:
         """P (mu~_c - b), (C, d), and what the score is less than its product with x, (C,)."""
-        means = self.posterior(kappa, rho)
-        weights = means / self.noise(rho)
-        offsets = (means * weights).sum(dim=1) / 2
-        weights = weights @ self.vectors.T
-        return weights, offsets + weights @ self.centre
+        means = (self.counts * self.means + kappa * self.prior(rho)) / (self.counts + kappa)
+        factor, failed = torch.linalg.cholesky_ex(self.noise + rho * self.base * torch.eye(len(self.noise)).to(means))
+        if failed:
+            raise ValueError(f"the covariance cannot be inverted with rho {rho:g}: raise it, or use 'auto'")
+        weights = torch.cholesky_solve(means.T, factor).T
+        return weights, (means * weights).sum(dim=1) / 2 + weights @ self.centre
+
+    @cached_property
+    def basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Eigenvalues of S, (d,), its eigenvectors, (d, d), and in their basis `means` and `texts`, (C, d); float32.
+
+        S + rho base I is diagonal there. What is chosen by left-out images does not need more digits.
+        """
+        (values, vectors), width = torch.linalg.eigh(self.noise.float()), self.texts.shape[1]
+        return values.clamp_min(0), vectors, self.means.float() @ vectors, self.texts.float() @ vectors[:width]
 
     def usual_kappa(self) -> float:
         """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average, each class left out of b and of R.
@@ -126,62 +137,65 @@ class Fit:
         C / (C - 1) times as long. Names that say nothing pull all means to the same place, which costs classes with
         few images most: there it is the least of the grid.
         """
-        noise, prior, classes = self.noise(MIDDLE), self.prior(MIDDLE), len(self.counts)
-        found = ((self.means - prior).square() / noise).sum(dim=1, keepdim=True)
+        values, _, means, texts = self.basis
+        noise, classes = values + MIDDLE * self.base, len(means)
+        prior = self.slope(MIDDLE) * texts * noise
+        found = ((means - prior).square() / noise).sum(dim=1, keepdim=True).to(self.means)
         own = USUAL_IMAGES / self.images / classes * self.weights * found
         left = found / (1 - own).clamp_min(LEAST_LEFT) * (classes / max(1, classes - 1)) ** 2
-        excess = left - (self.values / noise).sum() / self.counts
+        excess = left - float((values / noise).sum()) / self.counts
         inverse = 1 / USUAL_KAPPA
         for _ in range(4):
             weights = (inverse + 1 / self.counts) ** -2
             inverse = float((weights * excess).sum() / weights.sum()) / len(noise)
             inverse = min(1 / KAPPAS[0], max(1 / KAPPAS[-1], inverse))
-        explained = float((prior.square() / noise).sum()) / prior.numel()
+        explained = self.explained(MIDDLE)
         return KAPPAS[0] if explained < LEAST_EXPLAINED * (explained + inverse) else 1 / inverse
+
+    def explained(self, rho: float) -> float:
+        """Mean square of the priors of the means in the metric of the noise, for each of the d directions."""
+        prior = self.prior(rho)[:, : self.texts.shape[1]]
+        return self.slope(rho) * float((self.texts * prior).sum()) / self.means.numel()
 
     def lone_kappa(self) -> float:
         """kappa where every class has one image."""
-        rho = RHOS[-1]
-        explained = float((self.prior(rho).square() / self.noise(rho)).sum(dim=1).mean()) / len(self.values)
-        least, most = LONE_KAPPAS
+        explained, (least, most) = self.explained(RHOS[-1]), LONE_KAPPAS
         return min(most, max(least, LONE_SHARE / explained)) if explained > 0 else least
 
-    def left_out(self, images: Tensor, labels: Tensor, rho: float, kappas: Sequence[float]) -> Iterator[Tensor]:
-        """The scores, (n, C), of images that it has learned, as if each had not been, for each kappa in turn.
+    def left_out(
+        self, images: Tensor, labels: Tensor, rhos: Sequence[float], kappas: Sequence[float]
+    ) -> Iterator[Tensor]:
+        """The scores, (kappas, n, C), float32, of learned images, each as if it had not been, for each rho in turn.
 
         Without an image x the mean of its class is that of n_c - 1 images, and W is less by n_c / (n_c - 1) d d',
         d = x - m_c (Sherman and Morrison). y is x - b, and q_c is mu~_c - b. a, b, R and the prior of the means stay.
         """
-        noise, rows = self.noise(rho), (images - self.centre) @ self.vectors
-        own, counts, away = labels[:, None], self.counts[labels, 0], rows - self.means[labels]
-        prior, scale = self.prior(rho), self.slope(rho)
-        by_mean, by_text = (rows / noise) @ self.means.T, scale * rows @ self.texts.T
-        across_mean, across_text = (away / noise) @ self.means.T, scale * away @ self.texts.T
-        length, reach = (rows.square() / noise).sum(dim=1), (rows * away / noise).sum(dim=1)  # y'P y and y'P d
-        taken = counts / (counts - 1) / self.images
-        gain = taken / (1 - taken * (away.square() / noise).sum(dim=1))  # P is then P + gain P d d'P
-        pairs = (self.means, self.means), (self.means, prior), (prior, prior)
-        by_means, between, by_priors = ((one * other / noise).sum(dim=1) for one, other in pairs)
-        for kappa in kappas:
-            share, total = (self.counts / (self.counts + kappa))[:, 0], counts + kappa
-            scores = torch.lerp(by_text, by_mean, share)  # y'P q_c
-            across = torch.lerp(across_text, across_mean, share)  # d'P q_c
-            square = share**2 * by_means + 2 * share * (1 - share) * between + (1 - share) ** 2 * by_priors
+        values, vectors, means, texts = self.basis
+        rows, (present, own) = (images - self.centre).float() @ vectors, labels.unique(return_inverse=True)
+        away, row_texts, own_texts = rows - means[labels], rows @ texts.T, means[present] @ texts.T
+        mean_texts, each = (means * texts).sum(dim=1), torch.arange(len(labels)).to(labels)
+        kappa, every = torch.tensor(kappas).to(rows)[:, None], self.counts[:, 0].float()  # (kappas, 1) and (C,)
+        counts, share = every[labels], every / (every + kappa)
+        total, taken = counts + kappa, counts / (counts - 1) / self.images
+        for rho in rhos:
+            noise, slope = values + rho * self.base, self.slope(rho)
+            by_mean, by_text = (rows / noise) @ means.T, slope * row_texts
+            across_mean = by_mean - ((means[present] / noise) @ means.T)[own]
+            length, reach = (rows.square() / noise).sum(dim=1), (rows * away / noise).sum(dim=1)  # y'P y and y'P d
+            gain = taken / (1 - taken * (away.square() / noise).sum(dim=1))  # P is then P + gain P d d'P
+            square = share**2 * (means.square() @ (1 / noise)) + 2 * share * (1 - share) * slope * mean_texts
+            square += (1 - share) ** 2 * slope**2 * (texts.square() @ noise)  # q_c'P q_c, (kappas, C)
+            scores = torch.lerp(by_text, by_mean, share[:, None])  # y'P q_c
+            across = torch.lerp(by_text - slope * own_texts[own], across_mean, share[:, None])  # d'P q_c
             # Its own class has q = (N q_c - y) / (N - 1), with N = n_c + kappa.
-            mine = scores.gather(1, own)[:, 0]
-            rest = (total**2 * square[labels] - 2 * total * mine + length) / (total - 1) ** 2
-            mine = (total * mine - length) / (total - 1)
-            beside = (total * across.gather(1, own)[:, 0] - reach) / (total - 1)
+            mine, beside = scores[:, each, labels], across[:, each, labels]
+            rest = (total**2 * square[:, labels] - 2 * total * mine + length) / (total - 1) ** 2
+            mine, beside = (total * mine - length) / (total - 1), (total * beside - reach) / (total - 1)
             mine += gain * beside * (reach - beside / 2) - rest / 2
             scores.addcmul_(across, torch.addcmul((gain * reach)[:, None], across, gain[:, None], value=-0.5))
-            scores -= square / 2
-            yield scores.scatter_(1, own, mine[:, None])
-
-
-def _slope(weights: Tensor, texts: Tensor, means: Tensor, metric: Tensor) -> float:
-    """a, from tau e~_c, m_c - b and tau S e~_c; names that say nothing of the images have 0."""
-    over = float((weights * texts * metric).sum())
-    return max(0.0, float((weights * texts * means).sum()) / over) if over > 0 else 0.0
+            scores -= square[:, None] / 2
+            scores[:, each, labels] = mine
+            yield scores
 
 
 class BayesClassifier(Classifier):
@@ -287,8 +301,9 @@ class BayesClassifier(Classifier):
             return changes
         classes = len(kept["factor_rows"])
         owners = torch.cat([torch.arange(classes).to(labels).repeat_interleave(kept["factor_rows"]), labels])
-        order, sizes = owners.argsort(stable=True), owners.bincount(minlength=classes)
-        factors = torch.cat([self.factors, rows])[order]
+        factors, sizes = torch.cat([self.factors, rows]), owners.bincount(minlength=classes)
+        if (owners.diff() < 0).any():
+            factors = factors[owners.argsort(stable=True)]
         if (sizes > rows.shape[1]).any():
             parts = factors.split(sizes.tolist())
             parts = [part if len(part) <= part.shape[1] else torch.linalg.qr(part, mode="r").R for part in parts]
@@ -349,17 +364,16 @@ class BayesClassifier(Classifier):
         fewest = (judged > 0) & (counts == counts[labels].min())
         weights = torch.where(fewest, weights * (1 + (every[counts == 1] > 0).sum() / fewest.sum()), weights)[labels]
         weights = weights * len(counts)  # the more classes it stood against, the more an image says
-        rows = max(LEAST_ROWS, CHUNK // len(counts))
+        rows = max(LEAST_ROWS, CHUNK // len(counts) // len(self._kappas))
         for part, own, weight in zip(images.split(rows), labels.split(rows), weights.split(rows), strict=True):
             for table, features in zip(losses, self._features, strict=True):
-                for place, rho in enumerate(self._rhos):
-                    left_out = self._fit(features).left_out(self._seen(part, features), own, rho, self._kappas)
-                    for number, scores in enumerate(left_out):
-                        table[number, place] += soft_errors(scores, own, weight)
+                left_out = self._fit(features).left_out(self._seen(part, features), own, self._rhos, self._kappas)
+                for place, scores in enumerate(left_out):
+                    table[:, place] += soft_errors(scores, own, weight.float())
         self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
         self._derived.pop("choice", None)
         kappa, rho, features = self.choice
-        return next(self._fit(features).left_out(self._seen(images, features), labels, rho, [kappa])), labels
+        return next(self._fit(features).left_out(self._seen(images, features), labels, [rho], [kappa]))[0], labels
 
     def _judged(self, images: Tensor, labels: Tensor) -> Tensor:
         """Rows of the images that can be left out, the first ones of every class by `ranking`."""
@@ -468,9 +482,11 @@ def random_and_linear(
 
 
 def soft_errors(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of 1 - p(own class) at every temperature, (temperatures,); ruins `scores`."""
-    powers, sums = scores.sub_(scores.amax(dim=1, keepdim=True)).div_(TEMPERATURES[0]).exp_(), []
+    """Weighted sums of 1 - p(own class), (kappas, temperatures), of (kappas, n, C) scores, which it ruins."""
+    powers, sums = scores.sub_(scores.amax(dim=2, keepdim=True)).clamp_min_(-40).exp_(), []
+    each = torch.arange(len(labels)).to(labels)
     for _ in TEMPERATURES:
-        sums.append(weights @ (1 - powers.gather(1, labels[:, None])[:, 0] / powers.sum(dim=1)))
+        powers.clamp_min_(1e-18)  # whose square is no subnormal number: those are slow
+        sums.append((1 - powers[:, each, labels] / powers.sum(dim=2)) @ weights)
         powers.square_()  # half the temperature
-    return torch.stack(sums)
+    return torch.stack(sums, dim=1)
