@@ -39,7 +39,7 @@ RIDGE = 1e-4  # on the diagonal of a covariance
 
 
 class ClgCbmClassifier(Classifier):
-    """Concepts, both layers, and one Gaussian a class, 4 d (d + 1) bytes; it draws features, and keeps no image.
+    """Both layers, 4 (2 d + C) bytes a text, and one Gaussian a class; it draws features, and keeps no image.
 
     The concepts are the texts of the classes: give descriptions as `class_texts`, or else they are the names in the
     prompt templates. Left out is the authors' choice of ten concepts a class among those that a language model wrote:
