@@ -77,9 +77,7 @@ class App:
         name = normalized(name.strip())
         state, known = self.learner.state, name in self.learner.class_names
         if not known and self.learner.strategy.adapts:
-            raise ValueError(
-                f"{name!r} is a new class, and this learner trains its network for new classes: use dulbe-peft learn"
-            )
+            raise ValueError(f"{name!r} is a new class, for which this learner trains: use dulbe-peft learn")
         rows = [{"image": image, "label": 0} for image in images]
         (self.learner.update_classes if known else self.learner.learn_task)(rows, [name])
         count = f"{len(rows)} image{'s' * (len(rows) != 1)}"

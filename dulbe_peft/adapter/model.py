@@ -45,17 +45,13 @@ class DualModeLoraModel(BaseTuner):
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(m, DualModeLayer) and m.adapters_here([adapter_name]) for m in model.modules()):
-            raise ValueError(
-                f"the model already has the adapter {adapter_name!r}: call its unload(), or take another name"
-            )
+            raise ValueError(f"the model already has the adapter {adapter_name!r}: unload() it, or take another name")
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
-            raise ValueError(
-                f"adapter name {adapter_name!r} is empty, has '.', '/' or '\\', or is a method of nn.ParameterDict"
-            )
+            raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is one of ParameterDict's")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
@@ -253,9 +249,7 @@ class DualModeLoraModel(BaseTuner):
         adapter = self.adapter_name
         self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
-            raise ValueError(
-                "the adapter has modules_to_save: these replace whole modules, which a scale does not blend"
-            )
+            raise ValueError("the adapter has modules_to_save, whole modules that a scale does not blend")
         return _all_of(layer.scaled(adapter, scale) for layer in self._layers() if layer.adapters_here([adapter]))
 
     @contextmanager

@@ -32,9 +32,7 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
     if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):
         ours, theirs = ({key for key in keys if not in_text_tower(key)} for keys in (ours, theirs))
     if theirs and not ours & theirs:
-        raise ValueError(
-            f"none of the adapter's {len(theirs)} keys fits a layer of this model, such as {min(theirs)!r}"
-        )
+        raise ValueError(f"none of the adapter's {len(theirs)} keys fits a layer of this model: {min(theirs)!r}")
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
         raise ValueError(f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]}")

@@ -151,10 +151,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     width = embed_dim(state.base)
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
-            raise CheckpointError(
-                f"{folder} does not fit together: its classifier {name!r} is not of its tasks' {len(names)} classes, "
-                f"or not for features of {width} dimensions"
-            )
+            raise CheckpointError(f"{folder} does not fit together: {name!r} has other classes or features")
     return replace(
         state,
         classifiers=classifiers,

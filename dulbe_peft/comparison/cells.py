@@ -274,7 +274,5 @@ def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers
         if facts.settings != _answer_settings(cell, row):
             raise ValueError("it is of another run, classifier or version")
     except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"{damage(path, error)}; remove the file, and the comparison asks the classifier again"
-        ) from error
+        raise ValueError(f"{damage(path, error)}; remove the file, and it is asked again") from error
     return answers, facts

@@ -59,10 +59,7 @@ class LabelledImages:
         position = int(self.indices[index])
         image, label = self._item(position)
         if label != self._own_labels[position]:  # a transform of labels, say, would put it into another class
-            raise ValueError(
-                f"its own label is {label}, but the dataset's list of labels says {self._own_labels[position]}; "
-                "make both the same"
-            )
+            raise ValueError(f"its own label is {label}, the dataset's list says {self._own_labels[position]}")
         file = _file_of(image)
         if file is not None:
             return decode_image(file)
@@ -202,10 +199,7 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     elif isinstance(sample, (tuple, list)) and len(sample) == 2:
         image, label = sample
     else:
-        raise TypeError(
-            f"sample {index} is a {type(sample).__name__}; "
-            'it must be a {"image", "label"} mapping or an (image, label) pair'
-        )
+        raise TypeError(f"sample {index} is a {type(sample).__name__}; it must be a mapping or (image, label) pair")
     value = _array(label)
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")

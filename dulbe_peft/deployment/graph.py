@@ -92,9 +92,7 @@ def _parts(
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"the export to ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'"
-        ) from error
+        raise ImportError(f"ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'") from error
     if encoder_of(state.base).patches:
         title = encoder_of(state.base).title
         raise ValueError(f"{title} has other positions for each image, a graph cannot: take 'transformers' or 'lora'")

@@ -90,6 +90,5 @@ def checked_formula(classifier: Classifier) -> tuple[str, str, dict[str, torch.T
             found = {name: tensor.cpu() for name, tensor in tensors.items()}
             return function.__name__, source, found | {"temperature": torch.tensor(classifier.temperature)}
     raise ValueError(
-        f"formula() of the {classifier.name!r} classifier must give a function that stands in a module, got "
-        f"{function!r}"
+        f"formula() of {classifier.name!r} must give a function that stands in a module, got {function!r}"
     )

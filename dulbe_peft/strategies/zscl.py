@@ -82,9 +82,7 @@ class Zscl(Lora):
         images = open_stream_data(filled_in(self.reference_images))[0]
         texts = read_lines(filled_in(self.reference_texts)) if self.reference_texts else None
         if texts == []:
-            raise ValueError(
-                f"reference_texts {self.reference_texts!r} holds no text: give one a line, or leave it out"
-            )
+            raise ValueError(f"reference_texts {self.reference_texts!r} holds no text: give one a line")
         names, given = texts or list(images.class_names), {text: (text,) for text in texts or ()}
         pixels = encoder.images(images, keep=True)
         with task.adapter.scaled(0):

@@ -50,10 +50,7 @@ def check_counts(
 def check_zero_shot(found: float | None, expected: float, tolerance: float) -> None:
     """Raise where the pristine model's accuracy, in [0, 1] or None, is not the published one, in percent."""
     if found is None:
-        raise ValueError(
-            f"expected_zero_shot is {expected} %, but there is none: it needs test images of all tasks and a model "
-            "that reads texts"
-        )
+        raise ValueError(f"expected_zero_shot is {expected} %, but there is none without test images and texts")
     if abs(100 * found - expected) > tolerance:
         raise ValueError(
             f"zero-shot accuracy over all classes is {100 * found:.2f} %, expected {expected} % within {tolerance}: "

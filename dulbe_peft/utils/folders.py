@@ -109,14 +109,9 @@ def _files_of_others(folder: Path, kind: str) -> list[Path]:
     try:
         manifest = parse_manifest(folder)
     except CheckpointError as error:
-        raise FileExistsError(
-            f"{str(folder)!r} exists and was not written by this library: choose another folder, nothing is replaced"
-        ) from error
+        raise FileExistsError(f"{str(folder)!r} exists and was not written by this library: choose another") from error
     if manifest.kind != kind:
-        raise FileExistsError(
-            f"{folder} is a folder of the kind {manifest.kind!r}, expected {kind!r}: choose another folder, nothing "
-            "is replaced"
-        )
+        raise FileExistsError(f"{folder} is a folder of the kind {manifest.kind!r}, expected {kind!r}: choose another")
     ours = {Path(name) for name in (*manifest.files, MANIFEST)}
     card = folder / MODEL_CARD
     if card.is_file() and manifest.card_sha256 == file_sha256(card):
@@ -200,9 +195,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         try:
             held = FileLock(path).acquire(blocking=False)
         except Timeout:
-            raise CheckpointError(
-                f"{what} is in use by another process or thread: wait until that ends, or choose another folder"
-            ) from None
+            raise CheckpointError(f"{what} is in use by another process or thread: choose another folder") from None
     with held:
         try:
             yield

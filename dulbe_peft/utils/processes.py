@@ -130,9 +130,7 @@ def check_open_files(workers: int) -> None:
 
         allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + 8 * workers
         if workers and allowed != resource.RLIM_INFINITY and allowed < needed:
-            raise OSError(
-                f"num_workers={workers} needs {needed} open files, the system allows {allowed}: lower it to 0"
-            )
+            raise OSError(f"num_workers={workers} needs {needed} open files, the system allows {allowed}: lower it")
 
 
 def leave() -> None:
