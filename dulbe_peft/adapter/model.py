@@ -51,7 +51,7 @@ class DualModeLoraModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
-            raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is one of ParameterDict's")
+            raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is taken by ParameterDict")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]

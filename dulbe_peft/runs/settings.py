@@ -73,7 +73,7 @@ class StreamArguments:
         check_settings(self)
         count = self.images_per_class
         if count == [] or (isinstance(count, str) and not re.fullmatch(r"(longtail:|[1-9]\d*\+)[1-9]\d*", count)):
-            raise ValueError(f"images_per_class must be 8, or like 2,32, longtail:32 or 4+4, got {count!r:.100}")
+            raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, or 4+4, got {count!r:.100}")
 
 
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
