@@ -44,7 +44,6 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     from dulbe_peft.commands.dry_run import describe
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.setup import frozen_learner, set_up
-    from dulbe_peft.runs.sources import source_of
     from dulbe_peft.utils.processes import leave, world
 
     setup = set_up(settings)
@@ -62,15 +61,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         tested = [task.test for task in setup.tasks if task.test is not None]
         parts = {"train": [task.train for task in setup.tasks], "test": tested}
         encode_stream(stream, parts, learner, partial(frozen_learner, stream, setup.args))
-    results = learner.run(
-        setup.tasks,
-        stream.output,
-        resume=stream.resume,
-        source=source_of(stream),
-        check_zero_shot=setup.check_zero_shot,
-        test_ahead=stream.test_ahead,
-        class_texts=setup.class_texts(),
-    )
+    results = setup.run(learner, stream.output, resume=stream.resume)
     if world()[0] == 0:
         write_pictures(stream.output, [task.test for task in setup.tasks], results, setup.left_out)
         say_results(results, stream.output, next(iter(learner.classifiers)))

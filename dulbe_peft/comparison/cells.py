@@ -144,15 +144,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
     learner = setup.make_learner(setup.args)
-    learner.run(
-        setup.tasks,
-        folder,
-        source=source_of(setup.stream),
-        keep_features=True,
-        check_zero_shot=setup.check_zero_shot,
-        test_ahead=setup.stream.test_ahead,
-        class_texts=setup.class_texts(),
-    )
+    setup.run(learner, folder, keep_features=True)
     args, strategy = learner.args, learner.strategy
     # A run that was killed between a task's commit and its timing does not know that one.
     timings = [task for task in read_json(folder / TIMINGS_FILE)["tasks"] if task is not None]

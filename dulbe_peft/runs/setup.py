@@ -71,6 +71,12 @@ class Setup:
         if self.stream.expected_zero_shot is not None:
             check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
 
+    def run(self, learner: ClassIncrementalLearner, output: str | Path, **options: Any) -> dict[str, Any]:
+        """Run the stream in a folder as its settings say; `options` are others of the learner's `run`."""
+        own: dict[str, Any] = {"source": source_of(self.stream), "check_zero_shot": self.check_zero_shot}
+        own |= {"test_ahead": self.stream.test_ahead, "class_texts": self.class_texts()}
+        return learner.run(self.tasks, output, **own, **options)
+
 
 def frozen_learner(stream: StreamArguments, args: LearnerArguments) -> ClassIncrementalLearner:
     """A learner of the run's pristine model, for a worker that encodes images."""
