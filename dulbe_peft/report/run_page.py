@@ -21,7 +21,7 @@ from dulbe_peft.report.run_groups import (
     group_runs,
     setting_differences,
 )
-from dulbe_peft.report.shares import class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.shares import ClassRow, class_rows, confusion_matrix, reliability, sure_answers
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import leaderboard, next_steps
@@ -95,10 +95,10 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "pictures": _pictures(run),
         **effects_content(run, key),
     }
-    return content | _test_content(run, key, learned) if run.tested else content
+    return content | _test_content(run, key, rows) if run.tested else content
 
 
-def _test_content(run: RunFolder, key: str, learned: Counter[str]) -> dict[str, Any]:
+def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """What the template shows of a run with test data."""
     methods, blocks = leaderboard(run), run.results["classifiers"]
     by_class = run.results.get("classes", {})
@@ -115,7 +115,7 @@ def _test_content(run: RunFolder, key: str, learned: Counter[str]) -> dict[str, 
     if run.predictions:
         figure = reliability_figure(reliability(run.predictions))
         content |= {"sure": sure_answers(run.predictions), "reliability": inline_svg(figure, f"{key}-reliability")}
-        counted = [row for row in class_rows(run.predictions, {}, learned) if row.learned]
+        counted = [row for row in classes if row.learned]
         several = len({row.learned for row in counted}) > 1
         content["counts"] = inline_svg(counts_figure(counted), f"{key}-counts") if several else ""
     return content
@@ -123,12 +123,10 @@ def _test_content(run: RunFolder, key: str, learned: Counter[str]) -> dict[str, 
 
 def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
     """A task's times, with all classifiers that were taught as one phase."""
-    if time is None or "phases" not in time:
-        return time or {}
     phases: Counter[str] = Counter()
-    for name, seconds in time["phases"].items():
+    for name, seconds in (time or {}).get("phases", {}).items():
         phases["teach" if name.startswith(TEACHING) else name] += seconds
-    return {**time, "phases": dict(phases)}
+    return {**(time or {}), "phases": dict(phases)}
 
 
 def _pictures(run: RunFolder) -> dict[str, Any]:
