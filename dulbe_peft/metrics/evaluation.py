@@ -48,15 +48,11 @@ class Evaluation:
 
     def part(self, rows: slice) -> Self:
         """What was predicted for some of the images."""
-        return replace(
-            self,
-            images=self.images[rows],
-            truth=self.truth[rows],
-            classifiers={name: found[rows] for name, found in self.classifiers.items()},
-            baselines={name: found[rows] for name, found in self.baselines.items()},
-            probability=self.probability[rows],
-            features=self.features[rows],
-        )
+
+        def cut(value: Any) -> Any:
+            return {name: kept[rows] for name, kept in value.items()} if isinstance(value, dict) else value[rows]
+
+        return replace(self, **{name: cut(value) for name, value in vars(self).items() if name != "class_names"})
 
 
 @torch.no_grad()
