@@ -270,7 +270,7 @@ def test_items_that_contradict_the_list_of_labels_are_refused_in_every_slice():
     images = labelled_images(Listed([0, 1, 0], [0, 1, 1]))
     assert images[1]["label"] == 1 and images.item_name(2) == "photo-2.jpg"
     for part, index in ((images, 2), (images.at([2, 1]), 0), (images.at([2], np.array([5])), 0)):
-        with pytest.raises(ValueError, match="its own label is 1, .* list of labels says 0"):
+        with pytest.raises(ValueError, match="its own label is 1, .* list says 0"):
             part[index]
 
 
