@@ -1,7 +1,5 @@
 """The tiny CLIP with an adapter: what it says of three images and two texts, and tasks of random modes."""
 
-from __future__ import annotations
-
 import torch
 
 from dulbe_peft import ModeBases

@@ -1,7 +1,5 @@
 """Tiny models built in code; nothing here needs the network or a file outside the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

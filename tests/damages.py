@@ -1,7 +1,5 @@
 """Ways to damage a file: bits, cuts, splices, other kinds of files, huge numbers, deep nesting, other JSON values."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -2,8 +2,6 @@
 with. Arguments: the output folder, how many processes are meant to run, strategies with commas between, each of which
 learns the stream, and "break" for errors in one process alone before the stream."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

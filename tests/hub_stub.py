@@ -3,8 +3,6 @@
 Commits are whole copies of a repository's files; every upload is a regular one (base64 in the commit's body).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

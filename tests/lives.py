@@ -1,7 +1,5 @@
 """A tiny learner, its images, and all that it is as plain values: what the tests of disturbed lives have in common."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The library's code must give the same numbers; nothing here is imported by it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Quick settings, tasks of two classes each from folders of digits, and what a command would be called with."""
 
-from __future__ import annotations
-
 from dulbe_peft import class_incremental_tasks, load_data
 from dulbe_peft.commands.main import commands
 

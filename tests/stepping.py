@@ -1,7 +1,5 @@
 """One task of a strategy by hand, on the tiny CLIP: the trainer's hooks in their order, an optimiser of the test's."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """The paper's ablations as files: every row names settings that exist, and does what its name says."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advice from held-back training images: what is measured, what is said, and that test images are not looked at."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

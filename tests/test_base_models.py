@@ -1,7 +1,5 @@
 """A saved learner and its base model: the right one is found where it may be, and no other is taken."""
 
-from __future__ import annotations
-
 import copy
 import random
 import shutil

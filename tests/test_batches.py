@@ -1,7 +1,5 @@
 """Functions of batches: equal to the learner's own answers, whatever holds the images, and whichever engine calls."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

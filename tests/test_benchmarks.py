@@ -1,7 +1,5 @@
 """The benchmarks measure equals against equals, and every one of them runs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """BOFA: the directions of least energy, the mean of the tasks' updates, and the weight between text and image."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model

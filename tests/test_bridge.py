@@ -1,7 +1,5 @@
 """The bridge ensemble over tasks, further images and the shared covariance, against literal float64 readings."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

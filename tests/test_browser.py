@@ -1,7 +1,5 @@
 """The report, and the page to try a learner, in headless Chromium, where it and Playwright are installed."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Temperatures, rejection and prediction sets: literal readings, and what they promise, counted."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Folders that are whole or not there: what a manifest catches, and what is left when writing fails at any point."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What a number may be: ints and numbers of arguments, and the declared limits of every setting."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import get_args

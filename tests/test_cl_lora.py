@@ -1,7 +1,5 @@
 """CL-LoRA: which bases are shared, the block weights and their penalty, and the distillation at the early exit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stepping import SCALE, adapted, begin, end, features, images, learn, new_task, step_of, texts, train

@@ -1,7 +1,5 @@
 """CLAP4CLIP's classifier: three whole tasks beside a literal version, one text and one image after the other."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Several texts a class: what classifiers make of them, that they are saved and resumed, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

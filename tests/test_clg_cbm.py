@@ -1,7 +1,5 @@
 """CLG-CBM's classifier: three tasks beside a literal version, each text of a class, and its concepts."""
 
-from __future__ import annotations
-
 import copy
 import math
 

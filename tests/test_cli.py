@@ -1,7 +1,5 @@
 """The command line, in this process where that is enough and in one of its own where it is not."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

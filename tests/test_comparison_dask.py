@@ -1,7 +1,5 @@
 """A comparison over several machines: local clusters of two worker processes and a folder that both see."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

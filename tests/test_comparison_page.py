@@ -1,7 +1,5 @@
 """The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Costs against counts written out by hand, against real tensors, and against the paper's overhead tables."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

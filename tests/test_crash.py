@@ -1,7 +1,5 @@
 """Whole runs of the command line that are killed, stopped or doubled, and then go on to the same end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

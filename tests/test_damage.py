@@ -3,8 +3,6 @@
 The plain suite damages some files of each kind. `DULBE_PEFT_DAMAGES=10000` damages so many in all.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What `check` and `run` say of the data, and what a file that cannot be read does to a stream."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Upright RGB images from files of every kind, refusals of what is no photograph, and what a header shows."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import multiprocessing

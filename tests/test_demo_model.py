@@ -1,7 +1,5 @@
 """The tiny CLIP in `dulbe_peft/assets/demo_clip` and the script that pretrained it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exports of whole learners: the lines of their cards run where this package is not, and nothing is lost."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

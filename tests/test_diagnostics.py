@@ -1,7 +1,5 @@
 """The measures of the paper's diagnostic figures, against loops in float64 that follow their definitions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

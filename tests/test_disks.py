@@ -4,8 +4,6 @@ The plain suite takes a few operations of each call. `DULBE_PEFT_DISKS=all` take
 takes so many of each call.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

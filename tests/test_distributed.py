@@ -1,7 +1,5 @@
 """Two processes end where one ends that sees the same batches; and what cannot be right is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every served encoder with tiny random weights: its features, its adapter, its learner, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

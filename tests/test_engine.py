@@ -1,7 +1,5 @@
 """ENGINE's classifier: three whole tasks beside a literal version, and what the discriminant does without spread."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Evaluation for each image against a loop over the images, and the file that keeps them."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

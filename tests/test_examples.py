@@ -1,7 +1,5 @@
 """Every file in `examples/` runs, in a process of its own and a folder of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

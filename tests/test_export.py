@@ -1,7 +1,5 @@
 """The stock-LoRA export: read back by PEFT as LoRA, and cut to a lower rank; see test_deployment for its lines."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -4,8 +4,6 @@ After every row the learner is as before, bit for bit: weights, `requires_grad`,
 modes of modules. What one function alone refuses is tested beside that function.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

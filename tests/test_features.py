@@ -1,7 +1,5 @@
 """Folders of features: written by shards, never twice, by this process or an engine, and as good as the images."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

@@ -1,7 +1,5 @@
 """Random inputs: whatever is handed in, what comes out is right, or one of the documented errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from contextlib import suppress

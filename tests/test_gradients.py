@@ -1,7 +1,5 @@
 """The probe against autograd on merged weights, and the routing against two literal gradient calls."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Histories that become one matrix, ranks that differ from layer to layer, and sums of adapters."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a careless or hostile user, or a program, does to files and learners: nothing is lost, or an error names it."""
 
-from __future__ import annotations
-
 import copy
 import os
 import unicodedata

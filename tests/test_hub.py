@@ -1,7 +1,5 @@
 """Adapter, head and learner on the Hub: the real client against a loopback stub; strict loading of what it gives."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """InfLoRA's bases and memory over three tasks against its formulas, written out with singular value decompositions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

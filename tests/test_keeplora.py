@@ -1,7 +1,5 @@
 """KeepLoRA's bases and memory over three tasks against its formulas, written out with projectors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model

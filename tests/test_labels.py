@@ -1,7 +1,5 @@
 """Images in the folder of another class: they are found, by features alone and by the command."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings

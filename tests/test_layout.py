@@ -1,7 +1,5 @@
 """Who may import whom: a wing imports from the wings that stand in lines above its own, and nothing from below."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import pkgutil

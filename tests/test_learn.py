@@ -1,7 +1,5 @@
 """The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Algorithm 1 against a literal transcription, and a stream saved, loaded, resumed and refused."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The fused update against the same sum written out in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

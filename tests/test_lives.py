@@ -3,8 +3,6 @@
 The plain suite lives a few short lives. `DULBE_PEFT_LIVES=300` lives so many, and longer ones.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """Threads, asyncio tasks and processes around a learner: each sees a whole one, with torch as a program finds it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import os

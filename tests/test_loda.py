@@ -1,7 +1,5 @@
 """LoDA: its two pairs of directions against literal solutions, its recalibration against least squares."""
 
-from __future__ import annotations
-
 import pytest
 import scipy.linalg
 import torch

@@ -1,7 +1,5 @@
 """LoRA-Sub: which model is measured, which directions are kept, and where a step goes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The recipe of the page on predicting: an index of all classes finds what comparing with all of them finds."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

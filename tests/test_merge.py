@@ -1,7 +1,5 @@
 """Classifiers that learned apart, put together: equal to one that saw all images at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import randn

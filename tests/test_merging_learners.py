@@ -1,7 +1,5 @@
 """Two learners that train nothing become one: equal to a learner that saw all images at once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from small_runs import QUICK

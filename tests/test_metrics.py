@@ -1,7 +1,5 @@
 """The measures against literal loops over their definitions."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MG-CLIP: the scaled pair against PEFT's own LoRA, the rule for the number of epochs, and the visual agent."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`adapter_names`: each row of a batch has its own adapter, as with PEFT's LoRA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from adapted_clip import CONFIG, learned

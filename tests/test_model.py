@@ -1,7 +1,5 @@
 """The PEFT method: injection, the way from task to task, saving and merging."""
 
-from __future__ import annotations
-
 import copy
 
 import adapted_clip

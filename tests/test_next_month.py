@@ -1,7 +1,5 @@
 """docs/next-month.md as a reader follows it: its commands one after the other, then its Python."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """O-LoRA's penalty and its gradient against the formulas, entry by entry in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stepping import adapted, begin, end, new_task, train

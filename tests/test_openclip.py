@@ -1,7 +1,5 @@
 """The converter against open_clip's forward pass, written out here in plain torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """SigLIP 2 NaFlex: images of many proportions in one batch, whose padding counts nowhere."""
 
-from __future__ import annotations
-
 import pytest
 import reference
 import tiny_encoders as tiny

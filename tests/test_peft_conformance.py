@@ -1,7 +1,5 @@
 """What PEFT promises of every method, on a plain MLP and on the CLIP classes: files, merging, precisions, adapters."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """The pictures of examples that a run keeps."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

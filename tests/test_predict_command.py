@@ -1,7 +1,5 @@
 """`predict` and `evaluate` on the command line: answers that come one by one, tables that go on, images sorted."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """PROOF's classifier: three whole tasks beside a literal version, one image and one token after the other."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The paper's protocols as files: what they say, what they check, and that they open."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

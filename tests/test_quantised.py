@@ -1,7 +1,5 @@
 """Base layers that are quantised or have a forward of their own: all but a merge works beside what they return."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

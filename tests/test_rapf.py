@@ -1,7 +1,5 @@
 """RAPF's classifier: two whole tasks, Gaussians and fusion, each beside a literal version."""
 
-from __future__ import annotations
-
 import math
 import weakref
 

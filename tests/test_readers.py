@@ -1,7 +1,5 @@
 """The readers of images, what they refuse, what they make of a user's data set, and the fingerprint of a data set."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

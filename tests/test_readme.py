@@ -1,7 +1,5 @@
 """The README and the pages: their Python runs, their commands parse, and their options, messages and links exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Features that a run keeps: other classifiers learn from them what they would have learned while it ran."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """PEFT knows the method as soon as both packages are imported, in either order; each case is a process of its own."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The report of runs: every figure on the page against the runs' files, any class name, any kind of run."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """What a stream's tests amount to, against loops over its predictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a learner still knows of classes that it never learned, at every scale, and of tasks to come."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The rules of other papers beside literal versions of them, and in the benchmark that compares."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A stream's folder: what a run goes on with and what it refuses, and what is left of it when something breaks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

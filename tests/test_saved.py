@@ -1,7 +1,5 @@
 """Files that a release wrote go on loading, and give the answers that they gave."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """SD-LoRA: the forward pass of directions and magnitudes, what is trained, and the border between tasks."""
 
-from __future__ import annotations
-
 import torch
 from stepping import adapted, begin, end, features, learn, new_task, train
 

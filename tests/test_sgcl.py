@@ -1,7 +1,5 @@
 """SGCL's loss and its gradients against the formulas, image by image in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The pages as a site: they build with two themes, and at 1280 pixels nothing scrolls sideways in a browser."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

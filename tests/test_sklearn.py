@@ -1,7 +1,5 @@
 """The estimator: scikit-learn's own checks, and that it learns what a classifier learns."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

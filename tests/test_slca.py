@@ -1,7 +1,5 @@
 """SLCA's classifier: two whole tasks beside a literal version."""
 
-from __future__ import annotations
-
 import math
 
 import torch

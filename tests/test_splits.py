@@ -1,7 +1,5 @@
 """Taking stock of images, holding some of them back, and finding out what a folder holds."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

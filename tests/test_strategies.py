@@ -1,7 +1,5 @@
 """Every strategy through a learner's whole life: learn, save, load in a fresh process, go on, export."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The gradient-projection memories against literal loops with projectors and singular values."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file, save_file
 

@@ -1,7 +1,5 @@
 """The stream of tasks: orders, increments, labels, names, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several prompt templates: classifiers see the mean of the unit embeddings, losses see one template."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Further photographs of known classes, and a class that is forgotten: the learner before and after."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """ZSCL: the distillation beside its formula, the pristine teacher, the mean over steps, and what it needs."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny encoders of every served type, with random weights, and their processors, with tokenizers built in code."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The folder then holds a frozen learner with several classifiers, a run that trai
 `answers.json`, what each of them answers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
