@@ -1,14 +1,20 @@
-"""The losses against explicit sums in float64."""
+"""The losses, and those of SGCL and ZSCL, against explicit sums in float64."""
 
+import copy
 import math
 
 import pytest
 import reference
 import torch
+from lives import learned, tiny_base, tiny_learner
 from reference import randn
 from torch.nn import functional as F
 
+from dulbe_peft import LearnerArguments
+from dulbe_peft.encoders.loading import logit_scale, unit_image_embeds
+from dulbe_peft.strategies import NewTask, Step, make_strategy
 from dulbe_peft.strategies.losses import bidirectional_kl, cross_modal_loss
+from dulbe_peft.strategies.zscl import Zscl
 
 
 def unit(*shape, seed=0):
@@ -61,3 +67,134 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+TAU = 6.0
+LABELS = torch.tensor([0, 2, 1, 2, 0])
+
+
+def seeded(*shape, seed):
+    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def softmax(values):
+    weights = [torch.exp(value) for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def literal_loss(z, text, start, old, before, soft_weight, softness, distillation, temperature):
+    """The mean over images of both divergences, as sums over classes; `start` is the text when the task began."""
+    total = 0.0
+    for image, label in enumerate(LABELS):
+        own = start[label]
+        s = softmax([softness * own @ e for e in [*old, *start]])
+        q = softmax([TAU * z[image] @ e for e in [*old, *text]])
+        total = total + soft_weight * sum(a * (a.log() - b.log()) for a, b in zip(s, q, strict=True))
+        if len(old):
+            near = [float(own @ e) for e in old]
+            signs = [1 if value == max(near) else -1 for value in near]
+            t = [TAU * before[image] @ e + sign * max(near) for e, sign in zip(old, signs, strict=True)]
+            p = softmax([value / temperature for value in t])
+            q = softmax([TAU * z[image] @ e / temperature for e in old])
+            divergence = sum(a * (a.log() - b.log()) for a, b in zip(p, q, strict=True))
+            total = total + distillation * temperature**2 * divergence
+    return total / len(LABELS)
+
+
+@pytest.mark.parametrize("known", [0, 4])
+def test_the_gradients_are_those_of_the_formula(known):
+    strategy = make_strategy("sgcl:soft_weight=0.7,softness=5,distillation=0.3,temperature=2")
+    task, start, before = NewTask(int(known > 0), None, LearnerArguments()), seeded(3, 8, seed=1), seeded(5, 8, seed=2)
+    old = seeded(known, 8, seed=3)
+    for seed in (10, 20):  # the second step's texts have moved, the targets stay those of the first
+        z = seeded(5, 8, seed=seed).requires_grad_()
+        text = (start if seed == 10 else seeded(3, 8, seed=seed + 1)).clone().requires_grad_()
+        own_loss = (z.square() * 0.5).sum()
+        step = Step(own_loss, z, LABELS, text, old if known else None, z.detach, lambda: before, TAU)
+        strategy.backward(task, step)
+        twins = [tensor.detach().double().requires_grad_() for tensor in (z, text)]
+        more = literal_loss(*twins, start.double(), old.double(), before.double(), 0.7, 5.0, 0.3, 2.0)
+        (more + (twins[0].square() * 0.5).sum()).backward()
+        for found, twin in zip((z, text), twins, strict=True):
+            torch.testing.assert_close(found.grad.double(), twin.grad, rtol=1e-4, atol=1e-5)
+        assert all(twin.grad.norm() > 1e-3 for twin in twins)
+
+
+@pytest.fixture(scope="module")
+def references(digit_folders):
+    return digit_folders(3, 2, 1)
+
+
+def task_of(learner):
+    state, index = learner.state, len(learner.tasks)
+    return NewTask(index, state.adapter, learner.args, state.memory, encoder=learner.encoder)
+
+
+def kl(p, q):
+    return float(sum(a * (a.log() - b.log()) for a, b in zip(p, q, strict=True)))
+
+
+def test_the_distillation_is_the_formula_s_with_the_pristine_model_as_its_teacher(references, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a cab\n\nfade\nabc\nbead\n")
+    spec = f"zscl:reference_images={references},reference_texts={texts},temperature=3"
+    learner = learned(tiny_learner(spec, batch_size=16, learning_rate=0.1), 1)
+    found = learner.strategy.references(task_of(learner))
+    assert len(found.images) == 6 and len(found.text) == 4  # the training images alone
+
+    base, processor = copy.deepcopy(tiny_base()[0]), tiny_base()[1]
+    pixels = torch.stack([found.images[i][0] for i in range(6)])
+    tokens = processor.tokenizer(["a cab", "fade", "abc", "bead"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        before = unit_image_embeds(base, pixels)
+        text = base.get_text_features(**tokens).pooler_output
+        now = learner.encoder.image_embeds(pixels).double()
+        loss = float(found.loss(3.0))
+    torch.testing.assert_close(found.features, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.text, text / text.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
+    assert (now - before).abs().max() > 1e-3
+    tau = logit_scale(base)
+    p, q = (tau * z.double() @ found.text.double().T / 3 for z in (before, now))
+    by_image = sum(kl(p[i].softmax(0), q[i].softmax(0)) for i in range(6)) / 6
+    by_text = sum(kl(p[:, j].softmax(0), q[:, j].softmax(0)) for j in range(4)) / 4
+    assert loss == pytest.approx(9 * (by_image + by_text), rel=5e-3)
+
+
+def test_a_heavy_distillation_keeps_the_similarities(references):
+    moved = {}
+    for weight in (0, 300):
+        spec = f"zscl:reference_images={references},distillation={weight},average=false"
+        learner = learned(tiny_learner(spec, learning_rate=3e-3, epochs=10), 1)
+        moved[weight] = float(learner.strategy.references(task_of(learner)).loss(2.0).detach())
+    assert 0 < moved[300] < 0.2 * moved[0]
+
+
+def test_the_adapter_becomes_the_mean_over_its_steps(references, monkeypatch):
+    steps, after_step = [], Zscl.after_step
+
+    def watched(self, task):
+        after_step(self, task)
+        if not steps:
+            assert any("lora" in name or "dulbe" in name for name, _ in task.adapter.named_parameters())
+        steps.append([tensor.detach().clone() for tensor, _ in task.notes["means"]])
+
+    starts, training = [], Zscl.training
+
+    def noted(self, task):
+        starts.append(task)
+        return training(self, task)
+
+    monkeypatch.setattr(Zscl, "after_step", watched)
+    monkeypatch.setattr(Zscl, "training", noted)
+    learner = learned(tiny_learner(f"zscl:reference_images={references}", epochs=3), 1)
+    ended = [tensor.detach() for tensor, _ in starts[0].notes["means"]]
+    assert len(steps) == 3 and len(ended) == len({id(tensor) for tensor in ended})
+    ups = [parameter for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
+    places = {tensor.data_ptr(): place for place, tensor in enumerate(ended)}
+    assert {parameter.data_ptr() for parameter in ups} <= set(places)  # both towers' own, and the bases beside them
+    for layer in learner.state.layers.values():
+        place = places[layer.dulbe_shared_B["default"].data_ptr()]
+        mean = sum(step[place].double() for step in steps) / 4  # it starts at 0
+        assert mean.norm() > 1e-4
+        torch.testing.assert_close(layer.dulbe_shared_B["default"].detach().double(), mean, rtol=1e-4, atol=1e-8)
+        assert layer.dulbe_P["default"].data_ptr() in places

@@ -1,19 +1,97 @@
-"""Several texts a class: what classifiers make of them, that they are saved and resumed, and what is refused."""
+"""Texts of classes: several prompt templates, and several texts of a class."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
+from lives import stream, tiny_base, tiny_learner
+from small_runs import parse
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.readers import load_digit_images
-from dulbe_peft.encoders.loading import unit_text_embeds
+from dulbe_peft.deployment.parts import class_facts
+from dulbe_peft.encoders.loading import tokenize, unit_text_embeds
+from dulbe_peft.runs.settings import given_settings, pick
+
+TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
+NAMES = ("a0", "b0", "a1", "b1")
+
+
+def learned_from_stream(**args):
+    learner = tiny_learner(classifiers=("bridge", "text"), **args)
+    for task in stream(2):
+        learner.learn_task(task.train, task.class_names)
+    return learner
+
+
+@torch.no_grad()
+def literal(model, processor, names, templates):
+    """Each prompt by itself, in float64 once it has left the tower."""
+    rows = []
+    for name in names:
+        units = []
+        for template in templates:
+            ids = tokenize(processor, [template.replace("{}", name)], model)["input_ids"]
+            units.append(F.normalize(model.get_text_features(input_ids=ids).pooler_output.double()[0], dim=0))
+        rows.append(F.normalize(torch.stack(units).mean(dim=0), dim=0))
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return learned_from_stream(prompt_template=list(TEMPLATES))
+
+
+def test_classifiers_see_the_mean_of_all_templates(learned):
+    found = learned.classifiers["text"].text_embeds
+    assert (found - literal(learned.clip, learned.processor, NAMES, TEMPLATES)).abs().max() < 1e-6
+    assert (found - literal(learned.clip, learned.processor, NAMES, TEMPLATES[:1])).abs().max() > 1e-3
+
+
+def adapter(learner):
+    return {name: value for name, value in learner.model.state_dict().items() if "dulbe" in name}
+
+
+def test_training_sees_one_template(learned):
+    """The same adapter comes out as with that template alone; another one gives another adapter."""
+    for args, same in (
+        ({"prompt_template": TEMPLATES[0]}, True),
+        ({"prompt_template": list(TEMPLATES[1:]), "training_template": TEMPLATES[0]}, True),
+        ({"prompt_template": TEMPLATES[1]}, False),
+    ):
+        learner = learned_from_stream(**args)
+        equal = [torch.equal(value, adapter(learned)[name]) for name, value in adapter(learner).items()]
+        assert all(equal) == same, args
+
+
+def test_templates_are_saved_and_exported(learned, tmp_path):
+    learned.save_pretrained(tmp_path / "it")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
+    assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
+    facts = class_facts(loaded.state, loaded.classifiers["text"])
+    assert facts["prompts"][1] == ["a photo of the digit b0.", "the number b0.", "b0"]
+
+
+def arguments_of(*flags):
+    found = parse(["run", *flags])
+    return pick(LearnerArguments, given_settings(found.pop("config"), found))
+
+
+def test_templates_from_flags_files_and_yaml(tmp_path):
+    (tmp_path / "three.txt").write_text("\n".join(TEMPLATES) + "\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text('prompt_template: ["a {}", "an {}"]\n', encoding="utf-8")
+    assert arguments_of("--prompt-template", "one, {}").prompt_template == "one, {}"
+    assert arguments_of("--prompt-template", "a {}", "--prompt-template", "an {}").templates == ("a {}", "an {}")
+    assert arguments_of("--prompt-template", str(tmp_path / "three.txt")).templates == TEMPLATES
+    assert arguments_of("--config", str(tmp_path / "run.yaml")).templates == ("a {}", "an {}")
+    assert LearnerArguments(prompt_template=["a {}"]) == LearnerArguments(prompt_template="a {}")
+
 
 TEXTS = {"zero": ["the digit zero.", "a round digit", "null"], "three": ["drei"]}
-NAMES = ("zero", "one", "two", "three")
+DIGIT_NAMES = ("zero", "one", "two", "three")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +108,7 @@ def learner_of(base, **fields):
     )
 
 
-def literal(learner, *groups):
+def mean_of_texts(learner, *groups):
     """The mean of each group's unit embeddings, normalised, in float64."""
     rows = []
     for group in groups:
@@ -44,12 +122,12 @@ def test_a_class_is_the_mean_of_its_texts(base, tasks):
     learner = learner_of(base)
     learner.learn_task(tasks[0].train, class_texts={"zero": TEXTS["zero"]})
     learner.learn_task(tasks[1].train, class_texts={"three": TEXTS["three"]})
-    expected = literal(learner, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
+    expected = mean_of_texts(learner, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
     for classifier in learner.classifiers.values():
         torch.testing.assert_close(classifier.text_embeds, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(learner.text_embeds(NAMES), expected, atol=1e-6, rtol=1e-5)
-    first = literal(learner, ["the digit zero."], ["drei"])
-    for template, wanted in ((None, first), ("a {}", literal(learner, ["a zero"], ["a three"]))):
+    torch.testing.assert_close(learner.text_embeds(DIGIT_NAMES), expected, atol=1e-6, rtol=1e-5)
+    first = mean_of_texts(learner, ["the digit zero."], ["drei"])
+    for template, wanted in ((None, first), ("a {}", mean_of_texts(learner, ["a zero"], ["a three"]))):
         trained = learner_of(base, training_template=template).encoder.tokens(["zero", "three"], TEXTS)
         torch.testing.assert_close(unit_text_embeds(learner.clip, trained), wanted, atol=1e-6, rtol=1e-5)
     learner.forget_class("zero")
@@ -68,7 +146,7 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(base, tasks, tmp_path):
     found = whole.run(tasks[:2], tmp_path / "whole", class_texts=TEXTS)
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-    expected = literal(whole, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
+    expected = mean_of_texts(whole, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
     images = torch.cat([whole.image_embeds(task.test) for task in tasks[:2]])
     truth = np.concatenate([task.test.labels + 2 * number for number, task in enumerate(tasks[:2])])
     right = ((images @ expected.T).argmax(dim=1).numpy() == truth).mean()

@@ -1,0 +1,304 @@
+"""Strategies that keep directions free: projection memories, InfLoRA, KeepLoRA and LoDA, against float64."""
+
+import math
+
+import pytest
+import scipy.linalg
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from stepping import adapted, begin, end, new_task, train, update
+
+from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
+from dulbe_peft.strategies import NewTask, make_strategy
+from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
+from dulbe_peft.strategies.occupation_memory import old_statistic
+from dulbe_peft.strategies.projection_memory import (
+    FREE,
+    OCCUPIED,
+    Subspace,
+    directions_to_take,
+    top_directions,
+)
+
+WIDTH = 12
+
+
+def tokens(task, decay=0.75):
+    """Inputs whose spectrum decays, in somewhat other directions for every task."""
+    generator = torch.Generator().manual_seed(task)
+    noise = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.eye(WIDTH, dtype=torch.float64) + 0.1 * noise).Q
+    scales = decay ** torch.arange(WIDTH, dtype=torch.float64)
+    return torch.randn(200, WIDTH, generator=generator, dtype=torch.float64) * scales @ turn
+
+
+def projector(basis):
+    basis = basis.double()
+    return basis @ basis.T
+
+
+def literal_dual_gpm(basis, side, moment, threshold):
+    """InfLoRA's memory as it is published, but started in the mode "remove"; `moment` is C."""
+    width = len(moment)
+    total = torch.linalg.svdvals(moment).square().sum()
+    if side == OCCUPIED:
+        rest = moment - basis @ basis.T @ moment
+        left, scales, _ = torch.linalg.svd(rest)
+        kept = (total - scales.square().sum()) / total
+        count = 0
+        while kept < threshold:
+            kept = kept + scales[count] ** 2 / total
+            count += 1
+        basis = torch.cat([basis, left[:, :count]], dim=1)
+    else:
+        rest = basis @ basis.T @ moment
+        left, scales, _ = torch.linalg.svd(rest)
+        free = scales.square().sum() / total
+        count = 0
+        while free >= 1 - threshold:
+            free = free - scales[count] ** 2 / total
+            count += 1
+        taken = left[:, :count]
+        shrunk, _, _ = torch.linalg.svd(basis - taken @ taken.T @ basis, full_matrices=False)
+        basis = shrunk[:, : basis.shape[1] - count]
+    if side == OCCUPIED and basis.shape[1] > width / 2:
+        every, _, _ = torch.linalg.svd(basis)
+        return every[:, basis.shape[1] :], FREE
+    return basis, side
+
+
+def test_the_crossing_direction_is_taken():
+    # Half of the total is occupied; 0.3 + 0.15 + 0.05 of it is free.
+    energies = torch.tensor([6.0, 3.0, 1.0, 0.0, -1e-9], dtype=torch.float64)
+    shares = [0.0, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]
+    assert [directions_to_take(energies, 20.0, share) for share in shares] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert directions_to_take(torch.zeros(3), 0.0, 1.0) == 0
+
+
+def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
+    occupied = torch.linalg.qr(torch.randn(WIDTH, WIDTH - 2, dtype=torch.float64)).Q
+    basis = top_directions(Subspace(occupied), tokens(0).T @ tokens(0), 4, "K")
+    assert basis.shape == (WIDTH, 4) and (occupied.T @ basis).abs().max() < 1e-12
+    torch.testing.assert_close(basis.T @ basis, torch.diag(torch.tensor([1.0, 1, 0, 0]).double()))
+    line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction determines one column
+    assert top_directions(Subspace(torch.zeros(WIDTH, 0)), line @ line.T, 4, "K").any(dim=0).sum() == 1
+
+
+def test_a_memory_is_written_and_read(tmp_path):
+    both = {
+        ("a.k", "a.v"): Subspace(torch.linalg.qr(torch.randn(8, 3)).Q.double()),
+        ("b",): Subspace(torch.zeros(6, 0), FREE),
+    }
+    strategy = make_strategy("inflora")
+    save_file(strategy.to_memory(both), tmp_path / "memory.safetensors")
+    loaded = load_file(tmp_path / "memory.safetensors")
+    found = strategy.from_memory(loaded)
+    assert {name: one.side for name, one in found.items()} == {"a.k": OCCUPIED, "a.v": OCCUPIED, "b": FREE}
+    assert found["a.k"].basis is found["a.v"].basis
+    torch.testing.assert_close(found["a.v"].basis.double(), both["a.k", "a.v"].basis, rtol=0, atol=1e-7)
+
+
+RANK = 4
+
+
+def collected(adapter, task, decay=0.95):
+    """Statistics of random inputs: k and v read one tensor; a spectrum that decays, other directions every task."""
+    statistics, inputs = OccupationStatistics(), {}
+    generator = torch.Generator().manual_seed(task)
+    for name, layer in adapter.dual_mode_layers().items():
+        if name.endswith("v_proj"):
+            continue
+        width = layer.in_features
+        turn = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
+        tokens = torch.randn(300, width, generator=generator) * decay ** torch.arange(width) @ turn
+        names = (name, name.replace("k_proj", "v_proj")) if name.endswith("k_proj") else (name,)
+        statistics.update(names, tokens)
+        inputs[names] = tokens.double()
+    return statistics, inputs
+
+
+def test_three_tasks_are_those_of_the_formulas(tiny_clip):
+    adapter = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=1, residual_rank=RANK - 1)).base_model
+    strategy = make_strategy("inflora:energy=0.9,final_energy=0.99,tasks=2")
+    literal: dict = {}
+    memory, sides = None, set()
+    for index, threshold in enumerate([0.9, 0.945, 0.99]):
+        statistics, inputs = collected(adapter, index)
+        task = NewTask(index, adapter, LearnerArguments(), memory, inputs=statistics)
+        modes = strategy.plan(task)
+        assert set(modes) == set(adapter.dual_mode_layers())
+        for names, tokens in inputs.items():
+            moment = tokens.T @ tokens / len(tokens)
+            basis, side = literal.get(names, (torch.zeros(len(moment), 0).double(), OCCUPIED))
+            inside = basis @ basis.T @ moment
+            left, _, _ = torch.linalg.svd(moment - inside if side == OCCUPIED else inside)
+            for name in names:
+                found = torch.cat([modes[name].shared, modes[name].residual], dim=1)
+                assert modes[name].shared.shape[1] == 1
+                torch.testing.assert_close(found.T @ found, torch.eye(RANK) / 3, rtol=0, atol=1e-5)
+                torch.testing.assert_close(3 * projector(found), projector(left[:, :RANK]), rtol=0, atol=1e-4)
+                first = math.sqrt(3) * modes[name].shared[:, 0].double() @ left[:, 0]
+                assert abs(float(first)) == pytest.approx(1, abs=1e-5)  # in descending order
+            literal[names] = literal_dual_gpm(basis, side, moment, threshold)
+        memory = strategy.remember(task, statistics)
+        assert len(memory) == len(inputs)  # k and v share one entry
+        kept = strategy.from_memory(memory)
+        for names, (basis, side) in literal.items():
+            assert kept[names[0]].side == kept[names[-1]].side == side
+            torch.testing.assert_close(projector(kept[names[-1]].basis), projector(basis), rtol=0, atol=1e-4)
+            sides.add(side)
+    assert sides == {OCCUPIED, FREE}
+
+
+def test_the_threshold_moves_to_lame_and_stays():
+    strategy = make_strategy("inflora:energy=0.9,final_energy=1,tasks=4")
+    assert [strategy.threshold(i) for i in (0, 1, 3, 4, 9)] == pytest.approx([0.9, 0.925, 0.975, 1, 1])
+
+
+@pytest.mark.parametrize("spec", ["inflora:energy=1", "keeplora:eps_f=1"])
+def test_a_full_memory_trains_nothing(spec, tiny_clip):
+    adapter, strategy = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model, make_strategy(spec)
+    memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), collected(adapter, 0)[0])
+    gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
+    modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients, collected(adapter, 1)[0]))
+    assert not any(one.shared.any() or one.residual.any() for one in modes.values())
+    adapter.begin_task(modes, orthonormal=strategy.orthonormal)
+
+
+def literal_principal(weight, share):
+    """The first right singular vectors of W (d_out x d_in), until their squares reach `share` of all."""
+    _, scales, right = torch.linalg.svd(weight.double())
+    count, held = 0, 0.0
+    while held < share * float(scales.square().sum()):
+        held += float(scales[count] ** 2)
+        count += 1
+    return right[:count].T
+
+
+def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
+    adapter = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=1, residual_rank=RANK - 1)).base_model
+    layers = adapter.dual_mode_layers()
+    strategy = make_strategy("keeplora:eps_w=0.3,eps_f=0.85")
+    occupied = {name: literal_principal(layer.base_layer.weight.detach(), 0.3) for name, layer in layers.items()}
+    memory = None
+    for index in range(3):
+        statistics, by_names = collected(adapter, index, decay=0.85)
+        inputs = {name: tokens for names, tokens in by_names.items() for name in names}
+        gradients = {name: torch.randn(layer.out_features, layer.in_features) for name, layer in layers.items()}
+        task = NewTask(index, adapter, LearnerArguments(), memory, gradients)
+        modes = strategy.plan(task)
+        memory = strategy.remember(task, statistics)
+        kept = strategy.from_memory(memory)
+        assert set(kept) == set(modes) == set(layers)
+        for name in layers:
+            outside = torch.eye(len(occupied[name])).double() - projector(occupied[name])
+            _, _, right = torch.linalg.svd(gradients[name].double() @ outside)
+            found = torch.cat([modes[name].shared, modes[name].residual], dim=1)
+            torch.testing.assert_close(found.T @ found, torch.eye(RANK), rtol=0, atol=1e-5)
+            torch.testing.assert_close(projector(found), projector(right[:RANK].T), rtol=0, atol=1e-4)
+            assert abs(float(found[:, 0].double() @ right[0])) == pytest.approx(1, abs=1e-5)  # in descending order
+
+            total, rest = inputs[name].square().sum(), inputs[name] @ outside
+            _, scales, right = torch.linalg.svd(rest)
+            held, count = (total - rest.square().sum()) / total, 0
+            while held < 0.85:
+                held = held + scales[count] ** 2 / total
+                count += 1
+            occupied[name] = torch.cat([occupied[name], right[:count].T], dim=1)
+            assert kept[name].basis.shape == occupied[name].shape
+            torch.testing.assert_close(projector(kept[name].basis), projector(occupied[name]), rtol=0, atol=1e-4)
+
+
+FEW = 10
+
+
+def inputs(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(FEW, dtype=torch.float64, generator=generator) ** 2
+    return torch.randn(count, FEW, dtype=torch.float64, generator=generator) * scales
+
+
+def onto(basis):
+    return basis @ basis.T
+
+
+def test_the_general_pair_is_the_top_of_the_sum_and_is_completed_where_that_is_empty():
+    moment = inputs(40, 0).T @ inputs(40, 0)
+    _, vectors = torch.linalg.eigh(moment)
+    torch.testing.assert_close(onto(general_pair(moment, 3)), onto(vectors[:, -3:]), rtol=0, atol=1e-8)
+    few = torch.zeros(FEW, FEW).double()
+    few[4, 4] = 2.0
+    basis = general_pair(few, 3)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(3).double(), rtol=0, atol=1e-10)
+    assert basis[4].abs().max() == 1
+
+
+def test_statistics_with_rounding_below_zero_are_taken_and_others_refused():
+    old = inputs(3, 0).T @ inputs(3, 0)  # of rank 3
+    new = inputs(30, 1).T @ inputs(30, 1)
+    slightly = old - 1e-6 * float(old.trace()) * torch.eye(FEW).double()
+    assert torch.isfinite(isolated_pair(slightly, new, 3, ridge=1e-9)).all()
+    with pytest.raises(ValueError, match="positive semi-definite"):
+        isolated_pair(-old, new, 3, ridge=1e-3)
+
+
+def test_recalibration_solves_the_least_squares_problem_of_old_and_new_inputs():
+    old, new, up = inputs(40, 0), inputs(25, 1), torch.randn(6, 3).double()
+    basis = general_pair(old.T @ old + new.T @ new, 3)
+    # min over C of |C P' X_old'|^2 + |(C - B) P' X_t'|^2, row by row: stacked inputs and the outputs wanted of them.
+    stacked = torch.cat([old @ basis, new @ basis])
+    wanted = torch.cat([torch.zeros(40, 6).double(), new @ basis @ up.T])
+    literal = torch.linalg.lstsq(stacked, wanted).solution.T
+    ours = up @ recalibration(basis, old.T @ old, new.T @ new)
+    torch.testing.assert_close(ours, literal, rtol=1e-8, atol=1e-10)
+    shares = torch.linalg.eigvals(recalibration(basis, old.T @ old, new.T @ new)).real
+    assert ((shares > 0) & (shares < 1)).all()
+    nothing_old = recalibration(basis, torch.zeros(FEW, FEW).double(), new.T @ new)
+    torch.testing.assert_close(nothing_old, torch.eye(3).double(), rtol=0, atol=1e-8)
+
+
+def test_loda_s_three_tasks_plan_recalibrate_and_sum_up_what_they_measured(tiny_clip):
+    strategy, adapter, memory = make_strategy("loda:ridge=0.01"), adapted(tiny_clip()), None
+    name = "vision_model.encoder.layers.1.mlp.fc1"
+    layer, old = adapter.dual_mode_layers()[name], torch.zeros(32, 32).double()
+    for index in range(3):
+        task = new_task(adapter, index, memory)
+        begin(strategy, task)
+        new = task.inputs[name].double()
+        basis = layer.dulbe_P["default"].double()
+        if index == 0:
+            _, vectors = torch.linalg.eigh(new)
+            literal = vectors.flip(1)[:, :1], vectors.flip(1)[:, 1:3]
+        else:
+            _, vectors = torch.linalg.eigh(old + new)
+            ridge = 0.01 * old.trace() / 32 * torch.eye(32).double()
+            _, general = scipy.linalg.eigh(new.numpy(), (old + ridge).numpy())
+            isolated = torch.from_numpy(general[:, ::-1][:, :2].copy())
+            literal = vectors[:, -1:], torch.linalg.qr(isolated).Q
+        torch.testing.assert_close(onto(basis[:, :1]), onto(literal[0]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(onto(basis[:, 1:]), onto(literal[1]), rtol=0, atol=1e-3)
+        train(strategy, task)
+        before, up = update(layer), layer.current_up("default").double()
+        memory = end(strategy, task)
+        assert up.norm() > 1e-3
+        share = 1.0
+        if index:  # one general direction p: it keeps p'S_t p / p'(S_old + S_t)p of its update
+            p = basis[:, 0]
+            share = float(p @ new @ p / (p @ (old + new) @ p))
+            assert 0.01 < share < 0.99
+        expected = before - (1 - share) * torch.outer(up[:, 0], basis[:, 0])
+        torch.testing.assert_close(update(layer), expected, rtol=1e-5, atol=1e-6)
+        old = old + new
+        torch.testing.assert_close(memory[name].double(), old, rtol=1e-5, atol=1e-3)
+
+
+def test_a_sketch_is_read_as_the_matrix_it_stands_for():
+    tokens = inputs(50, 0).float()
+    tokens[:, :2] *= 30
+    sketch = OccupationStatistics(sketch_rows=4)
+    sketch.update("k", tokens)
+    assert sketch["k"].shape == (4, FEW)
+    exact = tokens.double().T @ tokens.double()
+    assert (old_statistic(new_task(None, 1, sketch), "k") - exact).norm() < 0.1 * exact.norm()
+    assert old_statistic(new_task(None), "k") is None
