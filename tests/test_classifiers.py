@@ -277,7 +277,7 @@ def test_a_forgotten_class_is_gone_and_the_others_keep_their_scores(digits, name
     assert classifier(digits.tests).shape == (len(digits.tests), CLASSES)
 
 
-@pytest.mark.parametrize("name", ["lda", "ranpac", "engine", "proof", "clap4clip", "clg_cbm"])
+@pytest.mark.parametrize("name", SPECS)
 def test_without_its_last_class_a_classifier_is_a_new_one(digits, name):
     classifier, new = learned(name, digits), learned(name, digits, range(2))
     for known in classifier.class_names:

@@ -265,7 +265,8 @@ class Classifier(GrowingState):
         self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
         self._class_names = [known for known in self._class_names if known != name]
         if not self._class_names:
-            self.install(type(self)(self.embed_dim, self.logit_scale, **self.settings()).tensors())
+            new = type(self)(embed_dim=self.embed_dim, logit_scale=self.logit_scale, **self.settings())
+            self.install(new.tensors())
             self.calibration = ()
 
     @torch.no_grad()
