@@ -110,7 +110,8 @@ class Twin:
         noise = self.noise(rho) - (self.sums(None)[2] - scatter) / self.total
         inverse, prior = np.linalg.inv(noise), self.prior(self.noise(rho))
         q = (n * (means - self.b) + kappa * prior) / (n + kappa)
-        return np.stack([[(x - self.b) @ inverse @ one - one @ inverse @ one / 2 for one in q] for x in tests])
+        few = np.trace(np.linalg.inv(self.noise(rho)) @ self.s) / (self.n + kappa) / 8
+        return few + np.stack([[(x - self.b) @ inverse @ one - one @ inverse @ one / 2 for one in q] for x in tests])
 
     def kappa_by_moments(self):
         """Every class left out of b, and of R in S, in turn."""
