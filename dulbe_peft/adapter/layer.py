@@ -37,7 +37,7 @@ from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
-from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, updated_linear
+from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
 from dulbe_peft.utils.devices import without_autocast
 
 
@@ -253,6 +253,12 @@ class DualModeLinear(DualModeLayer):
                 if saved is not None and saved.ndim == 2 and saved.shape[0] == size:
                     buffers[name] = buffers[name].new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, up in self.dulbe_history_B.items():
+            down = self.dulbe_history_P[name]
+            if not fit(down, up):
+                args[-1].append(
+                    f"{prefix}dulbe_history_P.{name} and B do not fit: {tuple(down.shape)}, {tuple(up.shape)}"
+                )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, ...]:

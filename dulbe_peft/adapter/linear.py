@@ -21,6 +21,11 @@ Update = tuple[torch.Tensor | None, torch.Tensor]
 Updates = list[Update]
 
 
+def fit(down: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether P and B are a history: they have as many columns, or P has none and B is (d_out, d_in)."""
+    return up.shape[1] in (down.shape[1], down.shape[1] or len(down))
+
+
 def dense(update: Update) -> torch.Tensor:
     """B P', (d_out, d_in), in at least float32."""
     down, up = update

@@ -101,7 +101,7 @@ def loaded_state(
         if adapted:
             found = read_json(folder / saving.ADAPTER_CONFIG_FILE)["peft_type"]
             if found != DULBE:
-                raise ValueError(f"the adapter is of type {found!r}, expected {DULBE.value!r}")
+                raise ValueError(f"this is an adapter of type {found!r}, expected {DULBE.value!r}")
             DualModeLoraConfig.from_pretrained(str(folder))
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
