@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from drawn import DIM, features, normal
 from lives import stream, tiny_base, tiny_learner
-from test_rapf import DIM, features, normal
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner

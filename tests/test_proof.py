@@ -1,16 +1,183 @@
-"""PROOF's classifier: three whole tasks beside a literal version, one image and one token after the other."""
+"""PROOF's and CLAP4CLIP's classifiers: three whole tasks beside literal versions, one text, one image at a time."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from test_rapf import DIM, features, normal
+from drawn import DIM, features, normal
 
+from dulbe_peft.classifiers.clap4clip import Clap4ClipClassifier
 from dulbe_peft.classifiers.proof import ProofClassifier
 
-SETTINGS = {"epochs": 2, "batch_size": 5, "learning_rate": 0.03, "contexts": 2, "exemplars": 2}
+CLAP = {"epochs": 2, "batch_size": 5, "learning_rate": 0.02, "samples": 3, "exemplars": 2}
+CLAP_TASKS = [(2, 9), (2, 6), (1, 3)]  # classes and images
+TAU, HIDDEN = 10.0, 2048
+# G's numbers in the order in which the vector has them
+SHAPES = {
+    **{
+        f"{kind} {name}": shape
+        for kind in ("self", "cross")
+        for name, shape in {"in": (3 * DIM, DIM), "in bias": (3 * DIM,), "out": (DIM, DIM), "out bias": (DIM,)}.items()
+    },
+    **{"up": (HIDDEN, DIM), "up bias": (HIDDEN,), "down": (DIM, HIDDEN), "down bias": (DIM,)},
+    **{f"norm {number}{name}": (DIM,) for number in (1, 2, 3) for name in ("", " bias")},
+}
+
+
+def parts(vector):
+    pieces = vector.split([math.prod(shape) for shape in SHAPES.values()])
+    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
+
+
+def random_guide(generator):
+    found = []
+    for name, shape in SHAPES.items():
+        if len(shape) == 1:
+            found.append(torch.full(shape, float("norm" in name and "bias" not in name)))
+        else:
+            bound = math.sqrt(6 / (4 * DIM)) if name.endswith(" in") else 1 / math.sqrt(shape[1])
+            found.append(bound * (2 * torch.rand(math.prod(shape), generator=generator) - 1))
+    return torch.cat(found).double()
+
+
+def random_adapter(texts, generator):
+    """M, m, S and s of a task whose texts are the last of these."""
+    m, s = (2 * torch.rand(2 * DIM, 1, generator=generator).double() - 1).view(2, DIM) / math.sqrt(DIM)
+    m_matrix = sum(torch.outer(e, e) for e in texts) / DIM
+    return [m_matrix, m.clone(), torch.zeros(DIM, DIM, dtype=torch.float64), s.clone()]
+
+
+def seen_texts(guide, texts, means, task):
+    """t_c, a class at a time."""
+    g = parts(guide)
+
+    def attended(row, others, kind):
+        query, key, value = g[f"{kind} in"].split(DIM)
+        q_bias, k_bias, v_bias = g[f"{kind} in bias"].split(DIM)
+        scores = torch.stack([(query @ row + q_bias) @ (key @ one + k_bias) for one in others]) / math.sqrt(DIM)
+        taken = sum(a * (value @ one + v_bias) for a, one in zip(scores.softmax(dim=0), others, strict=True))
+        return g[f"{kind} out"] @ taken + g[f"{kind} out bias"]
+
+    def normed(row, number):
+        centred = row - row.mean()
+        return centred / (centred.square().mean() + 1e-5).sqrt() * g[f"norm {number}"] + g[f"norm {number} bias"]
+
+    found = []
+    for c, e in enumerate(texts):
+        row = normed(e + attended(e, [texts[k] for k in range(len(task)) if task[k] == task[c]], "self"), 1)
+        row = normed(row + attended(row, [v / v.norm() for v in means], "cross"), 2)
+        inner = torch.nn.functional.gelu(g["up"] @ row + g["up bias"])
+        found.append(e + normed(row + g["down"] @ inner + g["down bias"], 3))
+    return found
+
+
+def added(adapters, seen, task):
+    """Mean and deviation of what is added to each text."""
+    for c, t in enumerate(seen):
+        m_matrix, m, s_matrix, s = adapters[task[c]]
+        yield m_matrix @ t + m, 0.001 + 0.999 * (1 + (s_matrix @ t + s).exp()).log()
+
+
+def loss_of(batch, texts, means, task, guide, adapters, tasks, generator):
+    seen = seen_texts(guide, texts, means, task)
+    gaussians = list(added(adapters, seen, task))
+    noise = torch.randn(3, len(texts), DIM, generator=generator).double()
+    draws = [[mean + deviation * n for (mean, deviation), n in zip(gaussians, one, strict=True)] for one in noise]
+    loss = 0
+    for draw in draws:
+        for z, label in batch:
+            scores = torch.stack([TAU * z @ (t + u) for t, u in zip(seen, draw, strict=True)])
+            loss = loss - scores.log_softmax(dim=0)[label] / len(batch) / 3
+    for number in tasks:
+        own = [c for c in range(len(texts)) if task[c] == number]
+        middle = [sum(draw[c] for draw in draws) / 3 for c in own]
+        for place, c in enumerate(own):
+            near = torch.stack([texts[c] @ u for u in middle])
+            loss = loss - 15 * near.log_softmax(dim=0)[place] / len(own)
+            q = torch.distributions.Normal(*gaussians[c])
+            prior = torch.distributions.Normal(torch.zeros(DIM).double(), torch.ones(DIM).double())
+            loss = loss + 0.001 * torch.distributions.kl_divergence(q, prior).sum() / len(own)
+    return loss
+
+
+def descend(rows, leaves, epochs, rate, rising, loss, generator):
+    """Plain gradient descent on the tensors of the list `leaves`."""
+    ranks = torch.tensor([float(row.float() @ torch.arange(1, DIM + 1).sin()) for row, _ in rows])
+    rows = [rows[i] for i in ranks.argsort()]
+    steps = epochs * math.ceil(len(rows) / 5)
+    warm, step = int(rising * steps), 0
+    for _ in range(epochs):
+        for batch in torch.randperm(len(rows), generator=generator).split(5):
+            if step < warm:
+                now = rate * (step + 1) / (warm + 1)
+            else:
+                now = rate * (0.001 + 0.999 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2)
+            step += 1
+            for leaf in leaves:
+                leaf.requires_grad_()
+            slopes = torch.autograd.grad(loss([rows[i] for i in batch]), leaves)
+            with torch.no_grad():
+                for leaf, slope in zip(leaves, slopes, strict=True):
+                    leaf -= now * slope
+
+
+def test_clap4clip_s_three_tasks_equal_the_literal_version():
+    classifier, texts = Clap4ClipClassifier(DIM, TAU, seed=2, **CLAP), normal(5, DIM, seed=8)
+    guide, adapters, means, counts, task = None, [], [], [], []
+    for number, (classes, count) in enumerate(CLAP_TASKS):
+        x, y = features(classes, count, 5 * number)
+        known, generator = len(task), torch.Generator().manual_seed(2 * 1_000_003 + len(task))
+        e = torch.nn.functional.normalize(texts[: known + classes].double(), dim=1)
+        z = torch.nn.functional.normalize(x.double(), dim=1)
+        rows = [(row, int(label) + known) for row, label in zip(z, y, strict=True)]
+        rows += [(v / v.norm(), c) for c, v in enumerate(means) for _ in range(min(2, counts[c]))]
+        means += [z[y == c].mean(dim=0) for c in range(classes)]
+        counts += [int((y == c).sum()) for c in range(classes)]
+        task += [number] * classes
+        guide = random_guide(generator) if guide is None else guide
+        adapters.append(random_adapter(e, generator))
+
+        def loss(batch, tasks):
+            return loss_of(batch, e, means, task, guide, adapters, tasks, generator)  # noqa: B023
+
+        started = guide.clone()
+        descend(rows, [guide, *adapters[-1]], 2, 0.02, 0.3, lambda batch: loss(batch, [number]), generator)  # noqa: B023
+        assert (guide - started).abs().max() > 0.005
+        if number:
+            rows = [(v / v.norm(), c) for c, v in enumerate(means) for _ in range(min(2, counts[c]))]
+            every, started = [part for adapter in adapters for part in adapter], adapters[0][1].clone()
+            descend(rows, every, 2, 0.002, 0, lambda batch: loss(batch, range(len(adapters))), generator)
+            assert (adapters[0][1] - started).abs().max() > 0.001
+        classifier.add_classes([f"{number}-{c}" for c in range(classes)], x, y, texts[: known + classes])
+        torch.testing.assert_close(classifier.guide.double(), guide.detach(), rtol=0, atol=2e-5)
+        for row, (m_matrix, m, s_matrix, s) in zip(classifier.adapters.double(), adapters, strict=True):
+            matrix = row.view(2, DIM, DIM + 1)
+            for found, expected in zip(matrix, ((m_matrix, m), (s_matrix, s)), strict=True):
+                torch.testing.assert_close(found[:, :-1], expected[0].detach(), rtol=0, atol=2e-5)
+                torch.testing.assert_close(found[:, -1], expected[1].detach(), rtol=0, atol=2e-5)
+        seen = seen_texts(guide, e, means, task)
+        weight = [t + mean for t, (mean, _) in zip(seen, added(adapters, seen, task), strict=True)]
+        expected = TAU * z @ torch.stack(weight).T
+        torch.testing.assert_close(classifier(x).double(), expected.detach(), rtol=0, atol=1e-3)
+
+
+def test_threads_that_learn_at_once_do_not_disturb_one_another():
+    x, y = features(3, 13, 0)
+
+    def learned(_=None):
+        classifier = Clap4ClipClassifier(DIM, **CLAP)
+        classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
+        return classifier
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(learned, range(4)):
+            assert torch.equal(found.guide, learned().guide)
+
+
+PROOF = {"epochs": 2, "batch_size": 5, "learning_rate": 0.03, "contexts": 2, "exemplars": 2}
 TASKS = [(2, 7), (2, 6), (1, 3)]  # classes and images
-TAU = 10.0
 
 
 def unit(rows):
@@ -77,9 +244,9 @@ def literal_task(x, y, texts, old, finished, attention, generator):
     return now, means
 
 
-def test_three_tasks_equal_the_literal_version():
+def test_proof_s_three_tasks_equal_the_literal_version():
     classifier, texts, old, finished, attention = (
-        ProofClassifier(DIM, TAU, seed=2, **SETTINGS),
+        ProofClassifier(DIM, TAU, seed=2, **PROOF),
         normal(7, DIM),
         [],
         [],
@@ -110,15 +277,18 @@ def test_three_tasks_equal_the_literal_version():
 
 
 def test_an_answer_does_not_depend_on_the_other_images():
-    classifier = ProofClassifier(DIM, **SETTINGS)
+    classifier = ProofClassifier(DIM, **PROOF)
     x, y = features(3, 13, 0)
     classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
     torch.testing.assert_close(torch.cat([classifier(row[None]) for row in x]), classifier(x), rtol=0, atol=1e-4)
 
 
-def test_images_in_any_order_give_the_same_bits():
-    x, y = features(3, 13, 0)
-    one, other = ProofClassifier(DIM, **SETTINGS), ProofClassifier(DIM, **SETTINGS)
+MADE = {"clap4clip": partial(Clap4ClipClassifier, DIM, **CLAP), "proof": partial(ProofClassifier, DIM, **PROOF)}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_images_in_any_order_give_the_same_bits(make):
+    (x, y), one, other = features(3, 13, 0), make(), make()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     one.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
     other.add_classes(["a", "b", "c"], x[order], y[order], normal(3, DIM))
@@ -126,30 +296,40 @@ def test_images_in_any_order_give_the_same_bits():
         assert torch.equal(tensor, other.tensors()[name]), name
 
 
-def test_means_move_with_the_features_and_a_task_s_contexts_leave_with_its_last_class():
-    classifier, x = ProofClassifier(DIM, **SETTINGS), normal(4, DIM)
-    for number, name in enumerate("abcd"):
-        classifier.add_classes([name], x[number : number + 1], [0], normal(4, DIM)[: number + 1])
+@pytest.mark.parametrize(
+    ("name", "own", "fixed", "shared", "of_a_task"),
+    [  # numbers that all classes share, and those of a task
+        ("clap4clip", "adapters", "guide", sum(map(math.prod, SHAPES.values())), 2 * DIM * (DIM + 1)),
+        ("proof", "prompts", "image_map", 6 * DIM * DIM + 3 * DIM, 2 * DIM),
+    ],
+)
+def test_means_move_with_the_features_and_what_a_task_has_leaves_with_its_last_class(
+    name, own, fixed, shared, of_a_task
+):
+    classifier, x = MADE[name](), normal(4, DIM)
+    for number, letter in enumerate("abcd"):
+        classifier.add_classes([letter], x[number : number + 1], [0], normal(4, DIM)[: number + 1])
     matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
-    means, map_ = classifier.means.double(), classifier.image_map.clone()
+    means, stays = classifier.means.double(), getattr(classifier, fixed).clone()
+    of_tasks, scores = getattr(classifier, own), classifier(x)
     classifier.move(matrix)
     torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
-    assert torch.equal(classifier.image_map, map_)
-    contexts = classifier.prompts
+    assert torch.equal(getattr(classifier, fixed), stays) and not torch.allclose(classifier(x), scores, atol=1e-3)
     classifier.forget_class("b")
-    assert torch.equal(classifier.prompts, contexts[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
-    shared, row = 6 * DIM * DIM + 3 * DIM, 4 * 2 * DIM + 2 * 8  # two vectors and two integers
-    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * 2 * DIM)  # one class a task
-    with pytest.raises(ValueError, match="'proof' classifier cannot learn more images of a known class"):
+    assert torch.equal(getattr(classifier, own), of_tasks[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
+    row = 4 * 2 * DIM + 2 * 8  # two vectors, two integers
+    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * of_a_task)  # one class a task
+    with pytest.raises(ValueError, match=f"'{name}' classifier cannot learn more images of a known class"):
         classifier.update_classes(x[:1], [0])
 
 
 @pytest.mark.parametrize("task", [[1, 0, 0], [0, 0, 2], [0, 0, 0]])
-def test_a_state_whose_tasks_do_not_fit_is_refused(task):
-    classifier, x = ProofClassifier(DIM, **SETTINGS), normal(3, DIM)
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_state_whose_tasks_do_not_fit_is_refused(make, task):
+    classifier, x = make(), normal(3, DIM)
     classifier.add_classes(["a", "b"], x[:2], [0, 1], x[:2])
     classifier.add_classes(["c"], x[2:], [0], x)
     state = classifier.state_dict()
-    ProofClassifier(DIM, **SETTINGS).load_state_dict(state)
+    make().load_state_dict(state)
     with pytest.raises(RuntimeError, match="task must count up from 0 to 1, got"):
-        ProofClassifier(DIM, **SETTINGS).load_state_dict(state | {"task": torch.tensor(task)})
+        make().load_state_dict(state | {"task": torch.tensor(task)})

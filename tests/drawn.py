@@ -1,0 +1,22 @@
+"""Random features of few classes, in the order from which classifiers that train draw their batches."""
+
+import torch
+from torch.nn import functional as F
+
+DIM = 6
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def features(classes, count, seed):
+    labels = torch.arange(count) % classes
+    return ranked(normal(classes, DIM, seed=seed)[labels] + 0.4 * normal(count, DIM, seed=seed + 1), labels)
+
+
+def ranked(rows, labels):
+    """In the order from which the batches are drawn, whatever the order of the images."""
+    order = [float(row @ torch.arange(1, DIM + 1).sin()) for row in F.normalize(rows, dim=1)]
+    order = torch.tensor(order).argsort()
+    return rows[order], labels[order]
