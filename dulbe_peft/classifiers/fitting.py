@@ -54,12 +54,12 @@ def task_generator(seed: int, old: int) -> torch.Generator:
 def gaussians(images: Tensor, labels: Tensor, classes: int, ridge: float) -> tuple[Tensor, Tensor]:
     """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features."""
     rows, counts = images.cpu().double()[labels.cpu().argsort(stable=True)], labels.bincount(minlength=classes)
-    identity = torch.eye(rows.shape[1], dtype=torch.float64)
-    means, factors = [], images.new_empty(classes, *identity.shape)
+    least = ridge * torch.eye(rows.shape[1], dtype=torch.float64)
+    means, factors = [], images.new_empty(classes, *least.shape)
     for index, own in enumerate(rows.split(counts.tolist())):
-        centred = own - own.mean(dim=0)
-        covariance = centred.T @ centred / max(1, len(own) - 1) + ridge * identity
         means.append(own.mean(dim=0))
+        centred = own - means[-1]
+        covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(own) - 1))
         factors[index] = torch.linalg.cholesky(covariance)
     return torch.stack(means).to(images), factors
 

@@ -33,7 +33,7 @@ from dulbe_peft.utils.checks import check_int
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
-MOST_PAIRS = 256  # of a step: with all pairs of thousands of classes it would take any memory
+MOST_PAIRS = 32  # of a step, whose time and memory grow with them: each gives `int(20 beta)` features
 
 
 def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class RapfClassifier(Classifier):
     """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
 
     A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512, 2.9 GiB for 3,000, and learning
-    takes twice that. Of more than 256 hard pairs, a step draws 256, where the authors take all. They add 1e-4 I to a
+    takes twice that. Of more than 32 hard pairs, a step draws 32, where the authors take all. They add 1e-4 I to a
     covariance of features whose norm is about 10; here their norm is 1, so it is 1e-6 I. A starts as the authors'
     does, as a random matrix without the identity, so task 1 gives the zero-shot scores up. Where a task's counts
     differ, its images are weighed as in `ridge`; the authors' are not.

@@ -35,7 +35,8 @@ class SlcaClassifier(Classifier):
     """A linear head and one Gaussian a class, 4 d (d + 1) bytes; it draws features, and keeps no image.
 
     The authors' features have passed a LayerNorm, which gives them a norm near sqrt(d); unit features get it here.
-    Learning runs twice for each task, because the temperature of the probabilities needs held-back images.
+    Learning runs twice for each task, because the temperature of the probabilities needs held-back images. Every task
+    aligns all classes, so its time grows with their square; `dulbe-peft cost` says what it takes.
 
     Args:
         epochs: passes over a task's features.
@@ -130,6 +131,11 @@ class SlcaClassifier(Classifier):
     def logits(self, images: Tensor) -> Tensor:
         return F.linear(math.sqrt(self.embed_dim) * images, self.weight.float(), self.bias.float())
 
+    def products_with(self, classes: int) -> int:
+        """Of the alignment alone, with and without held-back images: drawing, scores, and the gradient of W."""
+        drawn = 2 * self.rounds * self.draws * classes
+        return drawn * self.embed_dim * (self.embed_dim + 2 * classes)
+
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; the alignment that follows brings the head along."""
         return moved_gaussians(self, matrix)
@@ -142,5 +148,5 @@ def shrunk(means: Tensor, task: Tensor) -> Tensor:
 
 def normed(scores: Tensor, task: Tensor) -> Tensor:
     """Scores, (n, C), over the mean over tasks, (C,), of the norm that an image's scores of a task's classes have."""
-    parts = [scores[:, task == index].norm(dim=1, keepdim=True) for index in task.unique()]
-    return scores / (torch.cat(parts, dim=1).mean(dim=1, keepdim=True) + 1e-7)
+    parts = scores.split(task.unique_consecutive(return_counts=True)[1].tolist(), dim=1)  # a task's stand together
+    return scores / (torch.stack([part.norm(dim=1) for part in parts]).mean(dim=0)[:, None] + 1e-7)

@@ -96,11 +96,14 @@ def memory_bytes(memory: Memory | None) -> int:
 
 
 def classifier_bytes(classifier: Classifier, classes: int) -> dict[str, int]:
-    """Bytes that a classifier keeps with so many classes: in `total`, and `without_texts`, which a run keeps once."""
+    """Bytes that a classifier keeps with so many classes: in `total`, and `without_texts`, which a run keeps once.
+
+    `learning`: multiply-adds of the task that brings the last classes, where they grow with the square of all; else 0.
+    """
     total = classifier.nbytes_with(classes)
     texts = classifier.tensors().get("text_embeds")
     shared = 0 if texts is None else classes * texts.shape[1] * texts.element_size()
-    return {"total": total, "without_texts": total - shared}
+    return {"total": total, "without_texts": total - shared, "learning": classifier.products_with(classes)}
 
 
 def cost(
@@ -166,4 +169,9 @@ def format_cost(found: Mapping[str, Any]) -> str:
         width = max(map(len, found["classifiers"]))
         for name, size in found["classifiers"].items():
             lines.append(f"  {name:<{width}}  {mib(size['total']):>12}  {mib(size['without_texts']):>12}")
+        for name, size in found["classifiers"].items():
+            if size["learning"]:
+                lines.append(
+                    f"{name} trains on all classes in every task: {size['learning'] / 1e9:,.0f} billions here"
+                )
     return "\n".join(lines)
