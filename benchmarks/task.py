@@ -37,10 +37,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--attention", default="sdpa")
     options.add_argument("--no-literal", action="store_true", help="leave out the literal way")
     options.add_argument("--images", help="a data set to take the images from; default: noise")
+    options.add_argument("--operations", action="store_true", help="print each operation's share of a task instead")
     values = common.parse(options, argv)
     if values.quick:
         values.num_images, values.classes, values.batch = 8, 2, 4
     tasks = Tasks(values)
+    if values.operations:
+        tasks.ours()
+        with torch.profiler.profile() as found:
+            tasks.ours()
+        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        return
     sides = {"ours": tasks.ours, "stock": tasks.stock, "pass": tasks.forward}
     times = common.compare(sides if values.no_literal else sides | {"literal": tasks.literal}, values.repeats)
     where = f"{common.model_name(values.model)}, {values.attention}, {values.num_images} images, batch {values.batch}"
