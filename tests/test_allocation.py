@@ -1,7 +1,5 @@
 """Supports and bases against a full decomposition in float64, on every kind of spectrum and of gradient."""
 
-import doctest
-
 import pytest
 import reference
 import torch
@@ -269,7 +267,3 @@ def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matr
     monkeypatch.setattr(torch.linalg, "eigh", failing_too)
     with pytest.raises(ValueError, match=r"block 3, shape \(120, 120\), failed: nor did this"):
         historical_support(matrix, COUNT, 8, name="block 3")
-
-
-def test_the_examples_in_the_docstrings():
-    assert doctest.testmod(dulbe_peft.subspaces.decompositions) == (0, 2)
