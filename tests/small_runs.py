@@ -1,9 +1,32 @@
-"""Quick settings, tasks of two classes each from folders of digits, and what a command would be called with."""
+"""Quick settings, a learner over the demo model, tasks from folders of digits, and what a command is called with."""
 
-from dulbe_peft import class_incremental_tasks, load_data
+import copy
+
+import torch
+from peft import get_peft_model
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_data,
+)
 from dulbe_peft.commands.main import commands
+from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
+
+
+def learner_of(base, strategy="dulbe", classifiers=("bridge",), adapter=None, seed=0, **fields):
+    """A learner over a copy of the fixture `base`; `adapter` holds settings of its configuration."""
+    model, processor = copy.deepcopy(base[0]), base[1]
+    torch.manual_seed(seed)
+    if make_strategy(strategy).adapts:
+        config = {"residual_rank": 2, "support_rank": 8} | (adapter or {})
+        model = get_peft_model(model, DualModeLoraConfig(**config))
+    args = LearnerArguments(**QUICK | {"seed": seed} | fields)
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
 
 def tasks_of(root, order=None):

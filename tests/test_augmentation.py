@@ -1,22 +1,19 @@
 """Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
 
-import copy
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
 from PIL import Image
+from small_runs import learner_of
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft import class_incremental_tasks
 from dulbe_peft.arguments import AUGMENTATIONS
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.data.augmentation import CHANGES, augmented
 from dulbe_peft.data.readers import load_digit_images
-
-QUICK = {"epochs": 2, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +24,9 @@ def tasks():
     return class_incremental_tasks(images.at(rows), load_digit_images("test"), increment=2)[:2]
 
 
-def learner_of(base, strategy="frozen", classifiers="lda", **fields):
-    clip, processor = copy.deepcopy(base[0]), base[1]
-    torch.manual_seed(0)
-    model = clip if strategy == "frozen" else get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8))
-    args = LearnerArguments(**QUICK | fields)
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+def made(base, strategy="frozen", classifiers="lda", **fields):
+    quick = {"epochs": 2, "batch_size": 8, "prompt_template": "the digit {}."}
+    return learner_of(base, strategy, classifiers, **quick | fields)
 
 
 def test_a_crop_is_a_part_and_a_mirror_image_is_one():
@@ -79,7 +73,7 @@ def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_classifiers_learn_the_mean_of_an_image_and_its_views(base, tasks, workers):
     """In float64, by hand: view v of image i in task t has the seed (seed, t, v, i)."""
-    learner = learner_of(base, augment="crop+affine", copies=2, num_workers=workers)
+    learner = made(base, augment="crop+affine", copies=2, num_workers=workers)
     by_hand = make_classifier("lda", 64, learner.logit_scale)
 
     def means(images, number):
@@ -96,19 +90,17 @@ def test_classifiers_learn_the_mean_of_an_image_and_its_views(base, tasks, worke
     by_hand.update_classes(means([tasks[0].train.image(0)], 2), tasks[0].train.labels[:1])
     for name, tensor in by_hand.tensors().items():
         torch.testing.assert_close(learner.classifier.tensors()[name], tensor, msg=name, rtol=1e-4, atol=1e-5)
-    plain = learner_of(base)
+    plain = made(base)
     plain.learn_task(tasks[0].train)
     assert not torch.allclose(plain.classifier.means, learner.classifier.means[:2], atol=1e-3)
 
 
 def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
     options = {"strategy": "dulbe", "classifiers": "bridge", "augment": "crop+flip+affine", "copies": 1}
-    whole, stopped, plain = (
-        learner_of(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"})
-    )
+    whole, stopped, plain = (made(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"}))
     whole.run(tasks, tmp_path / "whole")
     stopped.run(tasks[:1], tmp_path / "stopped")
-    learner_of(base, **options).run(tasks, tmp_path / "stopped")
+    made(base, **options).run(tasks, tmp_path / "stopped")
     plain.run(tasks, tmp_path / "plain")
     for name in ("adapter_model.safetensors", "head.safetensors"):
         file = f"task-002/{name}"
@@ -116,7 +108,7 @@ def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
     other = (tmp_path / "plain" / "task-002" / "adapter_model.safetensors").read_bytes()
     assert other != (tmp_path / "whole" / "task-002" / "adapter_model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="augment"):
-        learner_of(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
+        made(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
 
 
 def test_the_page_says_what_views_were_measured_to_cost():

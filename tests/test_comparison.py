@@ -398,17 +398,6 @@ def test_intervals_against_a_literal_formula():
     assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
 
 
-def test_intervals_of_three_seeds_cover():
-    """Seeds, images and both together differ; 95 % of the intervals must hold the truth, here 0.1."""
-    random = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        parts = [random.normal(0, scale, shape) for scale, shape in ((0.03, (3, 1)), (0.4, (1, 300)), (0.4, (3, 300)))]
-        found = mean_interval(0.1 + sum(parts))
-        held += found.low <= 0.1 <= found.high
-    assert held / 400 > 0.93
-
-
 def ranked_entry(stream, name, last):
     zeros = "calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes"
     numbers = dict.fromkeys(zeros, 0)

@@ -7,13 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
 from scipy.stats import spearmanr
-from small_runs import QUICK, tasks_of
+from small_runs import learner_of, tasks_of
 from tiny_encoders import IMAGE_SIZE, OF_ONE_SIZE, make_model
 from torch.nn import functional as F
 
-from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
 from dulbe_peft.classifiers.teaching import ClosingPass, linear_map
 from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.loading import unit_image_embeds
@@ -179,10 +178,7 @@ def test_drift_leaves_out_what_was_not_kept():
 def trained(base, digit_folders, tmp_path_factory):
     """A learner of two tasks, its folder, and the stream of three tasks."""
     torch.set_num_threads(1)
-    clip, processor = base
-    torch.manual_seed(0)
-    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
-    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK, drift="linear"))
+    learner = learner_of(base, classifiers=None, drift="linear")
     tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
     learner.run(tasks[:2], folder, keep_features=True)
     return learner, folder, tasks

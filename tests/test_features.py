@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
-from small_runs import QUICK, tasks_of
+from small_runs import QUICK, learner_of, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, ImageFolder, LearnerArguments, load_data
 from dulbe_peft.commands.main import main
@@ -288,11 +288,7 @@ CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=5
 def run(request, base, digit_folders, tmp_path_factory):
     """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
     torch.set_num_threads(1)
-    clip, processor = base
-    torch.manual_seed(0)
-    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
-    args = LearnerArguments(**QUICK, drift=request.param)
-    learner = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS)
+    learner = learner_of(base, classifiers=CLASSIFIERS, drift=request.param)
     folder = tmp_path_factory.mktemp("run")
     learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
     return learner, folder

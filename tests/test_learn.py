@@ -1,6 +1,5 @@
 """The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
 
-import copy
 import json
 import shutil
 
@@ -8,12 +7,10 @@ import pytest
 import torch
 import write_saved
 from lives import content, differences, everything, images_of, tiny_learner
-from peft import get_peft_model
+from small_runs import learner_of
 
 from dulbe_peft import (
     ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
     class_incremental_tasks,
     load_data,
 )
@@ -213,7 +210,7 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
     assert content(june) == before
 
 
-QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+QUICK = {"batch_size": 8, "prompt_template": "the digit {}."}
 
 
 @pytest.fixture(scope="module")
@@ -222,19 +219,9 @@ def digits():
     return write_saved.digits(0, 6), write_saved.digits(6, 12), write_saved.digits(12, 16), write_saved.digits(0, 12)
 
 
-def make_learner(base, strategy="frozen", classifiers=("bridge", "prototype", "lda"), **fields):
-    clip, processor = base
-    torch.manual_seed(0)
-    model = copy.deepcopy(clip)
-    if strategy != "frozen":
-        targets = ["visual_projection"] if strategy == "bofa" else ["k_proj", "v_proj"]
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=targets))
-    args = LearnerArguments(**{**QUICK, **fields})
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
-
-
-def taught(base, data, count=2, **options):
-    learner = make_learner(base, **options)
+def taught(base, data, count=2, strategy="frozen", classifiers=("bridge", "prototype", "lda")):
+    targets = ["visual_projection"] if strategy == "bofa" else ["k_proj", "v_proj"]
+    learner = learner_of(base, strategy, classifiers, {"target_modules": targets}, **QUICK)
     for task in class_incremental_tasks(data, increment=2)[:count]:
         learner.learn_task(task.train)
     return learner

@@ -10,15 +10,13 @@ import pytest
 import torch
 import write_saved
 from accelerate.utils import LoggerType
-from peft import get_peft_model
+from small_runs import learner_of
 from torch.nn import functional as F
 
 from dulbe_peft import (
     BridgeEnsembleHead,
     ClassIncrementalLearner,
-    DualModeLoraConfig,
     DualModeLoraModel,
-    LearnerArguments,
     OccupationStatistics,
     allocate_modes,
     class_incremental_tasks,
@@ -26,7 +24,7 @@ from dulbe_peft import (
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
-QUICK = {"epochs": 1, "batch_size": 8, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +34,7 @@ def digits():
 
 
 def make_learner(base, seed=0, **fields):
-    clip, processor = base
-    torch.manual_seed(seed)
-    model = get_peft_model(copy.deepcopy(clip), DualModeLoraConfig(residual_rank=2, support_rank=8))
-    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**{**QUICK, "seed": seed, **fields}))
+    return learner_of(base, classifiers=None, seed=seed, **QUICK | fields)
 
 
 def stream(digits, count=3, increment=2):
@@ -335,11 +330,8 @@ def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monk
 
 
 def test_a_failed_load_gives_back_also_modules_to_save(base, tmp_path):
-    clip, processor = base
-    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
-    model = get_peft_model(copy.deepcopy(clip), config)
-    ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK)).save_pretrained(tmp_path / "learner")
-    pristine = copy.deepcopy(clip)
+    learner_of(base, adapter={"modules_to_save": ["visual_projection"]}).save_pretrained(tmp_path / "learner")
+    pristine = copy.deepcopy(base[0])
     before = state(pristine)
     with pytest.raises(ValueError, match="xpu|asked for"):
         ClassIncrementalLearner.from_pretrained(tmp_path / "learner", pristine, machine={"device": "xpu"})

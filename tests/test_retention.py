@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
-from small_runs import tasks_of
+from small_runs import learner_of, tasks_of
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
@@ -20,15 +19,9 @@ from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.runs.progress import Ahead, FinishedTask, Row, Score
 from dulbe_peft.runs.results import stream_results
 
-QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress": False}
-
 
 def made(strategy="dulbe"):
-    model, processor = load_dual_encoder(demo_model_folder())
-    torch.manual_seed(0)
-    if strategy != "frozen":
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8))
-    return ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK), strategy=strategy)
+    return learner_of(load_dual_encoder(demo_model_folder()), strategy, None, learning_rate=0.05)
 
 
 @pytest.fixture(scope="module")

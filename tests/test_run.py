@@ -7,15 +7,12 @@ import shutil
 import pytest
 import torch
 from lives import content
-from peft import get_peft_model
 from PIL import Image
-from small_runs import QUICK, tasks_of
+from small_runs import learner_of, tasks_of
 
 from dulbe_peft import (
     CheckpointError,
     ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
 )
 from dulbe_peft.runs.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
@@ -40,13 +37,7 @@ def stream(root, tasks=2, names=NAMES):
 
 
 def make_learner(base, rank=2, strategy="dulbe", classifiers="bridge", **fields):
-    clip, processor = base
-    torch.manual_seed(0)
-    model = copy.deepcopy(clip)
-    if strategy != "frozen":
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=rank, support_rank=8, target_modules=["fc1"]))
-    args = LearnerArguments(**{**QUICK, **fields})
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    return learner_of(base, strategy, classifiers, {"residual_rank": rank, "target_modules": ["fc1"]}, **fields)
 
 
 def frozen(base):

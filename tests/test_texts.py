@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lives import stream, tiny_base, tiny_learner
-from small_runs import parse
+from small_runs import learner_of, parse
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks
@@ -101,11 +101,8 @@ def tasks():
     )
 
 
-def learner_of(base, **fields):
-    args = LearnerArguments(device="cpu", progress=False, prompt_template="the digit {}.", **fields)
-    return ClassIncrementalLearner(
-        copy.deepcopy(base[0]), base[1], args=args, strategy="frozen", classifiers=("text", "bridge")
-    )
+def frozen(base, **fields):
+    return learner_of(base, "frozen", ("text", "bridge"), prompt_template="the digit {}.", **fields)
 
 
 def mean_of_texts(learner, *groups):
@@ -119,7 +116,7 @@ def mean_of_texts(learner, *groups):
 
 
 def test_a_class_is_the_mean_of_its_texts(base, tasks):
-    learner = learner_of(base)
+    learner = frozen(base)
     learner.learn_task(tasks[0].train, class_texts={"zero": TEXTS["zero"]})
     learner.learn_task(tasks[1].train, class_texts={"three": TEXTS["three"]})
     expected = mean_of_texts(learner, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
@@ -128,21 +125,21 @@ def test_a_class_is_the_mean_of_its_texts(base, tasks):
     torch.testing.assert_close(learner.text_embeds(DIGIT_NAMES), expected, atol=1e-6, rtol=1e-5)
     first = mean_of_texts(learner, ["the digit zero."], ["drei"])
     for template, wanted in ((None, first), ("a {}", mean_of_texts(learner, ["a zero"], ["a three"]))):
-        trained = learner_of(base, training_template=template).encoder.tokens(["zero", "three"], TEXTS)
+        trained = frozen(base, training_template=template).encoder.tokens(["zero", "three"], TEXTS)
         torch.testing.assert_close(unit_text_embeds(learner.clip, trained), wanted, atol=1e-6, rtol=1e-5)
     learner.forget_class("zero")
     assert learner.state.class_texts == {"three": ("drei",)}
 
 
 def test_a_run_keeps_them_and_goes_on_with_the_same_ones(base, tasks, tmp_path):
-    learner, whole = learner_of(base), learner_of(base)
+    learner, whole = frozen(base), frozen(base)
     learner.run(tasks[:1], tmp_path / "run", class_texts={"zero": TEXTS["zero"]})
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert loaded.state.class_texts == {"zero": tuple(TEXTS["zero"])}
     assert torch.equal(loaded.text_embeds(["zero"]), learner.text_embeds(["zero"]))
     with pytest.raises(ValueError, match="texts of the class 'zero', which is learned, were"):
-        learner_of(base).run(tasks[:2], tmp_path / "run", class_texts={"three": ["drei"]})
-    learner_of(base).run(tasks[:2], tmp_path / "run", class_texts=TEXTS)
+        frozen(base).run(tasks[:2], tmp_path / "run", class_texts={"three": ["drei"]})
+    frozen(base).run(tasks[:2], tmp_path / "run", class_texts=TEXTS)
     found = whole.run(tasks[:2], tmp_path / "whole", class_texts=TEXTS)
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -165,7 +162,7 @@ def test_the_command_reads_them_from_a_file(tmp_path, capsys):
 
 
 def test_texts_of_no_use_change_nothing(base, tasks):
-    learner = learner_of(base)
+    learner = frozen(base)
     for texts, words in (
         (["an owl"], "must map class names to lists of texts, got a list"),
         ({"nine": ["an owl"]}, r"class_texts\['nine'\] is of no class here"),
