@@ -107,6 +107,8 @@ def loaded_state(
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
+    if not isinstance(base_model, nn.Module):
+        raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in base_model.modules()):
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
     check_encoder(base_model)

@@ -241,7 +241,7 @@ class Encoder:
 
     def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
         """Unit text embeddings of classes, (classes, d): the mean over the texts of each, or that of training."""
-        return mean_texts(*self.each_text_embeds(names, texts, training))
+        return mean_texts(len(names), *self.each_text_embeds(names, texts, training))
 
     @torch.no_grad()
     def each_text_embeds(
@@ -259,9 +259,8 @@ class Encoder:
 
 
 @torch.no_grad()
-def mean_texts(rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+def mean_texts(classes: int, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
     """The direction of the mean over the texts of each class, (classes, d), from what `each_text_embeds` gives."""
-    classes = int(owners[-1]) + 1
     if len(rows) == classes:
         return rows
     return F.normalize(torch.zeros(classes, rows.shape[1]).to(rows).index_add(0, owners, rows), dim=1)

@@ -59,7 +59,7 @@ def learned(
         texts = each = None
         if any(classifier.needs_text for classifier in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
-            texts = torch.cat([*_old_texts(state, encoder), mean_texts(*each)])
+            texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         closing = ClosingPass(names, features, labels, before, texts, each)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, texts, *how)
