@@ -327,6 +327,16 @@ def test_one_class_equal_texts_and_equal_images_have_finite_scores(names):
     assert classifier(draw(2, 7, DIM)).isfinite().all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_few_images_that_are_nearly_equal_have_finite_scores(seed):
+    """Their S is small and far from full rank: in float32, its eigenvalues are NaN or are not found."""
+    common, own, noise = draw(seed, 1, 64), 0.03 * draw(seed + 10, 2, 64), 0.01 * draw(seed + 20, 12, 64)
+    labels = torch.arange(2).repeat_interleave(6)
+    classifier = BayesClassifier(64)
+    classifier.add_classes(["a", "b"], (common + own)[labels] + noise, labels, draw(seed + 30, 2, 64))
+    assert (classifier((common + own)[labels]).argmax(dim=1) == labels).all()
+
+
 def test_a_rho_too_small_for_few_images_is_named():
     classifier = taught(*photos(1), kappa=3.0, rho=1e-30)
     with pytest.raises(ValueError, match="cannot be inverted with rho 1e-30: raise it, or use 'auto'"):

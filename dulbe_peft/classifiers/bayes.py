@@ -130,10 +130,12 @@ class Fit:
     def basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Eigenvalues of S, (d,), its eigenvectors, (d, d), and in their basis `means` and `texts`, (C, d); float32.
 
-        S + rho base I is diagonal there. What is chosen by left-out images does not need more digits.
+        S + rho base I is diagonal there. What is chosen by left-out images does not need more digits. The eigenvalues
+        themselves do: in float32, those of a small S that is far from full rank are NaN or are not found.
         """
-        (values, vectors), width = torch.linalg.eigh(self.noise.float()), self.texts.shape[1]
-        return values.clamp_min(0), vectors, self.means.float() @ vectors, self.texts.float() @ vectors[:width]
+        values, vectors = (part.float() for part in torch.linalg.eigh(self.noise))
+        means, texts = self.means.float() @ vectors, self.texts.float() @ vectors[: self.texts.shape[1]]
+        return values.clamp_min(0), vectors, means, texts
 
     def usual_kappa(self) -> float:
         """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average, each class left out of b and of R.
