@@ -99,6 +99,19 @@ def test_wrong_texts_are_refused(owners):
         ClgCbmClassifier(DIM).add_classes(*given)
 
 
+@pytest.mark.parametrize(
+    ("each", "message"),
+    [
+        (normal(3, DIM), "each_text must be a tuple of embeddings and of the class of each, got tensor"),
+        ((normal(3, DIM), [0, 1]), r"the classes of each_text must be \(3,\), one per text, got shape \(2,\)"),
+        ((normal(2, DIM), [0, 1.5]), "the classes of each_text must be integers, got torch.float32"),
+    ],
+)
+def test_texts_of_another_form_are_refused_by_name(each, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ClgCbmClassifier(DIM).add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8), each)
+
+
 def test_each_text_comes_from_the_learner_and_from_the_features_of_a_run(tmp_path):
     """The strategy brings the classifier; templates are the texts of a class that has none of its own."""
     texts = {"a0": ["six legs", "an ant"], "b1": ["a mane", "four legs", "a tail"]}

@@ -79,6 +79,11 @@ def one_class():
     return learner
 
 
+class Short(list):
+    def __len__(self):
+        return super().__len__() + 1
+
+
 def learn_image(world, image):
     return learn(world, [(image, 0)], ["x"])
 
@@ -136,6 +141,7 @@ METHOD = [
 ]
 TASKS = [
     ("no images", lambda w: learn(w, []), V, "empty"),
+    ("fewer images than its length", lambda w: learn(w, Short(images_of(0, 1))), V, "no item 2 length 3"),
     ("image None", lambda w: learn_image(w, None), V, "image 0 None"),
     ("image an address", lambda w: learn_image(w, "http://127.0.0.1:9/x.jpg"), V, "image 0 str PIL"),
     ("pixels uint8", lambda w: learn_image(w, torch.zeros(3, 16, 16, dtype=torch.uint8)), V, "image 0 uint8"),

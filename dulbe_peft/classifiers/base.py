@@ -198,7 +198,7 @@ class Classifier(GrowingState):
             texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         if self.needs_each_text:
             own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
-            texts |= self._with_each_text(names, *own)
+            texts |= self._with_each_text(names, own)
         indices = check_labels(labels, len(images), len(names)).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
@@ -283,10 +283,12 @@ class Classifier(GrowingState):
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
 
-    def _with_each_text(self, names: list[str], rows: Any, owners: Any) -> dict[str, Tensor]:
+    def _with_each_text(self, names: list[str], given: Any) -> dict[str, Tensor]:
         """`each_text` and `num_texts` with those of new classes."""
-        rows = self._unit(rows, "each_text")
-        owners = check_labels(owners, len(rows), len(names)).to(rows.device)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise TypeError(f"each_text must be a tuple of embeddings and of the class of each, got {given!r:.100}")
+        rows = self._unit(given[0], "each_text")
+        owners = check_labels(given[1], len(rows), len(names), "the classes of each_text", "text").to(rows.device)
         counts = owners.bincount(minlength=len(names))
         for name, count in zip(names, counts.tolist(), strict=True):
             if not 1 <= count <= self.embed_dim:

@@ -44,16 +44,16 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
     return F.normalize((features / largest).to(device, torch.float32), dim=1)
 
 
-def check_labels(labels: Any, count: int, classes: int) -> Tensor:
+def check_labels(labels: Any, count: int, classes: int, name: str = "labels", of: str = "image") -> Tensor:
     """`labels` as a tensor of int64, after a check that there are `count` of them and that they index the classes."""
     try:
         indices = torch.tensor(labels) if isinstance(labels, np.ndarray) else torch.as_tensor(labels)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"labels must be integers, got {labels!r:.100}") from error
+        raise TypeError(f"{name} must be integers, got {labels!r:.100}") from error
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, got {indices.dtype}")
+        raise TypeError(f"{name} must be integers, got {indices.dtype}")
     if indices.shape != (count,):
-        raise ValueError(f"labels must be ({count},), one per image, got shape {tuple(indices.shape)}")
+        raise ValueError(f"{name} must be ({count},), one per {of}, got shape {tuple(indices.shape)}")
     indices = indices.long()
     bad = (indices < 0) | (indices >= classes)
     if bad.any():

@@ -191,7 +191,10 @@ def _file_of(image: Any) -> Path | IO[bytes] | None:
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
     """Image and label of an item of a user's data set."""
-    sample = dataset[index]
+    try:
+        sample = dataset[index]
+    except IndexError as error:
+        raise ValueError(f"the dataset gives no item {index}, though its length is {len(dataset)}") from error
     if isinstance(sample, Mapping):
         if "image" not in sample or "label" not in sample:
             raise ValueError(f"sample {index} has the keys {sorted(map(str, sample))}; 'image' and 'label' are needed")

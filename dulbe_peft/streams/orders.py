@@ -1,6 +1,6 @@
 """The order in which the classes of a stream arrive."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
         if num_classes != len(ICARL_CIFAR100_ORDER):
             raise ValueError(f'class_order "icarl" is for the 100 classes of CIFAR-100, got {num_classes} classes')
         return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
+    if not isinstance(class_order, Iterable):
+        raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
     entries = list(class_order)
     if entries and all(isinstance(entry, str) for entry in entries):
         entries = resolve_labels(entries, class_names, "class_order").tolist()
