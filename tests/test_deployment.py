@@ -39,7 +39,8 @@ from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
 WITH_TEXT = ("bridge", "text", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
-WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1", "clg_cbm:epochs=1")
+WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
+WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03",)
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
 # model type -> the formats and the classifier of each
 CASES = {
