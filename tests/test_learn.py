@@ -86,6 +86,8 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     august = some(photos, tmp_path / "august", ["two"], 3)
     assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
     third = results_of(tmp_path / "august-run")
+    before, after = (100 * figures["head"]["overall"][2] for figures in (found, third))
+    assert f"with the further images: bridge {before:.2f} % before, {after:.2f} % after" in capsys.readouterr().out
     assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
     assert third["class_names"] == found["class_names"]
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "august-run")
@@ -136,6 +138,7 @@ def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, cap
     assert found["head"]["matrix"][2][:2] == [None, None] and found["head"]["matrix"][2][2] is not None
     assert found["head"]["matrix"][:2] == old["head"]["matrix"]
     assert learn(root / "run", some(photos, tmp_path / "more", ["two"], 3), tmp_path / "new") == 0
+    assert "with the further images" not in capsys.readouterr().out
     assert results_of(tmp_path / "new")["head"]["last_accuracy"] is None
 
 

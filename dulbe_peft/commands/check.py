@@ -24,6 +24,7 @@ PAIRS = 100  # duplicates on the page
 DOUBTFUL = 10  # images that look like another class
 DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
 NO_DOUBTS = "no image looks more like another class than like its own"
+SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
 @command(usage="DATA [OPTIONS]")
@@ -62,7 +63,8 @@ def check(
     train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
-    print(found.format())
+    sizes = _sizes(parts.values())
+    print("\n".join([found.format(), *sizes]))
     doubtful = [] if learner is None else _doubtful(parts, learner)
     if learner is not None:
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *(f"  {name}: {why}" for name, why, _ in doubtful)]))
@@ -72,7 +74,7 @@ def check(
         content = {
             "name": data_name(data),
             "found": found,
-            "problems": found.problems(),
+            "problems": [*found.problems(), *sizes],
             "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
             "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
             "doubtful": [(name, why, _picture(*place)) for name, why, place in doubtful],
@@ -106,6 +108,24 @@ def _doubtful(
         why = f"looks like {taken!r}, not like {own!r} (probability {share:.1%})"
         rows.append((printable(part.item_name(index)), why, (part, index)))
     return rows
+
+
+def _sizes(parts: Any) -> list[str]:
+    """The smallest, the middle and the largest size, and how many images are small."""
+    from dulbe_peft.data.decoding import open_image
+
+    sizes = []
+    for images in parts:
+        for index in range(len(images)) if images.stored else ():
+            with open_image(images.file(index)) as image:
+                sizes.append(image.size)
+    if not sizes:
+        return []
+    sizes.sort(key=lambda size: size[0] * size[1])
+    least, middle, most = (f"{w} x {h}" for w, h in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    small = sum(min(size) < SMALL for size in sizes)
+    few = f"; {small} of {len(sizes)} images are narrower than {SMALL}" if small else ""
+    return ["", f"sizes in pixels: {least} to {most}, in the middle {middle}{few}"]
 
 
 def _strip(images: LabelledImages, label: int) -> tuple[int, list[str]]:

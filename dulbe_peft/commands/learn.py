@@ -16,7 +16,7 @@ from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.runs.progress import FinishedTask
+    from dulbe_peft.runs.progress import FinishedTask, Row
     from dulbe_peft.streams.tasks import Task
 
 _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", "engine", "address", "jobs")
@@ -69,6 +69,7 @@ def learn(
     if stream.engine:
         _encode(stream, tasks, further, loaded, load)
     past = known_tasks(loaded)
+    before = past[-1].row if past and not new else None
     if further is not None:
         _update(loaded, further, learner, past, source)
     elif known:
@@ -77,6 +78,8 @@ def learn(
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
         write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
+        if before:
+            _say_gain(before, known_tasks(loaded)[-1].row)
         say_results(results, output, next(iter(loaded.classifiers)))
     leave()
     return 0
@@ -91,6 +94,20 @@ def _encode(
     trains = [*(task.train for task in tasks), *([] if further is None else [further])]
     parts = {"train": trains, "test": [task.test for task in tasks if task.test]}
     encode_stream(stream, parts, learner, partial(load, num_workers=0, progress=False))
+
+
+def _say_gain(before: Row, after: Row) -> None:
+    """Print what further images of known classes changed, where both rows are of tests of the same tasks."""
+    from dulbe_peft.metrics.accuracy import percent
+
+    rows = []
+    for name, score in before.classifiers.items():
+        now = after.classifiers.get(name)
+        if now is None or [value is None for value in score.by_task] != [value is None for value in now.by_task]:
+            return
+        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now.accuracy, 2)} % after")
+    if rows:
+        print(f"with the further images: {'; '.join(rows)}")
 
 
 def _update(
