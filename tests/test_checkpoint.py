@@ -232,3 +232,5 @@ def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
     path.touch()  # as a killed process leaves it
     with exclusive(path, "folder 'x'"):
         refused(path)
+    path.write_text("all of it")
+    assert "is not an empty file, as a lock is" in refused(path) and path.read_text() == "all of it"

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from lives import content, differences, everything, images_of, learned, tiny_learner
 
 from dulbe_peft import export_learner
+from dulbe_peft.utils.devices import usual_torch
 
 
 class Calling(list):
@@ -83,6 +85,21 @@ def test_a_scale_holds_in_its_own_thread_and_asyncio_task_alone():
     with learner.model.disable_adapter():
         assert torch.equal(found["scaled"], learner.image_embeds(image))
     assert not torch.equal(found["scaled"], whole)
+
+
+def test_the_default_type_of_a_program_comes_back_after_two_that_overlap():
+    """As of threads, of which the first ends while the second still computes."""
+    first, second = ExitStack(), ExitStack()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for one in (first, second):
+            one.enter_context(usual_torch())
+        first.close()
+        assert torch.get_default_dtype() == torch.float32
+        second.close()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Killing:

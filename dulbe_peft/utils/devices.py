@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -46,6 +47,10 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
+_dtype_lock = threading.Lock()
+_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as default type, and what it was before them
+
+
 @contextmanager
 def usual_torch() -> Iterator[None]:
     """torch as a program finds it that has set nothing: gradients are on, tensors are float32, on the CPU, uncast."""
@@ -57,9 +62,25 @@ def usual_torch() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
+        stack.enter_context(_float32_by_default())
         yield
+
+
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """The default type is one for all threads, so the last one that leaves puts it back."""
+    with _dtype_lock:
+        if not _dtype[0]:
+            _dtype[1] = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+        _dtype[0] += 1
+    try:
+        yield
+    finally:
+        with _dtype_lock:
+            _dtype[0] -= 1
+            if not _dtype[0]:
+                torch.set_default_dtype(_dtype[1])
 
 
 @contextmanager

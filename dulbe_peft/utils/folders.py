@@ -187,9 +187,13 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` of `what` while the block runs; any other thread or process is refused at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # filelock may take a folder that takes no file for one that is in use
+        foreign = path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_size == 0))
+        if not foreign:
+            path.touch()  # filelock may take a folder that takes no file for one that is in use
     except OSError as error:
         raise OSError(f"{path.parent} cannot be written to ({error.strerror}): choose another folder") from error
+    if foreign:  # the lock would empty it
+        raise CheckpointError(f"{what} cannot be locked: {path} is not an empty file, as a lock is; move it away")
     with write_errors(path):
         # A new object each time: it opens the file anew, and flock tells two openings apart, also in one process.
         try:
