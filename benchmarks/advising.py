@@ -22,9 +22,9 @@ from scipy.stats import t
 
 import dulbe_peft
 from dulbe_peft.comparison.advice import Regret, advise
-from dulbe_peft.comparison.cells import read_cell
 from dulbe_peft.comparison.compare import shares_of
-from dulbe_peft.comparison.plan import Plan, Row, read_plan
+from dulbe_peft.comparison.comparison_file import read_comparison
+from dulbe_peft.comparison.plan import Cell, Plan, Row, read_plan
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.records import write_record
 
@@ -93,24 +93,27 @@ def regret_of_best_elsewhere(found: Mapping[tuple[str, int], Mapping[Row, float]
 def measured(plan: Plan, comparison: Path, no_training: bool) -> Found:
     """A_last on the test images of all rows that are finished."""
     found: Found = {}
-    for cell in plan.cells():
-        rows = [] if no_training and plan.strategy(cell.method).adapts else plan.rows(cell.method)
-        for row in rows:
+    for cell, rows in runs(plan, comparison):
+        for row in [] if no_training and plan.strategy(cell.method).adapts else rows:
             shares = shares_of(comparison / cell.folder, row)
             if shares is not None:
                 found.setdefault((cell.stream, cell.seed), {})[row] = float(shares.mean())
     return found
 
 
+def runs(plan: Plan, comparison: Path) -> list[tuple[Cell, list[Row]]]:
+    """The runs of a comparison with the rows that each serves, as it has chosen their settings."""
+    return plan.cells({(entry.stream, entry.row): entry.chosen for entry in read_comparison(comparison).entries})
+
+
 def advised(plan: Plan, stream: str, seed: int, comparison: Path, output: Path, values: Any) -> Row:
     """The row that `advise` chooses for a stream and a seed."""
-    trials = {}
-    for cell in plan.cells():
+    trials: dict[str, dict[str, Any]] = {}
+    # With the settings that most rows of a method have chosen.
+    for cell, _ in sorted(runs(plan, comparison), key=lambda pair: len(pair[1])):
         if (cell.stream, cell.seed) == (stream, seed) and plan.strategy(cell.method).adapts and not values.no_training:
-            done = read_cell(comparison / cell.folder)
-            if done is not None:  # with the settings that the comparison has chosen
-                chosen = {name: done.settings[name] for name in plan.choices.get(cell.method, {})}
-                trials[cell.method] = plan.methods[cell.method] | chosen
+            chosen = {name: cell.settings[name] for name in plan.choices.get(cell.method, {})}
+            trials[cell.method] = plan.methods[cell.method] | chosen
     # The comparison has no rows with augmented views.
     settings = {"order_seed": seed, "draw_seed": seed, "augment": "none"} | plan.streams[stream]
     specs, drifts = plan.classifiers, plan.drifts

@@ -65,7 +65,7 @@ def advise(
     path = folder / "advice.json"
     check_replaceable([path], Advice)
     plans = advice_plans(settings, specs, trials, seed=seed)[: 2 if trials else 1]
-    cells = [(cell, plan.rows(cell.method)) for plan in plans for cell in plan.cells()]
+    cells = [pair for plan in plans for pair in plan.cells()]
     steps = sum(not is_done(cell, folder.absolute(), rows) for cell, rows in cells)
     advice = advise(settings, folder, jobs, specs, trials, seed, log=_steps(steps))
     write_record(path, advice)

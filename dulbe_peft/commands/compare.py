@@ -31,13 +31,13 @@ def compare(
 
     plan, folder = read_plan(file), Path(output)
     if dry_run:
-        trials = [trial for stream in plan.streams for method in plan.choices for trial in plan.trials(stream, method)]
-        certain = [cell for cell in plan.cells() if cell.method not in plan.choices]
-        cells = [*((cell, []) for _, cell in trials), *((cell, plan.rows(cell.method)) for cell in certain)]
-        missing = [cell.folder for cell, rows in cells if not is_done(cell, folder, rows)]
+        trials = [(cell, plan.rows(cell.method)) for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
+        certain = [(cell, rows) for cell, rows in plan.cells() if cell.method not in plan.choices]
+        missing = [cell.folder for cell, rows in trials + certain if not is_done(cell, folder, rows)]
         print("\n".join(missing))
-        chosen = len(plan.cells()) - len(certain)
-        print(f"{len(missing)} runs are missing" + (f", and {chosen} whose settings are chosen" if chosen else ""))
+        more = len(plan.cells()) - len(certain)
+        more_words = f", and at least {more} whose settings are chosen" if more else ""
+        print(f"{len(missing)} runs are missing{more_words}")
         return 0
     check_folder(output, file, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)

@@ -143,7 +143,7 @@ def advise(
     if chosen.drift != "none":
         use["drift"] = chosen.drift
     titles = {row: row.classifier + row.method.removeprefix(FROZEN).replace(" ", ", augment ", 1) for row in ranked}
-    results = read_json(output / next(iter(whole.cells())).folder / RESULTS_FILE)
+    results = read_json(output / whole.cells()[0][0].folder / RESULTS_FILE)
     return Advice(
         settings=use,
         classifiers={titles[row]: mean_share(free[row]) for row in ranked},
@@ -169,11 +169,11 @@ def _measured(
         raise
     found: dict[Row, np.ndarray] = {}
     seconds: dict[str, float] = {}
-    for cell in plan.cells():
+    for cell, rows in plan.cells():
         folder = output / cell.folder
         done, weights = read_cell(folder), _weights(folder)
         seconds[cell.method] = done.cost.seconds if done else 0.0
-        shares = {row: shares_of(folder, row) for row in plan.rows(cell.method)}
+        shares = {row: shares_of(folder, row) for row in rows}
         # A classifier that needs text is not asked where the model has none.
         found |= {row: share * weights for row, share in shares.items() if share is not None}
     return found, seconds

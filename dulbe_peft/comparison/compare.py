@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dulbe_peft.comparison.cells import answers_path, finish_cell, is_done, read_answers, read_cell
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry, Scope
 from dulbe_peft.comparison.intervals import image_shares, mean_share
-from dulbe_peft.comparison.plan import Cell, Plan, Row
+from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
 from dulbe_peft.report.table import write_table_csv
 from dulbe_peft.runs.setup import check_run_folder
@@ -51,18 +50,19 @@ def compare(
         check_run_folder(data, str(output))
 
     finish = partial(_finish, output, jobs or default_jobs(), backend, address, log)
-    chosen = _choose(plan, output, finish, log)
-    cells = plan.cells(chosen)
+    tried = [(cell, plan.rows(cell.method)) for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
+    failed = finish(tried)
+    chosen = _choose(plan, output, log)
+    work = plan.cells(chosen)
     try:
-        failed = finish([(cell, plan.rows(cell.method)) for cell in cells])
+        failed += finish(work)
     finally:  # also of a comparison that is interrupted, a table says what is finished and what is missing
-        entries = make_entries(plan, output, cells)
+        entries = make_entries(plan, output, work, chosen)
         output.mkdir(parents=True, exist_ok=True)
-        values = {f"{stream}: {method}": values for (stream, method), values in chosen.items()}
-        write_record(output / COMPARISON_FILE, Comparison(entries=entries, chosen=values, scope=Scope.of(plan)))
+        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=Scope.of(plan)))
         write_table_csv(COLUMNS, entries, output / CSV_FILE)
     if failed:
-        raise ComparisonError(f"{len(failed)} of {len(cells)} runs failed; the first: {failed[0]}")
+        raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first: {failed[0]}")
     return entries
 
 
@@ -88,28 +88,21 @@ def _finish(
     return failed
 
 
-def _choose(
-    plan: Plan, output: Path, finish: Finish, log: Callable[[str], None]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """The best settings of every method that has a choice, for each stream, on held-back training images."""
-    trials = {(stream, method): plan.trials(stream, method) for stream in plan.streams for method in plan.choices}
-    failed = finish([(cell, [_judge(plan, cell.method)]) for tried in trials.values() for _, cell in tried])
-    if failed:
-        raise ComparisonError(f"{len(failed)} runs that choose settings failed; the first: {failed[0]}")
-    chosen = {}
-    for (stream, method), tried in trials.items():
-        shares = [shares_of(output / cell.folder, _judge(plan, method)) for _, cell in tried]
-        accuracies = [0.0 if share is None else mean_share(share) for share in shares]
-        best = chosen[stream, method] = tried[accuracies.index(max(accuracies))][0]
-        listed = ", ".join(f"{values}: {100 * a:.1f}" for (values, _), a in zip(tried, accuracies, strict=True))
-        log(f"{stream}, {method}: {best} is best on held-back training images ({listed})")
+def _choose(plan: Plan, output: Path, log: Callable[[str], None]) -> Chosen:
+    """The settings with which each row is best on held-back training images, of those of its method that it tried."""
+    chosen: Chosen = {}
+    for stream, method in plan.pairs_to_choose:
+        best_for: dict[str, list[str]] = {}
+        trials = plan.trials(stream, method)
+        for row in plan.rows(method):
+            shares = [(values, shares_of(output / cell.folder, row)) for values, cell in trials]
+            found = [(mean_share(own), values) for values, own in shares if own is not None]
+            if found:  # else it needs text where the model has none, or its runs failed
+                chosen[stream, row] = max(found, key=lambda pair: pair[0])[1]
+                best_for.setdefault(as_text(chosen[stream, row]), []).append(row.title.removeprefix(f"{method} with "))
+        for values, names in best_for.items():
+            log(f"{stream}, {method}: {values} is best on held-back training images for {'; '.join(names)}")
     return chosen
-
-
-def _judge(plan: Plan, method: str) -> Row:
-    """The row that settings are chosen by: the reference's classifier where the method has it."""
-    rows = plan.rows(method)
-    return next((row for row in reversed(rows) if row.classifier == plan.baseline.classifier), rows[-1])
 
 
 def shares_of(folder: Path, row: Row) -> np.ndarray | None:

@@ -38,6 +38,7 @@ class Entry(Record):
 
     stream: str
     row: Row
+    chosen: dict[str, Any]  # the row's settings of those that its method may choose from
     seeds: tuple[int, ...]
     means: dict[Measure, Mean]
     spreads: dict[Measure, float | None]
@@ -76,10 +77,9 @@ class Scope(Record):
 
 
 class Comparison(Record):
-    """What a comparison has found so far; `chosen` has the settings that were chosen for each "stream: method"."""
+    """What a comparison has found so far."""
 
     entries: list[Entry]
-    chosen: dict[str, dict[str, Any]]
     scope: Scope
 
     def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:

@@ -46,10 +46,9 @@ def write_comparison_page(
 
 
 def _content(comparison: Comparison, name: str) -> dict[str, Any]:
-    scope, entries, chosen = comparison.scope, comparison.entries, comparison.chosen
+    scope, entries = comparison.scope, comparison.entries
     rows = plots.important_rows(comparison)
     several_tested = len({entry.stream for entry in entries}) > 1
-    tried = {f"{stream}: {method}": values for stream in scope.streams for method, values in scope.choices.items()}
     return {
         "name": name,
         "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
@@ -63,7 +62,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
         "columns": filled(COLUMNS, entries)[1:],
         "ranks": ranked(entries),
-        "chosen": [(key, _listed(chosen[key]), _listed(values)) for key, values in tried.items() if key in chosen],
+        "choices": [(method, _listed(values)) for method, values in scope.choices.items()],
         "settings": [
             (key, _listed(flat_settings(values))) for key, values in (*scope.streams.items(), *scope.methods.items())
         ],

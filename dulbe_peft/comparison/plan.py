@@ -45,6 +45,7 @@ def _different(values: list[Any]) -> list[Any]:
 
 
 Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
+Chosen = dict[tuple[str, "Row"], dict[str, Any]]  # the settings that were chosen for a stream's row
 Listed = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 Different = AfterValidator(_different)
 
@@ -109,23 +110,37 @@ class Plan:
             rows += [Row(method, spec, drift) for drift in (self.drifts if moves else ["none"])]
         return rows
 
-    def cells(self, chosen: Mapping[tuple[str, str], dict[str, Any]] | None = None) -> list[Cell]:
-        """All runs of the comparison; `chosen` has the settings that were chosen for (stream, method)."""
-        chosen = chosen or {}
-        return [
-            self._cell(stream, method, seed, chosen.get((stream, method), {}), f"runs/{stream}/{method}/seed-{seed}")
-            for stream, method, seed in itertools.product(self.streams, self.methods, self.seeds)
-        ]
+    @property
+    def pairs_to_choose(self) -> list[tuple[str, str]]:
+        """Streams and methods whose settings are chosen."""
+        return list(itertools.product(self.streams, self.choices))
+
+    def cells(self, chosen: Chosen | None = None) -> list[tuple[Cell, list[Row]]]:
+        """All runs of the comparison with the rows that each serves: a run for each choice that some row has made.
+
+        Without `chosen`, a method that has a choice runs with its defaults.
+        """
+        work = []
+        for stream, method, seed in itertools.product(self.streams, self.methods, self.seeds):
+            groups: dict[str, list[Row]] = {}
+            values = {}
+            for row in self.rows(method):
+                own = {} if chosen is None or method not in self.choices else chosen.get((stream, row))
+                if own is not None:  # else no trial of the row was finished
+                    values[as_text(own)] = own
+                    groups.setdefault(as_text(own), []).append(row)
+            for text, rows in groups.items():
+                folder = "/".join(filter(None, ("runs", stream, method, _folder_name(text), f"seed-{seed}")))
+                work.append((self._cell(stream, method, seed, values[text], folder), rows))
+        return work
 
     def trials(self, stream: str, method: str) -> list[tuple[dict[str, Any], Cell]]:
         """The settings that a method may choose from on a stream, each with the run that tries it out."""
         grid, found = self.choices[method], []
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
-            name = quote(",".join(f"{key}={value}" for key, value in values.items()), safe=" =,.+")
-            if len(name) > 100:
-                name = hashlib.sha256(name.encode()).hexdigest()
-            more, folder = values | {"validation_fraction": CHOICE_FRACTION}, f"choices/{stream}/{method}/{name}"
+            folder = f"choices/{stream}/{method}/{_folder_name(as_text(values))}"
+            more = values | {"validation_fraction": CHOICE_FRACTION}
             found.append((values, self._cell(stream, method, self.seeds[0], more, folder)))
         return found
 
@@ -144,6 +159,16 @@ class Plan:
         if adapts and (settings.get("augment", "none") == "none" or "linear" in self.drifts):
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
+
+
+def as_text(values: Mapping[str, Any]) -> str:
+    """Settings as one reads them."""
+    return ",".join(f"{name}={value}" for name, value in values.items())
+
+
+def _folder_name(text: str) -> str:
+    name = quote(text, safe=" =,.+")
+    return name if len(name) <= 100 else hashlib.sha256(name.encode()).hexdigest()
 
 
 def growth(settings: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -201,8 +226,8 @@ def make_plan(content: dict[str, Any]) -> Plan:
             name: (_path(own.retention), *own.retention_scales) for name, (_, own) in streams.items() if own.retention
         },
     )
-    trials = [cell for pair in itertools.product(plan.streams, plan.choices) for _, cell in plan.trials(*pair)]
-    for cell in (*plan.cells(), *trials):
+    trials = [cell for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
+    for cell in (*(cell for cell, _ in plan.cells()), *trials):
         for name in ("model", "data"):
             if not cell.settings.get(name):
                 raise ValueError(f"stream {cell.stream!r} names no {name}")

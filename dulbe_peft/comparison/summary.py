@@ -1,5 +1,6 @@
 """The table of a comparison: a row for each method and classifier on each stream, all against one reference."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from dulbe_peft.comparison.cells import AnswersFacts, CellRecord, answers_path, as_json, read_answers, read_cell
 from dulbe_peft.comparison.comparison_file import Entry, Retention
 from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
-from dulbe_peft.comparison.plan import Cell, Plan, Row
+from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
 from dulbe_peft.report.table import Column, filled, format_markdown
 from dulbe_peft.utils.specs import closest
@@ -30,20 +31,27 @@ class _CellRow:
     cell: CellRecord
 
 
-def make_entries(plan: Plan, output: Path, cells: Sequence[Cell]) -> list[Entry]:
-    """The rows of all streams, of what is finished."""
+def make_entries(
+    plan: Plan, output: Path, work: Sequence[tuple[Cell, list[Row]]], chosen: Chosen | None = None
+) -> list[Entry]:
+    """The rows of all streams, of what is finished; `chosen` as `Plan.cells` has got it."""
     found: dict[tuple[str, Row], dict[int, _CellRow]] = {}
-    for cell in cells:
-        for row in plan.rows(cell.method):
+    for cell, rows in work:
+        for row in rows:
             if read := _read(output / cell.folder, row, cell):
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
-    for (stream, row), seeds in found.items():
+    rows = [row for method in plan.methods for row in plan.rows(method)]
+    for stream, row in itertools.product(plan.streams, rows):
+        if (stream, row) not in found:
+            continue
+        seeds = found[stream, row]
         reference = {} if row == first else found.get((stream, first), {})
         same = (found.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
         untrained = {} if row.method == first.method else next(filter(None, same), {})
         differences = {name: _difference(seeds, reference, name) for name in MEASURES}
-        entries.append(_entry(stream, row, seeds, differences, _difference(seeds, untrained, "last")))
+        values = (chosen or {}).get((stream, row), {})
+        entries.append(_entry(stream, row, values, seeds, differences, _difference(seeds, untrained, "last")))
     return entries
 
 
@@ -68,6 +76,7 @@ def _difference(found: dict[int, _CellRow], other: dict[int, _CellRow], measure:
 def _entry(
     stream: str,
     row: Row,
+    chosen: dict[str, Any],
     seeds: dict[int, _CellRow],
     differences: dict[Measure, Difference | None],
     gain: Difference | None,
@@ -80,6 +89,7 @@ def _entry(
     return Entry(
         stream=stream,
         row=row,
+        chosen=chosen,
         seeds=tuple(seeds),
         means={name: statistics.fmean(numbers) for name, numbers in values.items()},
         spreads={name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
@@ -189,6 +199,13 @@ COLUMNS: list[Column[Entry]] = [
         False,
         "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
         values={"drift": _value("row.drift")},
+    ),
+    Column(
+        "chosen",
+        lambda entry: as_text(entry.chosen),
+        False,
+        "The settings with which the row is best on held-back training images, of those that its method has tried.",
+        values={"chosen": lambda entry: as_text(entry.chosen)},
     ),
     Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds)}),
     _column(
