@@ -19,7 +19,7 @@ from dulbe_peft.comparison.cells import answers_path, read_answers, read_cell
 from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.comparison_file import Entry, read_comparison
 from dulbe_peft.comparison.intervals import image_shares, mean_interval, mean_share
-from dulbe_peft.comparison.plan import Row, make_plan, read_plan
+from dulbe_peft.comparison.plan import Row, as_text, make_plan, read_plan
 from dulbe_peft.comparison.ranks import ranked
 from dulbe_peft.comparison.summary import format_summary, make_entries
 from dulbe_peft.demo import demo_model_folder
@@ -74,6 +74,10 @@ def copied(finished, tmp_path):
     return tmp_path / "copied", *finished[1:]
 
 
+def run_of(folder, entry, seed=0):
+    return folder / "out" / "runs" / "digits" / entry.row.method / as_text(entry.chosen) / f"seed-{seed}"
+
+
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
 
@@ -94,14 +98,34 @@ def test_every_row_of_every_stream_is_there(finished):
     found = read_comparison(folder / "out")
     assert found.missing() == [] and found.entries == entries
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,2,")
+    assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,,2,")
     assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
     # The better rate on held-back training images is taken.
-    assert sum("best on held-back training images" in line for line in said) == 1
     tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
     assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
-    rate = found.chosen["digits: LoRA"]["learning_rate"]
-    assert [json.loads(path.read_text())["settings"]["learning_rate"] for path in ran] == [rate, rate]
+    rates = {entry.chosen["learning_rate"] for entry in entries[2:]}
+    assert sum("best on held-back training images" in line for line in said) == len(rates)
+    assert {json.loads(path.read_text())["settings"]["learning_rate"] for path in ran} == rates
+
+
+def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(copied, content, monkeypatch):
+    folder, _, _ = copied
+    content = content | {"seeds": [0], "drift": ["none"]}
+    shutil.rmtree(folder / "out" / "runs" / "digits" / "LoRA")
+
+    def judged(run, row):
+        return np.full(4, float(("0.1" in run.name) == (row.classifier == "lda")))
+
+    monkeypatch.setattr("dulbe_peft.comparison.compare.shares_of", judged)
+    plan = read_plan(write(folder / "plan.yaml", content))
+    entries = compare(plan, folder / "out", jobs=1, log=quiet)
+    assert [entry.chosen.get("learning_rate") for entry in entries] == [None, None, 1e-4, 0.1]
+    for entry in entries[2:]:
+        run = run_of(folder, entry)
+        answers, _ = read_answers(run, entry.row, read_cell(run))
+        assert read_cell(run).settings["learning_rate"] == entry.chosen["learning_rate"]
+        assert entry.means["last"] == pytest.approx(float(answers[-1].right.float().mean()))
+        assert [path.stem for path in (run / "answers").iterdir()] == [entry.row.classifier]
 
 
 def test_what_training_adds_is_the_difference_to_the_same_classifier(finished):
@@ -141,9 +165,8 @@ def test_a_classifier_of_a_stream_that_grows_has_seen_all_of_its_images(content,
 
 def test_what_a_scale_gives_and_costs_is_kept(finished):
     folder, entries, _ = finished
-    for method, entry in (("frozen", entries[0]), ("LoRA", entries[-1])):
-        cells = [folder / "out" / "runs" / "digits" / method / f"seed-{seed}" / "cell.json" for seed in (0, 1)]
-        found = [json.loads(cell.read_text())["retention"] for cell in cells]
+    for entry in (entries[0], entries[-1]):
+        found = [json.loads((run_of(folder, entry, seed) / "cell.json").read_text())["retention"] for seed in (0, 1)]
         assert all([point["scale"] for point in one["scales"]] == [0, 0.5, 1] for one in found)
         for one in found:  # here the classes of `retention` are those of the stream
             assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
@@ -196,10 +219,11 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
 
 
 def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
-    run = copied[0] / "out" / "runs" / "digits" / "LoRA" / "seed-0"
-    lda, cell = Row("LoRA", "lda"), read_cell(run)
+    folder, entries, _ = copied
+    run, lda = run_of(folder, entries[-2]), Row("LoRA", "lda")
+    cell = read_cell(run)
     read_answers(run, lda, cell)
-    shutil.copy(run.parent / "seed-1" / "answers" / "bridge.safetensors", answers_path(run, Row("LoRA", "bridge")))
+    shutil.copy(answers_path(run.parent / "seed-1", lda), answers_path(run, Row("LoRA", "bridge")))
     shutil.copy(answers_path(run, lda), answers_path(run, replace(lda, drift="linear")))
     shutil.copy(answers_path(run, lda), answers_path(run, Row("LoRA", "ridge")))
     for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
@@ -294,7 +318,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         shutil.rmtree(run)
     path = str(folder / "plan.yaml")
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--dry-run"]) == 0
-    assert "0 runs are missing, and 2 whose settings are chosen" in capsys.readouterr().out
+    assert "0 runs are missing, and at least 2 whose settings are chosen" in capsys.readouterr().out
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     assert "| LoRA | lda | linear |" in capsys.readouterr().out
     again = read_comparison(tmp_path / "out").entries
@@ -346,10 +370,10 @@ def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
     methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
     mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
     plan = read_plan(write(tmp_path / "plan.yaml", mine))
-    assert [cell.settings.get("drift") for cell in plan.cells()] == ["linear", None] * len(plan.streams)
+    assert [cell.settings.get("drift") for cell, _ in plan.cells()] == ["linear", None] * len(plan.streams)
     plain, views = compare(plan, tmp_path / "out", jobs=1)
     assert [entry.row.method for entry in (plain, views)] == ["plain", "views"]
-    features = [read_features(tmp_path / "out" / cell.folder) for cell in plan.cells()]
+    features = [read_features(tmp_path / "out" / cell.folder) for cell, _ in plan.cells()]
     assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
     with pytest.raises(ValueError, match="augment and drift='linear'"):
         compare(replace(plan, drifts=["none", "linear"]), tmp_path / "other", jobs=1)
@@ -401,7 +425,15 @@ def test_intervals_against_a_literal_formula():
 def ranked_entry(stream, name, last):
     zeros = "calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes"
     numbers = dict.fromkeys(zeros, 0)
-    nothing = {"gain": None, "retention": None, "spreads": {}, "differences": {}, "intervals": {}, "curve": []}
+    nothing = {
+        "gain": None,
+        "retention": None,
+        "spreads": {},
+        "differences": {},
+        "intervals": {},
+        "chosen": {},
+        "curve": [],
+    }
     return Entry(stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last}, **nothing, **numbers)
 
 

@@ -37,11 +37,12 @@ def around(mean):
     return Difference(mean, mean - 0.01, mean + 0.01)
 
 
-def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None):
+def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None, chosen=None):
     spread = 0.01234 if len(seeds) > 1 else None
     return Entry(
         stream=stream,
         row=row,
+        chosen=chosen or {},
         seeds=seeds,
         means={"last": last, "average": last + 0.03, "forgetting": 0.02},
         spreads={"last": spread, "average": spread},
@@ -65,8 +66,8 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     entries = [
         entry(REFERENCE, 0.8, None, names[0], retention=Retention(before=0.9, after=0.9)),
         entry(best, 0.81, UNCLEAR, names[0]),
-        entry(other, 0.85, CLEAR, names[0], retention=known),
-        entry(moved, 0.7, WORSE, names[0], retention=known),
+        entry(other, 0.85, CLEAR, names[0], retention=known, chosen={"learning_rate": 1e-3}),
+        entry(moved, 0.7, WORSE, names[0], retention=known, chosen={"learning_rate": 1e-3}),
         entry(REFERENCE, 0.9, None, names[1]),
         entry(best, 0.91, UNCLEAR, names[1]),
         entry(other, 0.9, UNCLEAR, names[1], seeds=(0, 1)),
@@ -77,8 +78,7 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     choices = {method: {"learning_rate": [1e-4, 1e-3]}}
     rows = (REFERENCE, best, other, moved)
     scope = Scope(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
-    chosen = {f"{names[0]}: {method}": {"learning_rate": 1e-3}}
-    return Comparison(entries=entries, chosen=chosen, scope=scope)
+    return Comparison(entries=entries, scope=scope)
 
 
 @pytest.fixture
@@ -127,12 +127,13 @@ def test_the_page_has_all_figures(folder):
     assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
     assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text and "With one seed" not in text
     cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
-    first, second = (table for table in cells if table[0][0] == "method")
+    first, second = (table for table in cells if table[0][:2] == ["method", "classifier"])
 
     def row(method, classifier, drift, last, *rest):
         figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
         costs = ["7.9", "12", "10", "28,800", "3.0"]
-        return [method, classifier, drift, *figures, "2.0 (+1.0 to +3.0)", *rest[:2], *costs, *rest[2:]]
+        chosen = "learning_rate=0.001" if method == "DuLBE" else ""
+        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:2], *costs, *rest[2:]]
 
     assert first == [
         TITLES,
@@ -142,10 +143,9 @@ def test_the_page_has_all_figures(folder):
         row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
     ]
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1, "the best one is bold"
-    assert second[0] == [t for t in TITLES[:-1] if t != "drift"] and "2 to 3 seeds" in text
+    assert second[0] == [t for t in TITLES[:-1] if t not in ("drift", "chosen")] and "2 to 3 seeds" in text
     assert all(column.meaning in text for column in COLUMNS)
-    chosen = ["4 images: DuLBE", "learning_rate = 0.001", "learning_rate = 0.0001, 0.001"]
-    assert page.table("stream: method", "chosen") == [chosen]
+    assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
     missing = [["16 images", "DuLBE", "lda", "2"], ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"]]
     assert page.table("stream", "classifiers", "seeds") == missing
     settings = dict(page.table("stream or method"))
@@ -163,12 +163,12 @@ def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
     table = made_comparison()
     scope = changed(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
     entries = [changed(one, seeds=(0,)) for one in table.entries[:4]]
-    write_into(Comparison(entries=entries, chosen={}, scope=scope), tmp_path)
+    write_into(Comparison(entries=entries, scope=scope), tmp_path)
     page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
     text = page.words
     self_contained(page)
     assert "With one seed, an interval speaks of the test images alone." in text
-    assert "not finished" not in text and "Settings that were chosen" not in text
+    assert "not finished" not in text and "Settings to choose from" in text
     assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in text
 
 
@@ -232,12 +232,11 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
         row = list(csv.DictReader(file))[2]
     assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
     lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == r"\begin{tabular}{llllrrrrrrrrrrr}"
-    assert lines[4].startswith(
-        r"4 images & DuLBE & lda &  & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0 (87.0 to 89.0)} & "
-    )
+    assert lines[0] == r"\begin{tabular}{lllllrrrrrrrrrrr}"
+    start = r"4 images & DuLBE & lda &  & learning\_rate=0.001 & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0"
+    assert lines[4].startswith(start)
     assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
-    assert all(line.count("&") == 14 for line in lines if line.endswith(r"\\"))
+    assert all(line.count("&") == 15 for line in lines if line.endswith(r"\\"))
     columns = ["--latex", "c.tex", "--columns", "method, A_last"]
     assert main(["report", str(folder), *columns, "--output", "c.html"]) == 0
     assert r"DuLBE & \textbf{85.0 (84.0 to 86.0)} \\" in (tmp_path / "c.tex").read_text()

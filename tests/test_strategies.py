@@ -257,7 +257,7 @@ PLANS = {path.stem: read_plan(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 def settings_of(file, row):
     """The settings of the row's first run."""
-    return next(cell.settings for cell in PLANS[file].cells() if cell.method == row)
+    return next(cell.settings for cell, _ in PLANS[file].cells() if cell.method == row)
 
 
 def test_there_is_a_comparison_on_the_demo_for_every_ablation():
