@@ -1,4 +1,4 @@
-"""O-LoRA, SD-LoRA, LoRA-Sub and CL-LoRA against their formulas in float64."""
+"""O-LoRA, SD-LoRA, LoRA-Sub, CL-LoRA and SPU against their formulas in float64."""
 
 from itertools import pairwise
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from stepping import SCALE, adapted, begin, end, features, images, learn, new_task, step_of, texts, train, update
 
+from dulbe_peft.adapter.config import DENSE
 from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.metrics.cost import kept_parameters, trainable_parameters
 from dulbe_peft.strategies import Step, make_strategy
 from dulbe_peft.strategies.cl_lora import block_of, lower_and_upper, row_scales
 from dulbe_peft.strategies.sd_lora import directions, scaled
@@ -311,3 +313,41 @@ def test_row_scales_have_mean_one_and_are_one_where_nothing_was_learned():
     up = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 0.0]])
     torch.testing.assert_close(row_scales(up), torch.tensor([[2.5], [0.5], [0.0]]))
     assert torch.equal(row_scales(torch.zeros(3, 2)), torch.ones(3, 1))
+
+
+def test_spu_trains_the_weights_of_the_largest_gradients_alone(tiny_clip):
+    """Two tasks, beside a model in float64 that has no gradient at the weights that are not chosen."""
+    strategy, adapter = make_strategy("spu:share=0.07"), adapted(tiny_clip(), target_modules=["fc1"])
+    clip, layers = tiny_clip().double(), adapter.dual_mode_layers()
+    weights = [clip.get_submodule(name).weight for name in layers]
+    assert {name.rpartition(".")[2] for name in layers} == {"fc1"} and len(layers) == 2
+
+    def gradients_of(index):
+        pixels, labels = images(index)
+        z = torch.nn.functional.normalize(clip.get_image_features(pixels.double()).pooler_output, dim=1)
+        loss = torch.nn.functional.cross_entropy(SCALE * z @ texts(index).double().T, torch.tensor(labels))
+        return torch.autograd.grad(loss, weights)
+
+    for index in range(2):
+        start = [weight.detach().clone() for weight in weights]
+        gradients = gradients_of(index)
+        chosen = [g.abs() >= g.abs().flatten().sort().values[-int(0.07 * g.numel())] for g in gradients]
+        optimizer = torch.optim.Adam(weights, lr=0.02)
+        for _ in range(3):
+            for weight, gradient, own in zip(weights, gradients_of(index), chosen, strict=True):
+                weight.grad = torch.where(own, gradient, 0)
+            optimizer.step()
+        task = new_task(adapter, index)
+        task.gradients = {name: gradient.float() for name, gradient in zip(layers, gradients, strict=True)}
+        begin(strategy, task)
+        train(strategy, task)
+        end(strategy, task)
+        for layer, weight, before, own in zip(layers.values(), weights, start, chosen, strict=True):
+            torch.testing.assert_close(layer.folded_weight("default").double(), weight, rtol=1e-4, atol=2e-5)
+            changed = weight.detach() != before
+            assert torch.equal(changed, own) and 0 < changed.sum() == int(0.07 * changed.numel())
+            assert not layer.is_trained("default") and layer.history_rank("default") == DENSE
+    fresh = adapted(tiny_clip(), target_modules=["fc1"])
+    counts = trainable_parameters(fresh, strategy)
+    assert counts["total"] == counts["other"] == sum(int(own.sum()) for own in chosen)
+    assert kept_parameters(fresh, strategy, tasks=1)["history"] == sum(own.numel() for own in chosen)

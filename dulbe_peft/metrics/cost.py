@@ -23,14 +23,15 @@ FLOAT32 = 4  # bytes
 def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
     """How many parameters a task trains: B of shared and residual modes, trained bases P, all else, and the total."""
     layers = model.dual_mode_layers().values()
-    counts = {
-        "shared": sum(p.numel() for p in model.shared_parameters()),
-        "residual": sum(p.numel() for p in model.residual_parameters()),
-        "bases": sum(layer.dulbe_P["default"].numel() for layer in layers) * strategy.trains_bases,
-    }
-    every = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts["other"] = every - counts["shared"] - counts["residual"]
-    return counts | {"total": every + counts["bases"]}
+    shared, residual = (
+        sum(p.numel() for p in modes()) for modes in (model.shared_parameters, model.residual_parameters)
+    )
+    other = sum(p.numel() for p in model.parameters() if p.requires_grad) - shared - residual
+    bases = sum(layer.dulbe_P["default"].numel() for layer in layers) * strategy.trains_bases
+    if weights := sum(map(strategy.trained_weights, layers)):
+        shared, residual, other = 0, 0, other + weights
+    counts = {"shared": shared, "residual": residual, "bases": bases, "other": other}
+    return counts | {"total": sum(counts.values())}
 
 
 def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int]:
@@ -41,6 +42,8 @@ def kept_parameters(model: Any, strategy: Strategy, tasks: int) -> dict[str, int
     for layer in layers:
         rank = layer.dulbe_P["default"].shape[1] * (tasks if strategy.folds else 1)
         factors, matrix = rank * (layer.in_features + layer.out_features), layer.in_features * layer.out_features
+        if strategy.trained_weights(layer):
+            factors = matrix
         history += factors if strategy.keeps_factors else min(factors, matrix)
     return {"history": history, "text": text, "total": history + text}
 

@@ -20,6 +20,7 @@ from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora
 from dulbe_peft.strategies.sd_lora import SdLora
 from dulbe_peft.strategies.sgcl import Sgcl
+from dulbe_peft.strategies.spu import Spu
 from dulbe_peft.strategies.zscl import Zscl
 from dulbe_peft.utils.specs import closest, convert, parse_spec
 
@@ -28,7 +29,7 @@ __all__ = ["STRATEGIES", "Memory", "NewTask", "Step", "Strategy", "make_strategy
 S = TypeVar("S", bound=type[Strategy])
 
 _LORA = (Lora, MergedLora, FirstSession, OLora, InfLora, KeepLora, LoraSub, Loda, SdLora, ClLora, MgClip, Sgcl, Zscl)
-_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Rapf, Engine, Proof, Clap4Clip, ClgCbm, Bofa)
+_KINDS: tuple[type[Strategy], ...] = (Dulbe, Frozen, *_LORA, Slca, Spu, Rapf, Engine, Proof, Clap4Clip, ClgCbm, Bofa)
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in _KINDS}
 
 

@@ -134,6 +134,10 @@ class Strategy:
         """The fields and their values, plain data."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
+    def trained_weights(self, layer: DualModeLinear) -> int:
+        """How many single weights of a layer are trained in place of its modes; 0: the modes are trained."""
+        return 0
+
     def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
         """A context around the passes that measure gradients and inputs; None: the model is measured as it is."""
         return None

@@ -1,0 +1,65 @@
+"""SPU: a tenth of each first MLP layer's weights is trained, those whose gradient is largest, and nothing else.
+
+    chosen  the weights of the `share` |W| largest |G| of a layer; G: gradient of the new images' loss, before the task
+    W_t     = W_{t-1} + D        D is 0 but at the chosen weights, where it is trained from 0
+
+Every task chooses anew. An update of so many single weights has full rank, so the adapter keeps one matrix a layer.
+
+Reference: Zhang et al., "Overcoming Generic Knowledge Loss with Selective Parameter Update", arXiv 2308.12462. The
+published code takes the gradient of the logits' squared norm for G.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Gt, Le
+
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.linear import Updates, dense
+from dulbe_peft.strategies.base import GRADIENTS, NewTask, Strategy, replaced_updates
+
+VALUES = "values of layer "
+
+
+@dataclass(frozen=True)
+class Spu(Strategy):
+    """Single weights of the first MLP layers, in place of low-rank modes."""
+
+    name = "spu"
+    needs = frozenset({GRADIENTS})
+    target_modules = ("fc1",)
+    share: Annotated[float, Gt(0), Le(1)] = 0.1
+
+    def trained_weights(self, layer: DualModeLinear) -> int:
+        return max(1, int(self.share * layer.in_features * layer.out_features))
+
+    def plan(self, task: NewTask) -> None:
+        """Choose the weights; the modes stay at 0."""
+        for name, layer in task.layers.items():
+            task.notes[name] = task.gradients[name].abs().flatten().topk(self.trained_weights(layer)).indices
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
+        weights = {name: layer.folded_weight(task.adapter_name) for name, layer in task.layers.items()}
+        for name, weight in weights.items():
+            zeros = torch.zeros(len(task.notes[name]), device=weight.device)
+            task.notes[VALUES + name] = zeros.requires_grad_()
+        with replaced_updates(task, weights, lambda name: self._update(task, name)):
+            yield [task.notes[VALUES + name] for name in weights]
+
+    def finish(self, task: NewTask) -> None:
+        adapter = task.adapter_name
+        for name, layer in task.layers.items():
+            ((_, update),) = self._update(task, name)
+            identity = torch.eye(layer.in_features, device=update.device)
+            layer.set_history(adapter, identity, dense(layer.history(adapter)) + update)
+        task.adapter.note_history()
+
+    def _update(self, task: NewTask, name: str) -> Updates:
+        """D, (d_out, d_in)."""
+        layer, values = task.layers[name], task.notes[VALUES + name]
+        empty = values.new_zeros(layer.out_features * layer.in_features)
+        return [(None, empty.scatter(0, task.notes[name], values).view(layer.out_features, layer.in_features))]
