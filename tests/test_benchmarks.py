@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from benchmarks import common, evidence, literal, models, ours, rivals, stock, table
 from dulbe_peft import BridgeEnsembleHead, allocate_modes
-from dulbe_peft.classifiers.calibration import hold_back
 
 ROOT = Path(__file__).parents[1]
 # `advising` needs a finished comparison, and is tested with the advice.
@@ -188,18 +187,3 @@ def test_tip_adapter_and_proker_are_the_literal_ones():
             assert float(tip[row, c]) == pytest.approx(20 * float(test @ e[c]) + 2 * cache, abs=1e-3)
             near = sum(math.exp(-3 * float((test - z[i]).square().sum()) / 2) * weights[i, c] for i in range(30))
             assert float(found[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
-
-
-def test_held_back_images_choose_the_setting(monkeypatch):
-    seen = []
-
-    def rule(z, y, e, tau, tests, good):
-        seen.append((len(z), len(tests), good))
-        return F.one_hot(LABELS[hold_back(Z, LABELS)] if good else torch.zeros(len(tests)).long(), 3)[: len(tests)]
-
-    monkeypatch.setitem(rivals.RIVALS, "rule", (rule, [{"good": False}, {"good": True}]))
-    rivals.scores("rule", Z, LABELS, TEXTS, 20.0, QUERIES)
-    assert seen == [(24, 6, False), (24, 6, True), (30, 5, True)]
-    seen.clear()
-    rivals.scores("rule", Z[:3], LABELS[:3], TEXTS, 20.0, QUERIES)
-    assert seen == [(3, 5, False)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import DIM, features, normal
 from peft import get_peft_model
 from torch.nn import functional as F
 
@@ -80,16 +81,10 @@ def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(
     assert orthonormal[0] > 1e-3 and max(orthonormal[1:]) < 1e-5
 
 
-def features(classes, count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % classes
-    return torch.randn(classes, 6, generator=generator)[labels] + torch.randn(count, 6, generator=generator), labels
-
-
 def test_the_first_task_chooses_the_weight():
-    texts = torch.randn(6, 6, generator=torch.Generator().manual_seed(9))
+    texts = normal(6, DIM, seed=9)
     x, y = features(4, 30, 0)
-    classifier = BofaClassifier(6, logit_scale=10.0)
+    classifier = BofaClassifier(DIM, logit_scale=10.0)
     classifier.add_classes(list("abcd"), x, y, texts[:4])
 
     z, e = F.normalize(x.double(), dim=1), F.normalize(texts.double(), dim=1)
@@ -109,4 +104,4 @@ def test_the_first_task_chooses_the_weight():
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
     classifier.add_classes(["e", "f"], *features(2, 9, 5), texts)
     assert float(classifier.image_weight) == pytest.approx(chosen)
-    assert classifier.prototypes.shape == (6, 6)
+    assert classifier.prototypes.shape == (6, DIM)

@@ -245,16 +245,6 @@ def test_slerp_between_exactly_opposite_vectors_follows_one_great_circle(index):
     assert torch.linalg.matrix_rank(points, atol=1e-4) == 2
 
 
-def test_slerp_broadcasts():
-    start, end = unit(5, 8), unit(5, 8, seed=1)
-    depths = torch.linspace(0, 1, 4)
-    grid = slerp(start[:, None], end[:, None], depths[:, None])
-    assert grid.shape == (5, 4, 8)
-    for k, depth in enumerate(depths.tolist()):
-        torch.testing.assert_close(grid[:, k], slerp(start, end, depth))
-    torch.testing.assert_close(grid, bridge_prototypes(start, end, depths))
-
-
 def test_slerp_takes_half_precision(dtype=torch.bfloat16):
     start, end = unit(5, 64).to(dtype), unit(5, 64, seed=1).to(dtype)
     found = slerp(start, end, 0.5)

@@ -146,15 +146,6 @@ def test_class_order_from_a_file(folders, tmp_path):
         assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
-def test_dry_run_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--model", MODEL, "--dry-run", "--strategy", "dulbe", *KEYS]) == 0
-    said = capsys.readouterr().out
-    assert "adapted visual layers: 8" in said and "trainable parameters: " in said
-    assert f"statistics: {4 * 96 * 96 * 4 / 2**20:.2f} MiB" in said  # k and v share one matrix in each of four blocks
-    assert not list(tmp_path.iterdir())
-
-
 def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
     settings = settings_from(*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2")

@@ -15,6 +15,7 @@ from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 from dulbe_peft.data import decoding
 from dulbe_peft.data.decoding import decode_image, image_problem, image_suffixes, to_rgb
 from dulbe_peft.data.images import labelled_images
+from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.pixels import PixelDataset
 
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # each in another colour
@@ -65,6 +66,18 @@ def test_a_colour_that_stays_named_as_transparent_changes_no_pixel(tmp_path):
         expected = to_rgb(opened)
     assert "transparency" in by_hand.info and "transparency" not in to_rgb(by_hand).info
     assert to_rgb(by_hand).tobytes() == expected.tobytes() and "transparency" in by_hand.info
+
+
+def test_the_lines_read_an_image_as_the_learner_does():
+    """16-bit grey would be white, and a colour that a palette names for transparent would be another."""
+    noise = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)
+    photo = Image.fromarray(np.random.default_rng(3).integers(0, 256, (26, 20, 3), dtype=np.uint8))
+    colours = photo.quantize(8)
+    colours.info["transparency"] = 3
+    for image in (Image.fromarray(noise), colours, photo.convert("LA")):
+        assert rgb(image).tobytes() == to_rgb(image).tobytes() and not rgb(image).info
+    with pytest.raises(ValueError, match="8 or 16 bits"):
+        rgb(Image.new("F", (2, 2)))
 
 
 def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):

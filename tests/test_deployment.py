@@ -16,7 +16,7 @@ import torch
 from peft import get_peft_model
 from PIL import Image
 from test_encoders import CONFIG, QUICK
-from transformers import AutoModel, pipeline
+from transformers import pipeline
 
 from dulbe_peft import (
     CLASSIFIERS,
@@ -24,17 +24,14 @@ from dulbe_peft import (
     DualModeLoraConfig,
     LearnerArguments,
     PrototypeClassifier,
-    class_incremental_tasks,
     export_learner,
     export_onnx,
     export_transformers,
     load_dual_encoder,
 )
 from dulbe_peft.classifiers.base import random_features
-from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.parts import checked_formula
-from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
@@ -84,20 +81,8 @@ def photos():
     return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SHAPES]
 
 
-def stream():
-    """Two tasks of two classes, three images of each."""
-    generator = np.random.default_rng(1)
-    rows = [
-        {"image": Image.fromarray(generator.integers(30 * label, 255, (16, 16, 3), np.uint8)), "label": label}
-        for label in range(4)
-        for _ in range(3)
-    ]
-    data = type("Data", (list,), {"class_names": ("cat", "dog", "bird", "cod")})(rows)
-    return class_incremental_tasks(data, increment=2)
-
-
 def learned(model_type, root):
-    """A learner of two tasks; its adapter, where it has one, changes what the model says."""
+    """A learner of two tasks, three images a class; its adapter, where it has one, changes what the model says."""
     torch.manual_seed(0)
     folder = tiny.save_encoder(model_type, root / "bases" / model_type)
     model, processor = load_dual_encoder(folder)
@@ -107,8 +92,11 @@ def learned(model_type, root):
         model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
     strategy, classifiers = ("dulbe", WITH_TEXT) if text else ("frozen", IMAGES_ALONE)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
-    for task in stream():
-        learner.learn_task(task.train, task.class_names)
+    noise = np.random.default_rng(1)
+    for first, names in ((0, ["cat", "dog"]), (2, ["bird", "cod"])):
+        lows = [(30 * (first + label), label) for label in (0, 1) for _ in range(3)]
+        images = [(Image.fromarray(noise.integers(low, 255, (16, 16, 3), np.uint8)), label) for low, label in lows]
+        learner.learn_task(images, names)
     return learner
 
 
@@ -389,39 +377,6 @@ def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
     assert not (tmp_path / "onnx").exists()
 
 
-@pytest.mark.parametrize("model_type", tiny.OF_ONE_SIZE)
-def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
-    processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
-    steps = json.loads(json.dumps(processor_steps(processor)))
-    for photo in [*photos(), *(photo.resize((301, 77)) for photo in photos())]:
-        values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
-        np.testing.assert_allclose(pixel_values(photo, steps), values, atol=1e-5)
-
-
-def test_the_lines_read_an_image_as_the_learner_does():
-    """16-bit grey would be white, and a colour that a palette names for transparent would be another."""
-    noise = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)
-    colours = photos()[0].quantize(8)
-    colours.info["transparency"] = 3
-    for image in (Image.fromarray(noise), colours, photos()[0].convert("LA")):
-        assert rgb(image).tobytes() == to_rgb(image).tobytes() and not rgb(image).info
-    with pytest.raises(ValueError, match="8 or 16 bits"):
-        rgb(Image.new("F", (2, 2)))
-
-
-def test_a_processor_that_does_something_else_is_kept():
-    for name, value in (("do_normalize", False), ("do_resize", False), ("size", {"longest_edge": 16})):
-        image_processor = tiny.make_image_processor("siglip")
-        setattr(image_processor, name, value)
-        assert processor_steps(type("Processor", (), {"image_processor": image_processor})()) is None
-
-
-@pytest.fixture
-def saved(clip, tmp_path):
-    clip.save_pretrained(tmp_path / "learner")
-    return tmp_path / "learner"
-
-
 def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
     fresh = ClassIncrementalLearner(
         tiny.make_model("vit"), clip.processor, args=LearnerArguments(**QUICK), strategy="frozen"
@@ -440,11 +395,3 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
         with pytest.raises(error, match=re.escape(words)):
             export_learner(learner, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_learner_s_folder_names_this_package(saved):
-    """To who loads it with transformers alone, and to who reads its card."""
-    with pytest.raises((ValueError, OSError), match="dulbe_peft"):
-        AutoModel.from_pretrained(saved)
-    card = (saved / "README.md").read_text(encoding="utf-8")
-    assert "library_name: dulbe_peft" in card and "Install `dulbe_peft`" in card

@@ -21,6 +21,8 @@ from dulbe_peft import (
     load_clip,
     load_dual_encoder,
 )
+from dulbe_peft.deployment.pixels import pixel_values as pixel_values_of_lines
+from dulbe_peft.deployment.pixels import processor_steps
 from dulbe_peft.encoders.loading import (
     ImageOnlyProcessor,
     embed_dim,
@@ -332,3 +334,12 @@ def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
     assert again.predict(pictures()) == learner.predict(pictures())
     assert isinstance(again.processor, ImageOnlyProcessor)
+
+
+@pytest.mark.parametrize("model_type", tiny.OF_ONE_SIZE)
+def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
+    processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
+    steps = json.loads(json.dumps(processor_steps(processor)))
+    for photo in [*pictures(), *(picture.resize((301, 77)) for picture in pictures())]:
+        values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixel_values_of_lines(photo, steps), values, atol=1e-5)

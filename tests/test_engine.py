@@ -1,17 +1,13 @@
 """ENGINE's classifier: three whole tasks beside a literal version, and what the discriminant does without spread."""
 
-import copy
 import math
 
-import pytest
 import torch
 from drawn import DIM, features, normal
-from lives import images_of, tiny_base, tiny_learner
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import engine
 from dulbe_peft.classifiers.engine import EngineClassifier
-from dulbe_peft.strategies.frozen import Engine
 
 SETTINGS = {
     "epochs": 3,
@@ -155,34 +151,3 @@ def test_means_and_scatter_move_with_the_features():
     torch.testing.assert_close(classifier.scatter, matrix.T @ scatter @ matrix, rtol=0, atol=1e-12)
     assert torch.equal(classifier.image_unit, unit)
     assert not torch.equal(classifier(normal(4, DIM, seed=3)), before)
-
-
-def test_a_learner_goes_on_from_its_files_as_if_nothing_had_been_between(tmp_path):
-    """The strategy brings the classifier; descriptions are its texts; further images of known classes are refused."""
-    whole = tiny_learner("engine", Engine.classifiers)
-    plain = tiny_learner("engine", Engine.classifiers)
-    whole.learn_task(images_of(0, 0, 1, 1, 1), ["ant", "bee"], class_texts={"ant": ["six legs", "an ant"]})
-    plain.learn_task(images_of(0, 0, 1, 1, 1), ["ant", "bee"])
-    assert not torch.equal(whole.classifiers["engine"].text_unit, plain.classifiers["engine"].text_unit)
-    with pytest.raises(ValueError, match="the 'engine' classifier cannot learn more images of a known class"):
-        whole.update_classes(images_of(0, seed=1), ["ant"])
-    whole.save_pretrained(tmp_path)
-    machine = {"device": "cpu", "progress": False}
-    loaded = type(whole).from_pretrained(tmp_path, copy.deepcopy(tiny_base()[0]), machine=machine)
-    for learner in (whole, loaded):
-        learner.learn_task(images_of(0, 0, 1, 1, seed=1), ["cat", "dog"])
-        assert learner.strategy.name == "engine" and list(learner.classifiers) == ["engine", "bridge"]
-    states = [learner.classifiers["engine"].state_dict() for learner in (whole, loaded)]
-    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"discriminant": 1.5}, "discriminant must be at most 1"),
-        ({"noise": -1}, "noise must be finite and at least 0"),
-    ],
-)
-def test_a_wrong_setting_is_refused_by_name(settings, message):
-    with pytest.raises(ValueError, match=message):
-        EngineClassifier(DIM, **settings)

@@ -1,7 +1,6 @@
 """Classifiers that train on features drawn from each class's Gaussian: RAPF and SLCA, against literal versions."""
 
 import math
-import weakref
 
 import torch
 from drawn import DIM, features, normal
@@ -120,20 +119,6 @@ def test_of_many_hard_pairs_each_step_draws_some(monkeypatch):
     classifier.add_classes(["d", "e"], *features(2, 8, 4), texts)
     assert {len(pairs) for pairs in steps} == {2 * 10}
     assert 2 < len(torch.cat(steps).unique(dim=0)) <= 6
-
-
-def test_the_copy_without_held_back_images_is_gone_before_all_are_learned(monkeypatch):
-    learn, made, alive = RapfClassifier.learn, [], []
-
-    def watched(*given):
-        alive.append([found() is not None for found in made])
-        changes = learn(*given)
-        made.append(weakref.ref(changes["factors"]))
-        return changes
-
-    monkeypatch.setattr(RapfClassifier, "learn", watched)
-    RapfClassifier(DIM, epochs=1).add_classes(["a", "b"], *features(2, 12, 0), normal(2, DIM))
-    assert alive == [[], [False]]
 
 
 def test_gaussians_move_with_the_features():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from adapted_clip import CONFIG, PIXELS, image_features, learned, randomise, text_features
 from peft import (
-    AutoPeftModel,
     PeftModel,
     get_layer_status,
     get_model_status,
@@ -17,7 +16,6 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
-from peft.utils.hotswap import hotswap_adapter
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, allocate_modes, probe_gradients
 from dulbe_peft.adapter.export import export_lora
@@ -66,16 +64,6 @@ def test_a_history_never_takes_more_than_one_matrix(tiny_clip, tmp_path, tasks, 
     torch.testing.assert_close(image_features(stock), images, atol=5e-6, rtol=1e-5)
     merged = model.merge_and_unload()
     torch.testing.assert_close(image_features(merged), images, atol=5e-6, rtol=1e-5)
-
-
-def test_auto_peft_model_loads_a_long_history(tiny_clip, tmp_path):
-    tiny_clip().save_pretrained(tmp_path / "base")
-    base = type(tiny_clip()).from_pretrained(tmp_path / "base")
-    model = learned(get_peft_model(base, DualModeLoraConfig(**CONFIG)), 8)
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = AutoPeftModel.from_pretrained(tmp_path / "adapter").eval()
-    assert torch.equal(image_features(loaded), image_features(model)) and loaded.history_rank == 21
-    assert loaded.active_peft_config.history_pattern["encoder.layers.0.self_attn.k_proj"] == -1
 
 
 def test_history_factors_that_do_not_fit_are_refused_also_without_strict(tiny_clip):
@@ -142,18 +130,6 @@ def test_what_has_no_weighted_sum_is_refused(tiny_clip):
         with pytest.raises(ValueError, match=words):
             model.add_weighted_adapter(*arguments)
     assert set(model.peft_config) == before
-
-
-def test_exports_are_swapped_in_a_running_model(tiny_clip, tmp_path):
-    expected = {}
-    for name in ("first", "second"):
-        model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
-        export_lora(model, tmp_path / name)
-        expected[name] = image_features(model)
-    stock = PeftModel.from_pretrained(tiny_clip(), tmp_path / "first")
-    for name in ("second", "first"):
-        hotswap_adapter(stock, tmp_path / name, adapter_name="default")
-        torch.testing.assert_close(image_features(stock), expected[name], atol=2e-6, rtol=1e-5)
 
 
 def test_peft_says_how_the_layers_stand(tiny_clip):

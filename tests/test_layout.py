@@ -79,7 +79,9 @@ def test_one_version_and_what_to_cite():
 
 def test_everything_public_is_documented():
     for name in dulbe_peft.__all__:
-        assert getattr(dulbe_peft, name).__doc__, name
+        assert getattr(dulbe_peft, name).__doc__ and name in dir(dulbe_peft), name
+    with pytest.raises(AttributeError, match="has no attribute 'laod_clip'"):
+        dulbe_peft.laod_clip  # noqa: B018
 
 
 def test_nothing_is_left_for_later():

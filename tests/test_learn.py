@@ -9,11 +9,7 @@ import write_saved
 from lives import content, differences, everything, images_of, tiny_learner
 from small_runs import learner_of
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    class_incremental_tasks,
-    load_data,
-)
+from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import unit_image_embeds
@@ -228,20 +224,6 @@ def taught(base, data, count=2, strategy="frozen", classifiers=("bridge", "proto
     for task in class_incremental_tasks(data, increment=2)[:count]:
         learner.learn_task(task.train)
     return learner
-
-
-def test_half_and_half_is_as_all_at_once_where_nothing_is_trained(base, digits):
-    first, more, test, both = digits
-    parts, whole = taught(base, first), taught(base, both)
-    parts.update_classes(select_classes(more, ("two", "zero", "three", "one")))
-    features = whole.image_embeds(test)
-    for name in ("prototype", "lda"):
-        torch.testing.assert_close(
-            parts.classifiers[name](features), whole.classifiers[name](features), rtol=1e-4, atol=2e-3
-        )
-    torch.testing.assert_close(parts.head.visual_prototypes, whole.head.visual_prototypes, rtol=0, atol=1e-6)
-    assert parts.head.counts.tolist() == [12] * 4
-    assert parts.tasks == whole.tasks and parts.state.step == 0
 
 
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawn import DIM, features, normal
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
@@ -126,15 +127,6 @@ def test_the_mean_wrong_logit(tasks):
     assert found == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
 
 
-def features(classes, count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % classes
-    rows = torch.randn(classes, 8, generator=generator)[labels] + torch.randn(count, 8, generator=generator)
-    # The order from which the batches are drawn, whatever the order of the images.
-    order = torch.tensor([float(row @ torch.arange(1, 9).sin()) for row in F.normalize(rows, dim=1)]).argsort()
-    return rows[order], labels[order]
-
-
 def literal_agents(images, labels, classes, epochs, size, rate, generator):
     """Means of unit features, then Adam by hand in float64 on the cross-entropy of cosines."""
     z = F.normalize(images.double(), dim=1)
@@ -159,8 +151,8 @@ def literal_agents(images, labels, classes, epochs, size, rate, generator):
 
 
 def test_agents_equal_the_literal_ones_and_old_ones_stay():
-    classifier = VisualAgentClassifier(8, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3)
-    texts = torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+    classifier = VisualAgentClassifier(DIM, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3)
+    texts = normal(5, DIM, seed=9)
     x, y = features(3, 10, 0)
     with torch.inference_mode():
         classifier.add_classes(["a", "b", "c"], x + 0, y + 0, texts[:3] + 0)
@@ -168,7 +160,7 @@ def test_agents_equal_the_literal_ones_and_old_ones_stay():
     expected = literal_agents(x, y, 3, 3, 4, 0.05, torch.Generator().manual_seed(3 * 1_000_003))
     torch.testing.assert_close(old.double(), expected, rtol=0, atol=1e-5)
     start = literal_agents(x, y, 3, 0, 4, 0.05, None)
-    assert (old - start).abs().max() > 0.05 and start.norm(dim=1).max() < 0.95
+    assert (old - start).abs().max() > 0.05 and start.norm(dim=1).max() < 0.97
 
     x2, y2 = features(2, 9, 1)
     classifier.add_classes(["d", "e"], x2, y2, texts)

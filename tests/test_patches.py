@@ -7,13 +7,12 @@ import torch
 from peft import get_peft_model
 from test_encoders import CONFIG, QUICK, learn, pictures
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, collect_statistics
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds
 from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.report.inspection import relevance_maps
 from dulbe_peft.subspaces.inputs import observed_inputs
-from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 COUNTS = [6, 4, 5, 6]  # patches of each picture
 
@@ -51,14 +50,6 @@ def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
     assert small["pixel_values"].shape[1] == 4 and small["pixel_attention_mask"] is None
 
 
-def test_an_image_of_zeros_is_a_square_one():
-    empty = torch.zeros(2, *image_shape(tiny.make_model("siglip2")))
-    for images in (empty, empty.to("meta")):
-        found = unpacked(images)
-        assert found["spatial_shapes"].tolist() == [[2, 2], [2, 2]] and found["pixel_attention_mask"] is None
-    assert unit_image_embeds(tiny.make_model("siglip2"), empty).isfinite().all()
-
-
 def test_features_and_gradients_of_a_batch_are_those_of_its_images_alone(packed):
     """In float64, each image is cut to its own patches and passes without a mask."""
     model = adapted().double()
@@ -82,18 +73,6 @@ def inputs_of(model, packed):
             unit_image_embeds(model.get_base_model(), image[None])
     assert all([len(tokens) for tokens in inputs] == COUNTS for inputs in seen.values())
     return {name: torch.cat(inputs) for name, inputs in seen.items()}
-
-
-def test_statistics_leave_the_padding_out(packed):
-    model = adapted()
-    run, padded = lambda _, batch: unit_image_embeds(model.get_base_model(), batch), OccupationStatistics()
-    mask = unpacked(packed)["pixel_attention_mask"]
-    found = collect_statistics(model, [packed], run, into=OccupationStatistics(), mask_fn=lambda _: mask)
-    collect_statistics(model, [packed], run, into=padded)
-    for name, tokens in inputs_of(model, packed).items():
-        expected = reference.occupation(tokens)
-        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-3)
-        assert (padded[name] - expected).norm() > 0.05 * expected.norm()
 
 
 def test_a_learner_s_statistics_leave_the_padding_out(packed):

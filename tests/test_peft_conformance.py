@@ -104,6 +104,8 @@ def test_a_saved_adapter_is_the_same_adapter(case, tmp_path, name, low_cpu_mem_u
     loaded.set_adapter("further")
     assert torch.equal(case(loaded), expected)
     assert not any(tensor.is_meta for tensor in loaded.state_dict().values())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(case(copied), expected)
 
 
 def test_an_archive_of_plain_tensors_is_read(case, tmp_path):
@@ -113,12 +115,6 @@ def test_an_archive_of_plain_tensors_is_read(case, tmp_path):
     torch.save(model, tmp_path / "adapter_model.bin")  # names classes: it is not unpickled
     with pytest.raises(ValueError, match="adapter_model.bin, a pickle"):
         PeftModel.from_pretrained(case.base(), tmp_path)
-
-
-def test_copies_and_pickles(case):
-    model = case.adapted(2)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(case(copied), case(model))
 
 
 ODD = "base_model.model.encoder.layers.7.mlp.fc1.dulbe_shared_B"

@@ -13,13 +13,7 @@ from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistic
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
 from dulbe_peft.strategies.occupation_memory import old_statistic
-from dulbe_peft.strategies.projection_memory import (
-    FREE,
-    OCCUPIED,
-    Subspace,
-    directions_to_take,
-    top_directions,
-)
+from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED, Subspace, directions_to_take, top_directions
 
 WIDTH = 12
 

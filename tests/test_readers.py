@@ -20,7 +20,6 @@ from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -52,16 +51,6 @@ def folder(tmp_path: Path) -> Path:
 def red(sample: dict[str, Any]) -> int:
     assert sample["image"].mode == "RGB"
     return int(np.asarray(sample["image"])[0, 0, 0])
-
-
-def test_image_folder_is_sorted_and_labelled(folder):
-    data = ImageFolder(folder, "train")
-    assert data.class_names == ("Ant eater", "zebra") and data.split == "train"
-    assert data.labels.tolist() == [sample["label"] for sample in data]
-    assert data.labels.tolist() == [0, 0, 1, 1]
-    assert [Path(data.item_name(index)).name for index in range(4)] == ["1.webp", "2.bmp", "a.jpeg", "b.PNG"]
-    assert (red(data[1]), red(data[3]), red(data[-1])) == (40, 20, 20)
-    assert ImageFolder(folder / "train").labels.tolist() == data.labels.tolist()
 
 
 def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
@@ -106,17 +95,6 @@ def test_image_folder_says_what_is_missing(folder):
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             ImageFolder(root, split)
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"text"])
-def test_a_damaged_image_is_named(folder, damage):
-    path = folder / "train" / "zebra" / "b.PNG"
-    path.write_bytes(damage(path.read_bytes()))
-    data = ImageFolder(folder, "train")
-    with pytest.raises(ValueError, match=r"image 3 \(.*b\.PNG\) cannot be read"):
-        data[3]
-    with pytest.raises(ValueError, match=r"image 1 \(.*b\.PNG\) cannot be read"):
-        data.select(["zebra"])[1]
 
 
 def test_load_data_chooses_by_the_path(folder, tmp_path):
@@ -304,16 +282,6 @@ def test_an_overridden_item_is_what_is_read(folder):
     images = labelled_images(Grey(folder, "train"))
     assert len(set(images[0]["image"].getpixel((0, 0)))) == 1 and images.class_names == ("Ant eater", "zebra")
     assert len(set(ImageFolder(folder, "train")[0]["image"].getpixel((0, 0)))) > 1
-
-
-def test_unlabelled_images_of_every_kind(folder):
-    photos, file = ImageFolder(folder, "train"), unlabelled_images(io.BytesIO(encoded(90)))
-    assert len(unlabelled_images([photos, photos])) == 8 and [red(file[0]) for _ in range(2)] == [90, 90]
-    assert unlabelled_images(photos).item_name(3) == photos.item_name(3)
-    pair = unlabelled_images((Image.new("RGB", (2, 2)), 7))
-    assert len(pair) == 1 and pair[0]["label"] == -1 and pair.item_name(0) == "item 0"
-    with pytest.raises(TypeError, match=r"a NumPy array of shape \(8, 8, 3\): PIL's Image.fromarray makes an image"):
-        pixel_values(None, np.zeros((8, 8, 3), np.uint8))
 
 
 def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):

@@ -25,7 +25,7 @@ PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 NOT_RUN = ("needs the Hub",)
 # Pages whose Python another test runs, and looks at what comes out.
 ELSEWHERE = {
-    "docs/classifiers.md": "test_classifiers.py",
+    "docs/classifiers.md": "test_classifier_calls.py",
     "docs/data.md": "test_data_command.py",
     "docs/deploying.md": "test_deployment.py",
     "docs/next-month.md": "test_next_month.py",

@@ -1,7 +1,6 @@
 """The report of runs: every figure on the page against the runs' files, any class name, any kind of run."""
 
 import csv
-import dataclasses
 import itertools
 import json
 import re
@@ -22,16 +21,11 @@ from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.metrics.accuracy import METHODS
-from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_effects, read_run, write_report
-from dulbe_peft.report.class_map import plane
+from dulbe_peft.report import read_effects, read_run, write_report
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import write_pictures
-from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
-from dulbe_peft.report.run_groups import GroupResult, MeanSpread, best_results, group_results, group_runs
-from dulbe_peft.report.shares import Share, class_rows, confusion_matrix, reliability, sure_answers
-from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
-from dulbe_peft.report.verdict import clearly_better, leaderboard, next_steps
+from dulbe_peft.report.run_groups import group_results, group_runs
+from dulbe_peft.report.verdict import leaderboard
 from dulbe_peft.streams.tasks import Task
 
 NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")
@@ -372,24 +366,6 @@ def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
     assert len(group_runs(read[:2])) == 2
 
 
-def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
-    rows = [GroupResult((f"{n}",), "", "", {"last_accuracy": MeanSpread(n, None)}) for n in (0.91234, 0.91231, 0.9)]
-    assert best_results(rows) == rows[:2] and best_results(rows[1:]) == rows[1:2]
-
-
-def test_the_terminal_s_table_explains_itself(runs):
-    results = json_of(runs["one"] / "results.json")
-    head, *rows = format_summary(results).splitlines()
-    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
-    bridge = results["classifiers"]["bridge"]
-    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
-    assert max(map(len, [head, *rows])) <= 80
-    assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
-    still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
-    assert "forgetting" not in format_summary(still) and "A_bar" in format_summary(still)
-    assert "A_bar" not in format_summary(still | {"class_names": [["all"]]})
-
-
 def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(runs["frozen"], tmp_path / "=50%_of & {all}")
@@ -419,94 +395,3 @@ def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
     for folder, name in (("june", "notes.txt"), ("july", "broken.png")):
         page = Page(write_report(tmp_path / folder))
         assert "What was left out" in page.words and name in page.words
-
-
-def test_one_list_of_columns_makes_every_table(tmp_path):
-    columns = [
-        Column("name", lambda row: row[0], number=False, values={"name": lambda row: row[0]}),
-        Column("hidden", None, values={"full": lambda row: row[1]}),
-        Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
-    ]
-    rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
-    lines = format_text(columns, rows).splitlines()
-    assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
-    assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
-    write_table_csv(columns, rows, tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().splitlines()[:2] == ["name,full", "a_b,0.123456"]
-    write_table_latex(columns, rows, tmp_path / "t.tex")
-    hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
-    assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
-
-
-def answers(*rows):
-    """(class, answer, probability) as results of one task."""
-    return [ImageResult(f"{i}.png", *row, 1, i, {}) for i, row in enumerate(rows)]
-
-
-def test_probabilities_against_what_is_right():
-    rows = answers(("a", "a", 0.85), ("a", "b", 0.83), ("b", "b", 0.97), ("b", "a", 0.41), ("b", "b", 1.0))
-    assert [(round(mean, 3), share) for mean, share in reliability(rows)] == [
-        (0.41, Share(0, 1)),
-        (0.84, Share(1, 2)),
-        (0.985, Share(2, 2)),
-    ]
-    assert [(t, part, share) for t, part, share in sure_answers(rows) if t in (0.8, 0.9)] == [
-        (0.8, 0.8, Share(3, 4)),
-        (0.9, 0.4, Share(2, 2)),
-    ]
-    line, marks = reliability_figure(reliability(rows)).axes[0].lines[:2]
-    assert list(line.get_xdata()) == list(line.get_ydata()) and marks.get_ydata() == pytest.approx([0, 50, 100])
-    assert str(Share(1, 15)) == "6.7 % (1 of 15; 95 % interval 1.2 to 29.8)"
-
-
-def test_classes_that_are_mixed_up_stand_side_by_side():
-    pairs = {("a", "a"): 5, ("a", "c"): 5, ("c", "c"): 9, ("b", "b"): 8, ("b", "d"): 3, ("d", "d"): 2, ("e", "e"): 4}
-    matrix = confusion_matrix(answers(*((*pair, 1.0) for pair, count in pairs.items() for _ in range(count))))
-    place = {name: number for number, name in enumerate(matrix.classes)}
-    assert abs(place["a"] - place["c"]) == abs(place["b"] - place["d"]) == 1 and len(place) == 5
-    assert matrix.mistakes == [("a", "c", 5, 10), ("b", "d", 3, 11)]
-    assert {(matrix.classes[i], matrix.classes[j]): n for i, j, n, _ in matrix.cells} == pairs
-
-
-def test_the_map_shows_what_is_alike():
-    random = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(
-        torch.eye(2, 8).repeat_interleave(3, 0) * 4 + torch.randn(6, 8, generator=random)
-    )
-    places, part = plane(rows)
-    apart = torch.cdist(places, places)
-    assert apart[0, 1:3].max() < apart[0, 3:].min() and 0.5 < part < 1
-    full = torch.cdist(rows.double(), rows.double())
-    assert (apart <= full + 1e-9).all(), "a projection brings nothing farther apart"
-
-
-def test_the_next_step_is_the_most_useful_one(runs):
-    run = dataclasses.replace(read_run(runs["frozen"]), folder=Path("my run"))
-
-    def steps(rows, learned=None):
-        own = dataclasses.replace(run, predictions=rows)
-        return next_steps(own, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
-
-    assert steps([])[0][1] == "dulbe-peft evaluate 'my run' --data PHOTOS"
-    good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
-    assert steps(good) == [("Let it name new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
-    assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
-    better = [ImageResult(f"{i}", "a", "b" if i < 30 else "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
-    assert steps(better)[0][1] == "dulbe-peft predict 'my run' PHOTOS --classifier lda"
-    assert clearly_better(dataclasses.replace(run, predictions=better[26:])) is None, "4 to 0 may be luck"
-    crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
-    found = steps(crabs, {"crab": 3, "a": 50})
-    assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
-    assert "Look at crab and lobster: 8 of 8" in found[1][0]
-
-
-def test_pictures_of_a_page_take_its_colours(runs):
-    results = json_of(runs["one"] / "results.json")
-    svg = inline_svg(accuracy_figure(results), "x")
-    assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
-    assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
-    assert svg == inline_svg(accuracy_figure(results), "x"), "the same results give the same picture"
-    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
-    for plot in (plot_results, plot_matrix):
-        with pytest.raises(ValueError, match="no test data"):
-            plot({"class_names": [["a"]]}, "x.png")

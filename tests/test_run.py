@@ -10,10 +10,7 @@ from lives import content
 from PIL import Image
 from small_runs import learner_of, tasks_of
 
-from dulbe_peft import (
-    CheckpointError,
-    ClassIncrementalLearner,
-)
+from dulbe_peft import CheckpointError, ClassIncrementalLearner
 from dulbe_peft.runs.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.folders import library_versions, read_manifest
@@ -72,29 +69,6 @@ def whole(base, photos, tmp_path_factory):
     return output
 
 
-class Breaking:
-    """A dataset that does something when an image is read for the n-th time, its fingerprint's four not counted."""
-
-    def __init__(self, dataset, call, action):
-        self.dataset, self.labels, self.class_names = dataset, dataset.labels, dataset.class_names
-        self.content_id = dataset.content_id
-        self.calls, self.call, self.action = -4, call, action
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        self.calls += 1
-        if self.calls == self.call:
-            self.action()
-        return self.dataset[index]
-
-
-def breaking(tasks, call, action):
-    *first, last = tasks
-    return [*first, Task(Breaking(last.train, call, action), last.test, last.class_names)]
-
-
 def test_a_task_folder_names_its_run(finished):
     manifest = read_manifest(finished / "task-002")
     identity = manifest.notes["identity"]
@@ -127,20 +101,6 @@ def test_another_run_is_refused_by_the_names_of_what_differs(
     with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
         learner.run(stream(photos, names=names), output)
     assert content(output) == content(finished)
-
-
-def test_the_times_of_finished_tasks_stay_when_a_run_is_resumed(base, photos, output):
-    def times():
-        return json.loads((output / "timings.json").read_text())["tasks"]
-
-    before = times()
-    make_learner(base).run(stream(photos), output)
-    assert times() == before
-    shutil.rmtree(output / "task-002")
-    (output / "timings.json").write_text('{"tasks": [')
-    make_learner(base).run(stream(photos), output)
-    first, second = times()
-    assert first is None and second["seconds"] >= sum(second["phases"].values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -346,17 +306,3 @@ def test_a_run_s_folder_loads_its_newest_whole_task(whole, tmp_path, capsys):
         (output / name / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of its tasks is whole: .*task-003.*task-002.*task-001"):
         ClassIncrementalLearner.from_pretrained(output)
-
-
-def test_ctrl_c_ends_a_run_that_then_goes_on_to_the_same_end(base, photos, finished, tmp_path):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    learner = make_learner(base)
-    with pytest.raises(KeyboardInterrupt):
-        learner.run(breaking(stream(photos), 5, interrupt), tmp_path)
-    assert len(learner.tasks) == 1 and learner.model.history_rank == 3, "the task is taken back"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["task-001", "timings.json"]
-    assert read_manifest(tmp_path / "task-001").files == read_manifest(finished / "task-001").files
-    make_learner(base).run(stream(photos), tmp_path)
-    assert (tmp_path / "results.json").read_bytes() == (finished / "results.json").read_bytes()

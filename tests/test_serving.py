@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 import socket
 import struct
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -169,20 +167,6 @@ def test_many_ask_at_once_and_some_go_away(folder, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_photographs_stay_files_until_each_is_encoded():
-    """Two hundred decoded ones may not fit into memory."""
-    large = sent(Image.new("RGB", (2000, 1500), (200, 0, 0)))
-    files = serving.pictures({"images": large * 5}, 5)
-    assert sum(len(file.getvalue()) for file in files) < 2**20
-
-
-def test_the_last_changes_alone_can_be_undone(folder):
-    app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
-    for _ in range(serving.MOST_UNDOS + 2):
-        app.teach({"class": "red", "images": sent(photo(0))})
-    assert len(app.before) == serving.MOST_UNDOS
-
-
 def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
     app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
     monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
@@ -203,10 +187,3 @@ def test_the_command_prints_the_address(folder, monkeypatch, capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
     assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_of_the_page_is_javascript(tmp_path):
-    script = serving.PAGE.read_text(encoding="utf-8").split("<script>")[1].split("</script>")[0]
-    (tmp_path / "page.js").write_text(script)
-    assert subprocess.run(["node", "--check", str(tmp_path / "page.js")]).returncode == 0

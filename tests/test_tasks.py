@@ -9,7 +9,7 @@ import torch
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_prompts
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
-from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
+from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
 class Pairs:
@@ -157,21 +157,6 @@ def test_labels_are_read_without_images_where_they_can_be():
         assert labelled_images(data).labels.tolist() == labels
 
 
-def test_hugging_face_datasets_give_labels_and_names_without_decoding():
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
-    columns = {"image": [{"bytes": b"no image", "path": None}] * 4, "label": [0, 1, 1, 0]}
-    data = datasets.Dataset.from_dict(columns, features=features)
-    tasks = class_incremental_tasks(
-        data, data.select([3, 1]).with_format("numpy"), increment=1, class_order=["y", "x"]
-    )
-    assert [task.class_names for task in tasks] == [("y",), ("x",)]
-    assert [task.train.indices.tolist() for task in tasks] == [[1, 2], [0, 3]]
-    assert [task.test.indices.tolist() for task in tasks] == [[1], [0]]
-    with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
-        labelled_images(data.rename_column("label", "fine"))
-
-
 @pytest.mark.parametrize("labels", [[0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1]])
 def test_labels_that_are_no_ints_are_refused_wherever_they_stand(labels):
     for data in (Pairs(labels), Decoy(labels=labels), Decoy(targets=tuple(labels))):
@@ -194,13 +179,6 @@ def test_labels_that_are_no_ints_are_refused_wherever_they_stand(labels):
 def test_malformed_datasets_are_refused(dataset, error, message):
     with pytest.raises(error, match=message):
         labelled_images(dataset)
-
-
-def test_select_classes_relabels_by_name():
-    subset = select_classes(Labelled([0, 1, 2, 1], letters(3)), ["c", "b"])
-    assert [(item["image"], item["label"]) for item in subset] == [("image 1", 1), ("image 2", 0), ("image 3", 1)]
-    with pytest.raises(ValueError, match="no class 'z'"):
-        select_classes(Labelled([0, 1]), ["z"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,195 @@
+"""Parts of a report: tables, shares, the next step, the confusion matrix, the map, and the pictures of examples."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_run
+from dulbe_peft.report.class_map import plane
+from dulbe_peft.report.html import percent
+from dulbe_peft.report.pictures import EXAMPLES, OF_A_CLASS, SIDE, choose_examples, thumbnail, write_examples
+from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
+from dulbe_peft.report.run_groups import GroupResult, MeanSpread, best_results
+from dulbe_peft.report.shares import Share, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
+from dulbe_peft.report.verdict import clearly_better, next_steps
+from dulbe_peft.utils.folders import read_manifest
+
+
+def rows(count):
+    return [
+        ImageResult(f"{i}.png", "cat", "cat" if i % 2 else "dog", ((7 * i) % count) / count, 1, i, {})
+        for i in range(count)
+    ]
+
+
+def test_examples_are_the_surest_mistakes_and_the_least_sure_hits():
+    chosen = choose_examples(rows(50))
+    mistakes = sorted((row.probability for row in rows(50) if row.predicted == "dog"), reverse=True)
+    hits = sorted(row.probability for row in rows(50) if row.predicted == "cat")
+    assert [row.probability for row in chosen["mistakes"]] == mistakes[:EXAMPLES]
+    assert [row.probability for row in chosen["hits"]] == hits[:EXAMPLES]
+    assert [row.position for row in chosen["classes"]] == [0, 17, 34] and len(chosen["classes"]) == OF_A_CLASS
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
+@pytest.mark.parametrize("size", [(8, 8), (640, 100), (3, 96), (97, 97)])
+def test_thumbnails_are_small_and_keep_their_shape(mode, size):
+    image = Image.fromarray(np.full(size[::-1], 9, np.uint8)).convert("L")
+    image = Image.new("I;16", size) if mode == "I;16" else image.convert(mode)
+    small = thumbnail(image)
+    assert small.mode == "RGB" and max(small.size) <= SIDE and max(small.size) > SIDE / 2
+    assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
+
+
+def test_pictures_show_the_right_images(tmp_path):
+    """Image i is all of one grey, so a picture tells which image it shows; one of them is deleted after the test."""
+    for i in range(60):
+        Image.new("L", (96, 96), 4 * i).save(tmp_path / f"{i}.png")
+
+    class Files(list):
+        labels = np.zeros(60, dtype=np.int64)
+
+        def __getitem__(self, i):
+            return {"image": Image.open(tmp_path / f"{i}.png").convert("RGB"), "label": 0}
+
+    chosen = choose_examples([ImageResult(str(i), "cat", "dog", i / 60, 2, i, {}) for i in range(60)])
+    data = Files([{"image": Image.new("L", (96, 96)), "label": 0}] * 60)
+    (tmp_path / "55.png").unlink()
+    write_examples(tmp_path / "pictures", chosen, [None, data], ["1 file is no image"])
+    index = json.loads((tmp_path / "pictures" / "index.json").read_text())
+    assert [entry["image"] for entry in index["mistakes"]] == [str(i) for i in range(59, 47, -1) if i != 55]
+    assert index["hits"] == [] and index["left_out"] == ["1 file is no image"]
+    assert [entry["image"] for entry in index["classes"]] == ["0", "20", "40"]
+    for entry in index["mistakes"] + index["classes"]:
+        with Image.open(tmp_path / "pictures" / entry["file"]) as picture:
+            assert abs(int(np.asarray(picture).mean()) - 4 * int(entry["image"])) <= 1
+    assert read_manifest(tmp_path / "pictures")
+
+
+def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_path, capsys):
+    for tests in ([None], [[{"image": np.zeros(3), "label": 0}] * 4]):
+        write_examples(tmp_path / "pictures", choose_examples(rows(4)), tests)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "mine.jpg").write_bytes(b"x")
+    write_examples(
+        tmp_path / "pictures", choose_examples(rows(4)), [[{"image": Image.new("L", (9, 9)), "label": 0}] * 4]
+    )
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["mine.jpg"]
+    assert "no pictures of examples" in capsys.readouterr().out
+
+
+def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
+    rows = [GroupResult((f"{n}",), "", "", {"last_accuracy": MeanSpread(n, None)}) for n in (0.91234, 0.91231, 0.9)]
+    assert best_results(rows) == rows[:2] and best_results(rows[1:]) == rows[1:2]
+
+
+def test_one_list_of_columns_makes_every_table(tmp_path):
+    columns = [
+        Column("name", lambda row: row[0], number=False, values={"name": lambda row: row[0]}),
+        Column("hidden", None, values={"full": lambda row: row[1]}),
+        Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
+    ]
+    rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
+    lines = format_text(columns, rows).splitlines()
+    assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
+    assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
+    write_table_csv(columns, rows, tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text().splitlines()[:2] == ["name,full", "a_b,0.123456"]
+    write_table_latex(columns, rows, tmp_path / "t.tex")
+    hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
+    assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
+
+
+def answers(*rows):
+    """(class, answer, probability) as results of one task."""
+    return [ImageResult(f"{i}.png", *row, 1, i, {}) for i, row in enumerate(rows)]
+
+
+def test_probabilities_against_what_is_right():
+    rows = answers(("a", "a", 0.85), ("a", "b", 0.83), ("b", "b", 0.97), ("b", "a", 0.41), ("b", "b", 1.0))
+    assert [(round(mean, 3), share) for mean, share in reliability(rows)] == [
+        (0.41, Share(0, 1)),
+        (0.84, Share(1, 2)),
+        (0.985, Share(2, 2)),
+    ]
+    assert [(t, part, share) for t, part, share in sure_answers(rows) if t in (0.8, 0.9)] == [
+        (0.8, 0.8, Share(3, 4)),
+        (0.9, 0.4, Share(2, 2)),
+    ]
+    line, marks = reliability_figure(reliability(rows)).axes[0].lines[:2]
+    assert list(line.get_xdata()) == list(line.get_ydata()) and marks.get_ydata() == pytest.approx([0, 50, 100])
+    assert str(Share(1, 15)) == "6.7 % (1 of 15; 95 % interval 1.2 to 29.8)"
+
+
+def test_classes_that_are_mixed_up_stand_side_by_side():
+    pairs = {("a", "a"): 5, ("a", "c"): 5, ("c", "c"): 9, ("b", "b"): 8, ("b", "d"): 3, ("d", "d"): 2, ("e", "e"): 4}
+    matrix = confusion_matrix(answers(*((*pair, 1.0) for pair, count in pairs.items() for _ in range(count))))
+    place = {name: number for number, name in enumerate(matrix.classes)}
+    assert abs(place["a"] - place["c"]) == abs(place["b"] - place["d"]) == 1 and len(place) == 5
+    assert matrix.mistakes == [("a", "c", 5, 10), ("b", "d", 3, 11)]
+    assert {(matrix.classes[i], matrix.classes[j]): n for i, j, n, _ in matrix.cells} == pairs
+
+
+def test_the_map_shows_what_is_alike():
+    random = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(
+        torch.eye(2, 8).repeat_interleave(3, 0) * 4 + torch.randn(6, 8, generator=random)
+    )
+    places, part = plane(rows)
+    apart = torch.cdist(places, places)
+    assert apart[0, 1:3].max() < apart[0, 3:].min() and 0.5 < part < 1
+    full = torch.cdist(rows.double(), rows.double())
+    assert (apart <= full + 1e-9).all(), "a projection brings nothing farther apart"
+
+
+def test_the_terminal_s_table_explains_itself(finished_run):
+    results = json.loads((finished_run / "results.json").read_text())
+    head, *rows = format_summary(results).splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
+    bridge = results["classifiers"]["bridge"]
+    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
+    assert max(map(len, [head, *rows])) <= 80
+    assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
+    still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
+    assert "forgetting" not in format_summary(still) and "A_bar" in format_summary(still)
+    assert "A_bar" not in format_summary(still | {"class_names": [["all"]]})
+
+
+def test_the_next_step_is_the_most_useful_one(finished_run):
+    run = dataclasses.replace(read_run(finished_run), folder=Path("my run"))
+
+    def steps(rows, learned=None):
+        own = dataclasses.replace(run, predictions=rows)
+        return next_steps(own, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
+
+    assert steps([])[0][1] == "dulbe-peft evaluate 'my run' --data PHOTOS"
+    good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
+    assert steps(good) == [("Let it name new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
+    assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
+    better = [ImageResult(f"{i}", "a", "b" if i < 30 else "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
+    assert steps(better)[0][1] == "dulbe-peft predict 'my run' PHOTOS --classifier lda"
+    assert clearly_better(dataclasses.replace(run, predictions=better[26:])) is None, "4 to 0 may be luck"
+    crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
+    found = steps(crabs, {"crab": 3, "a": 50})
+    assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
+    assert "Look at crab and lobster: 8 of 8" in found[1][0]
+
+
+def test_pictures_of_a_page_take_its_colours(finished_run):
+    results = json.loads((finished_run / "results.json").read_text())
+    svg = inline_svg(accuracy_figure(results), "x")
+    assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
+    assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
+    assert svg == inline_svg(accuracy_figure(results), "x"), "the same results give the same picture"
+    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
+    for plot in (plot_results, plot_matrix):
+        with pytest.raises(ValueError, match="no test data"):
+            plot({"class_names": [["a"]]}, "x.png")
