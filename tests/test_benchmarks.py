@@ -13,7 +13,6 @@ from reference import randn
 from torch.nn import functional as F
 
 from benchmarks import common, evidence, literal, models, ours, rivals, stock, table
-from dulbe_peft import BridgeEnsembleHead, allocate_modes
 
 ROOT = Path(__file__).parents[1]
 # `advising` needs a finished comparison, and is tested with the advice.
@@ -65,41 +64,6 @@ def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
         assert (fast - start).abs().max() > 5e-3, name
         # Ten steps of 1e-3: a hundredth of one step.
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.filterwarnings(DEPRECATED)
-def test_planned_modes_equal_the_literal_ones():
-    values = common.parse(common.parser(None, 1), ["--quick"])
-    values.num_images, values.images = 16, None
-    module = importlib.import_module("benchmarks.allocation")
-    probe, stats = module.measured(values)
-    modes = allocate_modes(probe, stats, shared_rank=1, residual_rank=2, support_rank=4)
-    bases = literal.allocate(probe, stats, shared_rank=1, residual_rank=2, support_rank=4)
-    for name, (shared, residual) in bases.items():
-        for fast, slow in ((modes[name].shared, shared), (modes[name].residual, residual)):
-            torch.testing.assert_close(fast @ fast.T, slow @ slow.T, rtol=0, atol=1e-3, msg=name)
-
-
-@pytest.mark.filterwarnings(DEPRECATED)
-def test_a_literal_task_ends_where_the_learner_ends():
-    """Same features, prototypes and reliability as the library's head makes of the same model."""
-    clip, processor = models.clip("tiny", "eager")
-    learner = literal.LiteralLearner(clip, processor, batch_size=4, epochs=1)
-    pixels, labels = models.pixels(8, 16), torch.arange(8) % 2
-    learner.learn_task(pixels, labels, ["class 0", "class 1"])
-    learner.learn_task(pixels.flip(0), labels, ["class 2", "class 3"])
-    head = BridgeEnsembleHead(16)
-    with torch.no_grad():
-        features = learner._image_embeds(clip, pixels.flip(0))
-        head.add_classes(learner.names[:2], features, labels, learner.text[:2])
-        head.visual_prototypes = learner.visual[:2]
-        head.add_classes(learner.names[2:], features, labels, learner.text)
-        bridges = [literal.bridge(learner.visual, learner.text, depth) for depth in learner.depths]
-        logits = literal.ensemble_logits(features, bridges, learner.weights, learner.scale)
-    torch.testing.assert_close(head.visual_prototypes, learner.visual, rtol=0, atol=1e-5)
-    torch.testing.assert_close(head.reliability[2:], learner.weights[2:], rtol=0, atol=1e-3)
-    torch.testing.assert_close(head(features)[:, 2:], logits[:, 2:], rtol=0, atol=0.05)
-    assert {name for name, matrix in learner.statistics.items() if matrix.trace() > 0} == set(literal.layers(clip))
 
 
 @pytest.mark.filterwarnings(DEPRECATED)

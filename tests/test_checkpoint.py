@@ -15,7 +15,7 @@ from lives import content
 
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import write_json
-from dulbe_peft.utils.folders import CheckpointError, clear_leftovers, exclusive, library_versions, read_manifest
+from dulbe_peft.utils.folders import CheckpointError, clear_leftovers, exclusive, read_manifest
 
 
 def fill(text):
@@ -39,14 +39,6 @@ def names(folder):
 def folder(tmp_path):
     commit(tmp_path / "saved", "old", notes={"tasks": [["cat"]]})
     return tmp_path / "saved"
-
-
-def test_the_manifest_says_what_wrote_the_folder_and_what_is_in_it(folder):
-    manifest = read_manifest(folder)
-    assert (manifest.format_version, manifest.kind, manifest.notes) == (1, "learner", {"tasks": [["cat"]]})
-    assert manifest.versions == library_versions()
-    sizes = {name: entry.size for name, entry in manifest.files.items()}
-    assert sizes == {"b.json": len((folder / "b.json").read_bytes()), "inner/a.txt": 3}
 
 
 def test_modes_are_those_the_umask_gives(tmp_path):

@@ -14,12 +14,12 @@ from hub_stub import on_this_process
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
 
-from dulbe_peft import CLASSIFIERS, register_classifier
+from dulbe_peft import CLASSIFIERS, LdaClassifier, register_classifier
 from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifier, spec
 from dulbe_peft.classifiers.teaching import linear_map
 
 
-def test_other_bad_calls_are_named_and_change_nothing():
+def test_other_bad_calls_are_named_and_change_nothing(tmp_path):
     images, labels = task([0, 1])
     classifier, trained, text = (learned(name) for name in ("lda", "rapf", "text"))
     state = snapshot(classifier)
@@ -33,11 +33,12 @@ def test_other_bad_calls_are_named_and_change_nothing():
         (lambda: make_classifier("lda", DIM)(images), "no class yet"),
         (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
         (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
+        (lambda: LdaClassifier.from_pretrained(tmp_path), "lda_config.json does not exist"),
         (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
         (lambda: make_classifier(classifier, DIM), "already has 10 classes"),
         (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
     ):
-        with pytest.raises((ValueError, RuntimeError), match=message):
+        with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=message):
             call()
     assert_equal_states(snapshot(classifier), state)
 

@@ -330,6 +330,8 @@ FORGERIES = [
     (STATISTICS, lambda content: content[: len(content) // 2], f"{STATISTICS} is damaged"),
     (STATISTICS, tensors("fc1", nan), "fc1.*NaN"),
     (STATISTICS, tensors("fc1", lambda t: t[:2].clone()), r"got \(2, "),
+    (STATISTICS, tensors("fc1", lambda _: None), "its metadata lists"),
+    (STATISTICS, further("x"), r"has format \['format'\]"),
     ("learner.json", fields(tasks=[1]), r"tasks\.0: .* array, got 1"),
     ("learner.json", fields(arguments={"colour": 1}), "colour"),
     (ADAPTER_CONFIG, fields(peft_type="LORA"), "adapter of type 'LORA'"),

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -207,21 +206,6 @@ def clouds(counts, seed=0):
     generator = np.random.default_rng(seed)
     centres, labels = generator.normal(size=(len(counts), 16)), np.repeat(np.arange(len(counts)), counts)
     return (centres[labels] + 0.3 * generator.normal(size=(len(labels), 16))).astype(np.float32), labels, centres
-
-
-@pytest.mark.parametrize("with_texts", [True, False])
-def test_wrong_labels_come_first(with_texts):
-    features, truth, centres = clouds([30, 12, 4, 2, 1, 9])
-    labels = truth.copy()
-    labels[[3, 35, 50]] = [5, 0, 1]
-    texts = centres.astype(np.float32) if with_texts else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = doubtful_labels(features, labels, texts, 10.0)
-    assert {number for number, _, _ in found[:3]} == {3, 35, 50}
-    assert all(other == truth[number] for number, other, _ in found[:3])
-    shares = [share for _, _, share in found]
-    assert shares == sorted(shares) and 48 not in [number for number, _, _ in found], "one that is alone in its class"
 
 
 def test_a_class_alone_and_images_alone_have_no_doubts():

@@ -343,3 +343,10 @@ def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
     for photo in [*pictures(), *(picture.resize((301, 77)) for picture in pictures())]:
         values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
         np.testing.assert_allclose(pixel_values_of_lines(photo, steps), values, atol=1e-5)
+
+
+def test_a_processor_that_does_something_else_is_kept():
+    for name, value in (("do_normalize", False), ("do_resize", False), ("size", {"longest_edge": 16})):
+        image_processor = tiny.make_image_processor("siglip")
+        setattr(image_processor, name, value)
+        assert processor_steps(type("Processor", (), {"image_processor": image_processor})()) is None

@@ -1,6 +1,5 @@
 """Folders of features: written by shards, never twice, by this process or an engine, and as good as the images."""
 
-import copy
 import csv
 import json
 import os
@@ -15,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
 from small_runs import QUICK, learner_of, tasks_of
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, ImageFolder, LearnerArguments, load_data
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.metrics.features import learn_from_features, read_features
@@ -193,15 +191,6 @@ def test_features_of_others_are_refused(root, folder, tmp_path, base, capsys):
     command = ["features", "--model", "demo", "--data", root, "--output", copied]
     call(*command, expected=2)
     assert "holds something that is no folder of features" in capsys.readouterr().err
-
-
-def test_another_model_does_not_go_on_in_the_folder(root, folder, base):
-    model = get_peft_model(
-        copy.deepcopy(base[0]), DualModeLoraConfig(shared_rank=1, residual_rank=2, init_weights=False)
-    )
-    learner = ClassIncrementalLearner(model, base[1], args=LearnerArguments(**QUICK))
-    with pytest.raises(ValueError, match="has features of another model"):
-        encoding.write_features(folder, {"train": [ImageFolder(root, "train")]}, learner, lambda: learner)
 
 
 def test_an_engine_finds_the_same(root, tmp_path, capsys):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
-from dulbe_peft.commands.outputs import check_other_folder, check_outputs
+from dulbe_peft.commands.outputs import check_outputs
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
@@ -49,15 +49,6 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
         with pytest.raises(ValueError, match="--csv and --json both name"):
             check_outputs(("--csv", path, ".csv"), ("--json", path, ".json"))
     check_outputs(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
-
-
-def test_a_learner_is_not_written_into_the_run_that_it_comes_from(own_run):
-    for learner, output in ((own_run, "july"), (own_run / "task-002", "july"), (own_run / "task-002", "")):
-        with pytest.raises(ValueError, match="is where the learner .* is, which is never changed"):
-            check_other_folder(str(learner), str(own_run / output))
-    check_other_folder(str(own_run / "task-002"), str(own_run.parent / "july"))
-    learned(tiny_learner(), 1).save_pretrained(own_run.parent / "models" / "task-001")
-    check_other_folder(str(own_run.parent / "models" / "task-001"), str(own_run.parent / "models" / "july"))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

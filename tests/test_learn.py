@@ -179,17 +179,6 @@ def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, jun
     assert results_of(root / "run")["class_names"] == [*tasks[:2], ["five", "four"]]
 
 
-def test_forget(june, tmp_path, capsys):
-    before = content(june)
-    assert main(["forget", str(june / "run"), "one", "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
-    assert "2 classes are left" in capsys.readouterr().out
-    assert ClassIncrementalLearner.from_pretrained(tmp_path / "less").tasks == [("three",), ("zero",)]
-    assert content(june) == before
-    assert main(["forget", str(june / "run"), "nine", "--output", str(tmp_path / "x"), *MACHINE]) == 2
-    assert "class 'nine' has not been learned, so it cannot be forgotten" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-
-
 def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tmp_path, capsys):
     before = content(june)
     july = some(photos, tmp_path / "july", ["four"], 0)

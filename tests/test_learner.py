@@ -3,25 +3,22 @@
 import copy
 import sys
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 import write_saved
 from accelerate.utils import LoggerType
 from small_runs import learner_of
-from torch.nn import functional as F
 
+from benchmarks import literal
 from dulbe_peft import (
-    BridgeEnsembleHead,
     ClassIncrementalLearner,
     DualModeLoraModel,
     OccupationStatistics,
-    allocate_modes,
     class_incremental_tasks,
 )
-from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 1024}
@@ -69,101 +66,42 @@ def plain(base, digits):
     return outcome(base, digits)
 
 
-def test_two_tasks_equal_a_literal_transcription(base, digits):
-    """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and a dense float32 weight."""
-    tasks = stream(digits, 2)
-    learner = make_learner(base)
-    literal = Literal(make_learner(base))
-    for task in tasks:
+class Ordered(literal.LiteralLearner):
+    """The literal learner of the benchmarks, which reads images in the library's order."""
+
+    def adapted(self, clip):
+        return literal.adapt(clip, residual_rank=2)
+
+    def _batches(self, data, shuffle=False):
+        order = epoch_order(len(data), 0, len(self.names) // 2, 0) if shuffle else range(len(data))
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size, sampler=order)
+
+
+def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
+    """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and dense weights."""
+    monkeypatch.setattr(literal, "allocate", partial(literal.allocate, residual_rank=2, support_rank=8))
+    learner, (clip, processor) = make_learner(base, prompt_template="a photo of a {}."), copy.deepcopy(base)
+    twin = Ordered(clip, processor, batch_size=8, epochs=1)
+    starts = [p for name, p in learner.clip.named_parameters() if "dulbe_text_A" in name]
+    for lora, start in zip((m for m in clip.modules() if isinstance(m, literal.Lora)), starts, strict=True):
+        lora.down.weight.data = start.detach().clone()
+    for task in stream(digits, 2):
         learner.learn_task(task.train, task.class_names)
-        literal.learn_task(task.train, task.class_names)
-    ours = {name: layer.folded_weight("default") for name, layer in learner.model.dual_mode_layers().items()}
-    for name, weight in literal.weights().items():
-        torch.testing.assert_close(ours[name], weight, atol=2e-4, rtol=1e-3)
-    torch.testing.assert_close(logits(learner, digits), literal.logits(digits[1]), atol=2e-2, rtol=1e-3)
-
-
-class Literal:
-    """The same schedule with nothing shared or cached; only `allocate_modes` and the layers are the library's."""
-
-    def __init__(self, learner):
-        self.learner, self.args = learner, learner.args
-        self.model, self.clip = learner.model, learner.clip
-        self.inputs, self.old, self.head = {}, [], None
-
-    def weights(self):
-        return {n: layer.folded_weight("default") for n, layer in self.model.dual_mode_layers().items()}
-
-    def logits(self, dataset):
-        with torch.no_grad():
-            return self.head(unit_image_embeds(self.clip, self.pixels(dataset)))
-
-    def pixels(self, dataset):
-        images = [dataset[index]["image"] for index in range(len(dataset))]
-        return self.learner.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
-
-    def text(self, names):
-        return unit_text_embeds(self.clip, self.learner.encoder.tokens(names))
-
-    def learn_task(self, dataset, names):
-        args, tau = self.args, self.learner.logit_scale
-        pixels, labels = self.pixels(dataset), torch.as_tensor(dataset.labels)
-        dense = copy.deepcopy(self.model).merge_and_unload().requires_grad_(True)
-        with torch.no_grad():
-            text = self.text(names)
-        F.cross_entropy(tau * unit_image_embeds(dense, pixels) @ text.T, labels).backward()
-        probe = {n: dense.get_submodule(n).weight.grad for n in self.model.dual_mode_layers()}
-        stats = {n: sum(x.T @ x for x in rows) for n, rows in self.inputs.items()}
-        self.model.begin_task(allocate_modes(probe, stats, shared_rank=1, residual_rank=2, support_rank=8))
-        teacher = copy.deepcopy(self.model)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        shared = list(self.model.shared_parameters())
-        optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
-        order = epoch_order(len(labels), 0, len(self.learner.tasks), 0)
-        self.learner.tasks.append(names)
-        steps = [order[i : i + args.batch_size] for i in range(0, len(order), args.batch_size)]
-        with torch.no_grad():
-            old_text = self.text(self.old) if self.old else None
-        for step, rows in enumerate(steps):
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 + np.cos(np.pi * step / len(steps))) / 2
-            z = unit_image_embeds(self.clip, pixels[rows])
-            loss = F.cross_entropy(tau * z @ self.text(names).T, labels[rows])
-            gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
-            if old_text is not None:
-                with torch.no_grad():
-                    z_bar = unit_image_embeds(teacher.get_base_model(), pixels[rows])
-                kl = self.structure_loss(tau * z @ old_text.T, tau * z_bar @ old_text.T)
-                for parameter, gradient in zip(shared, torch.autograd.grad(kl, shared), strict=True):
-                    gradients[parameter] = gradients[parameter] + args.structure_weight * gradient
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            optimizer.step()
-        self.model.fold_task()
-        self.close(pixels, labels, names)
-
-    def structure_loss(self, student, teacher):
-        total = 0.0
-        for axis, temperature in ((1, self.args.class_temperature), (0, self.args.instance_temperature)):
-            p = (teacher.double() / temperature).softmax(axis)
-            log_q = (student.double() / temperature).log_softmax(axis)
-            total = total + temperature**2 * (p * (p.clamp(min=1e-300).log() - log_q)).sum(axis).mean()
-        return total
-
-    def close(self, pixels, labels, names):
-        handles = [
-            layer.register_forward_pre_hook(
-                lambda _, args, name=name: self.inputs.setdefault(name, []).append(args[0].detach().flatten(0, 1))
-            )
-            for name, layer in self.model.dual_mode_layers().items()
-        ]
-        with torch.no_grad():
-            z = unit_image_embeds(self.clip, pixels)
-            self.old += names
-            text = self.text(self.old)
-        for handle in handles:
-            handle.remove()
-        self.head = self.head or BridgeEnsembleHead(text.shape[1], logit_scale=self.learner.logit_scale)
-        self.head.add_classes(list(names), z, labels, text)
+        images = [task.train[index]["image"] for index in range(len(task.train))]
+        pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        twin.learn_task(pixels, torch.as_tensor(task.train.labels), list(task.class_names))
+        for name, layer in learner.model.dual_mode_layers().items():
+            expected = literal.layers(clip)[name].base.weight
+            assert (expected - layer.base_layer.weight).abs().max() > 5e-4
+            torch.testing.assert_close(layer.folded_weight("default"), expected, atol=1e-4, rtol=0)
+    head, tests = learner.head, learner.image_embeds(digits[1])
+    bridges = [literal.bridge(twin.visual, twin.text, depth) for depth in twin.depths]
+    torch.testing.assert_close(head.visual_prototypes, twin.visual, atol=1e-4, rtol=0)
+    torch.testing.assert_close(head.reliability, twin.weights, atol=1e-4, rtol=0)
+    expected = literal.ensemble_logits(tests, bridges, twin.weights, twin.scale)
+    torch.testing.assert_close(head(tests), expected, atol=2e-2, rtol=1e-3)
+    for name, matrix in twin.statistics.items():
+        torch.testing.assert_close(learner.memory[name], matrix, atol=1e-2, rtol=1e-3)
 
 
 def test_cached_and_online_teacher_agree(base, digits, monkeypatch):

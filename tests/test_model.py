@@ -131,6 +131,20 @@ def test_effective_weight_follows_every_change_of_its_factors(learned):
     assert layer.folded_weight("default").dtype == torch.bfloat16
 
 
+def test_a_history_made_in_inference_mode_and_a_base_weight_that_is_trained(learned):
+    expected = image_features(learned)
+    with torch.inference_mode():
+        assert torch.equal(image_features(learned), expected)
+        learned.fold_task()
+        assert torch.equal(image_features(learned), image_features(copy.deepcopy(learned)))
+    learned.begin_task(random_modes(learned))
+    weight = next(iter(learned.dual_mode_layers().values())).base_layer.weight.requires_grad_(True)
+    images = learned.get_image_features(pixel_values=PIXELS).pooler_output
+    torch.testing.assert_close(images.detach(), expected, rtol=1e-4, atol=1e-5)
+    images.sum().backward()
+    assert weight.grad.any() and all(p.grad is not None for p in learned.shared_parameters())
+
+
 @pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
 def test_files_go_between_the_clip_classes(learned, pristine, tmp_path, tower):
     def vision(model):

@@ -199,6 +199,8 @@ def test_datasets_are_decoded_with_our_formats_and_turned_upright(datasets, monk
         with pytest.raises(ValueError, match="image 2 .* cannot be read: it has no bytes and no file on this machine"):
             images[2]
     assert inspect_images(plain).positions == {"images": [1, 2]} and not started
+    with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
+        labelled_images(plain.rename_column("label", "fine"))
     other = labelled_images(plain.with_transform(lambda batch: {"image": ["x"], "label": [0]}))
     assert other[0] == {"image": "x", "label": 0}
 

@@ -9,7 +9,7 @@ import torch
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_prompts
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
-from dulbe_peft.streams.tasks import class_incremental_tasks
+from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
 
 
 class Pairs:
@@ -81,6 +81,8 @@ def test_every_image_arrives_once_in_its_class_and_order():
             assert subset.class_names == task.class_names
             found += [sample["image"] for sample in expected]
         assert sorted(found) == sorted(image for image, _ in source.items)
+    with pytest.raises(ValueError, match="no class 'z'"):
+        select_classes(train, ["z"])
 
 
 @pytest.mark.parametrize(
