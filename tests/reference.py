@@ -111,11 +111,15 @@ class Head:
             self.visual.append(total / total.norm())
         for index in range(old, len(self.text)):
             own = [row for row, label in zip(images, labels, strict=True) if label + old == index]
-            rho = []
-            for depth in self.depths:
-                confidence = [softmax(self.depth_logits(row, depth))[index] for row in own]
-                rho.append(sum(confidence) / len(confidence))
-            self.weights.append(softmax([value / self.temperature for value in rho]))
+            self.weights.append(softmax([value / self.temperature for value in self.rho(own, index)]))
+
+    def rho(self, images: list[torch.Tensor], index: int) -> list[float]:
+        """The mean probability of the class `index` at each depth over its images, image by image."""
+        found = []
+        for depth in self.depths:
+            confidence = [softmax(self.depth_logits(row, depth))[index] for row in images]
+            found.append(sum(confidence) / len(confidence))
+        return found
 
     def depth_logits(self, image: torch.Tensor, depth: float) -> list[float]:
         pairs = zip(self.visual, self.text, strict=True)

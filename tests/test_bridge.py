@@ -57,7 +57,12 @@ def test_depths_can_be_chosen():
     for wrong in ([], [0.5, 1.5], [math.nan], [[0.5]]):
         with pytest.raises(ValueError, match="depths"):
             BridgeEnsembleHead(DIM, depths=wrong)
-    for name, value in (("num_depths", 1), ("reliability_temperature", 0.0), ("logit_scale", math.inf)):
+    for name, value in (
+        ("num_depths", 1),
+        ("reliability_temperature", 0.0),
+        ("logit_scale", math.inf),
+        ("logit_scale", 1e300),
+    ):
         with pytest.raises(ValueError, match=name):
             BridgeEnsembleHead(DIM, **{name: value})
 
@@ -73,16 +78,6 @@ def test_folded_vectors_follow_every_change_of_the_state():
     head.half()
     assert head.visual_prototypes.dtype == torch.float16 and head.ensemble_prototypes is not first
     torch.testing.assert_close(head.ensemble_prototypes, first, rtol=0, atol=5e-3)
-
-
-def literal_rho(images, own, visual, texts):
-    """rho of the class `own` at each depth over all classes, image by image, in float64."""
-    rho = []
-    for depth in DEPTHS:
-        bridges = [reference.slerp(v, e, depth) for v, e in zip(visual, texts, strict=True)]
-        each = [reference.softmax([float(SCALE * z @ b) for b in bridges])[own] for z in images]
-        rho.append(sum(each) / len(each))
-    return rho
 
 
 def test_prototypes_are_those_of_all_images_at_once():
@@ -104,9 +99,10 @@ def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
     images, labels = photos([1, 4], 7, 9)
     labels = torch.tensor([1, 4])[labels]
     head.update_classes(images, labels)
-    units, texts, visual = reference.unit(images), reference.unit(TEXTS), head.visual_prototypes.double()
+    units, literal = reference.unit(images), reference.Head(DEPTHS, logit_scale=SCALE)
+    literal.visual, literal.text = head.visual_prototypes.double(), reference.unit(TEXTS)
     for row, count in ((1, 6), (4, 5)):
-        rho = literal_rho(units[labels == row], row, visual, texts)
+        rho = literal.rho(units[labels == row], row)
         weights = reference.softmax(
             [(count * math.log(p) + 7 * r / BETA) / (count + 7) for p, r in zip(old[row].tolist(), rho, strict=True)]
         )
@@ -161,9 +157,10 @@ def test_whitened_scores_of_one_task_equal_the_reference():
     matrix = directions @ torch.diag(variances**-0.5) @ directions.T
     images, visual, tests = (reference.unit((rows - means.mean(dim=0)) @ matrix) for rows in (images, means, tests))
     texts = reference.unit((texts - texts.mean(dim=0)) @ matrix)
-    columns = []
+    columns, literal = [], reference.Head(DEPTHS, logit_scale=SCALE)
+    literal.visual, literal.text = visual, texts
     for c in range(CLASSES):
-        weights = reference.softmax([rho / BETA for rho in literal_rho(images[labels == c], c, visual, texts)])
+        weights = reference.softmax([rho / BETA for rho in literal.rho(images[labels == c], c)])
         bridge = [reference.slerp(visual[c], texts[c], depth) for depth in DEPTHS]
         columns.append(SCALE * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True)))
     torch.testing.assert_close(whitened().scatter, scatter, rtol=1e-5, atol=1e-6)

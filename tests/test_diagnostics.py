@@ -2,10 +2,10 @@
 
 import copy
 import json
-import math
 
 import numpy as np
 import pytest
+import reference
 import torch
 from scipy.stats import spearmanr
 from small_runs import learner_of, tasks_of
@@ -65,16 +65,11 @@ def head():
     return head, F.normalize(centres[labels] + 0.6 * torch.randn(30, 8), dim=1), labels
 
 
-def bridge(v, e, depth):
-    angle = math.acos(float(v @ e))
-    return (math.sin((1 - depth) * angle) * v + math.sin(depth * angle) * e) / math.sin(angle)
-
-
 def test_accuracy_of_depths_equals_loops_over_images(head):
     head, features, labels = head
     found = depth_accuracy(head, features, labels)
     visual, texts = head.visual_prototypes.double(), head.text_embeds.double()
-    bridges = [[bridge(visual[c], texts[c], float(a)) for a in head.depths.double()] for c in range(5)]
+    bridges = [[reference.slerp(visual[c], texts[c], float(a)) for a in head.depths.double()] for c in range(5)]
     hits = {"uniform": 0, "weighted": 0}
     alone = torch.zeros(5, 4, dtype=torch.float64)
     for feature, label in zip(features.double(), labels.tolist(), strict=True):

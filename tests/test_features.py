@@ -210,18 +210,6 @@ def test_an_engine_that_is_not_installed_is_asked_for_once(root, tmp_path, monke
     assert "pip install 'dulbe_peft[ray]'" in found and "again" not in found
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("engine", ["dask", "ray"])
-def test_learn_on_an_engine_finds_the_same(root, tmp_path, engine):
-    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
-    call("run", *FROZEN, "--data", root, "--increment", 3, "--max-tasks", 1, "--output", tmp_path / "first")
-    learn = ["learn", tmp_path / "first", "--data", root, "--no-update", "--output"]
-    call(*learn, tmp_path / "plain")
-    call(*learn, tmp_path / "engine", "--engine", engine, "--jobs", 2)
-    same_answers(tmp_path / "engine", tmp_path / "plain")
-
-
 @contextmanager
 def two_workers(engine):
     """The options that name a cluster, where it does not start with the command, and what finds its workers."""

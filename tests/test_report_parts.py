@@ -129,15 +129,6 @@ def test_probabilities_against_what_is_right():
     assert str(Share(1, 15)) == "6.7 % (1 of 15; 95 % interval 1.2 to 29.8)"
 
 
-def test_classes_that_are_mixed_up_stand_side_by_side():
-    pairs = {("a", "a"): 5, ("a", "c"): 5, ("c", "c"): 9, ("b", "b"): 8, ("b", "d"): 3, ("d", "d"): 2, ("e", "e"): 4}
-    matrix = confusion_matrix(answers(*((*pair, 1.0) for pair, count in pairs.items() for _ in range(count))))
-    place = {name: number for number, name in enumerate(matrix.classes)}
-    assert abs(place["a"] - place["c"]) == abs(place["b"] - place["d"]) == 1 and len(place) == 5
-    assert matrix.mistakes == [("a", "c", 5, 10), ("b", "d", 3, 11)]
-    assert {(matrix.classes[i], matrix.classes[j]): n for i, j, n, _ in matrix.cells} == pairs
-
-
 def test_the_map_shows_what_is_alike():
     random = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,7 +12,6 @@ from annotated_types import Ge, Gt, Le
 from dulbe_peft import DualModeLoraConfig, LearnerArguments
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.utils.checks import check_int, check_number
 from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
@@ -42,30 +40,6 @@ def test_the_settings_have_limits():
     assert len(list(limits())) > 25 and {type(case.values[3]) for case in limits()} == {Ge, Gt, Le}
 
 
-INT, NUMBER = partial(check_int, "n", least=1, most=3), partial(check_number, "x")
-
-
-@pytest.mark.parametrize(
-    ("check", "error", "words"),
-    [
-        (lambda: INT(0), ValueError, "n must be at least 1, got 0"),
-        (lambda: INT(4), ValueError, "n must be at most 3, got 4"),
-        (lambda: INT(np.True_), TypeError, "n must be an int"),
-        (lambda: INT(2.0), TypeError, "n must be an int, got 2.0 of type float"),
-        (lambda: NUMBER(0, positive=True), ValueError, "x must be finite and positive, got 0"),
-        (lambda: NUMBER(-0.5, least=0), ValueError, "x must be finite and at least 0, got -0.5"),
-        (lambda: NUMBER(10**400, positive=True), ValueError, "x must be finite"),
-        (lambda: NUMBER(False, least=0), TypeError, "x must be a number, got False of type bool"),
-    ],
-)
-def test_what_is_no_number_or_out_of_range(check, error, words):
-    assert type(INT(np.uint8(2))) is int
-    NUMBER(0, least=0)
-    NUMBER(1e-30, positive=True)
-    with pytest.raises(error, match=words):
-        check()
-
-
 def test_a_configuration_with_numpy_s_ints_can_be_saved(tmp_path):
     config = DualModeLoraConfig(residual_rank=np.int64(2), layers_to_transform=list(np.array([0, 1, 3])))
     config.save_pretrained(tmp_path)
@@ -83,12 +57,6 @@ class Settings:
     mode: float | Literal["auto"] = "auto"
     depths: Sequence[float] = ()
     pair: tuple[int, ...] = ()
-
-
-def test_names_and_settings_are_told_apart():
-    assert parse_spec("lora") == ("lora", {})
-    assert parse_spec(" inflora : energy = 0.97 , rank=4") == ("inflora", {"energy": "0.97", "rank": "4"})
-    assert parse_spec("a:b=c=d") == ("a", {"b": "c=d"})
 
 
 def test_values_take_the_types_of_the_parameters():
