@@ -122,20 +122,25 @@ class Fit:
         if failed:
             raise ValueError(f"the covariance cannot be inverted with rho {rho:g}: raise it, or use 'auto'")
         weights = torch.cholesky_solve(means.T, factor).T
-        span = len(factor) - rho * self.base * float(torch.cholesky_inverse(factor).trace())  # tr(P S)
-        offsets = (means * weights).sum(dim=1) / 2 - TILT * span / (self.counts[:, 0] + kappa)
+        offsets = (means * weights).sum(dim=1) / 2 - TILT * self.noise_share(rho) / (self.counts[:, 0] + kappa)
         return weights, offsets + weights @ self.centre
 
     @cached_property
     def basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Eigenvalues of S, (d,), its eigenvectors, (d, d), and in their basis `means` and `texts`, (C, d); float32.
+        """Eigenvalues of S, (d,), float64; in float32 its eigenvectors, (d, d), and by these `means`, `texts`, (C, d).
 
         S + rho base I is diagonal there. What is chosen by left-out images does not need more digits. The eigenvalues
         themselves do: in float32, those of a small S that is far from full rank are NaN or are not found.
         """
-        values, vectors = (part.float() for part in torch.linalg.eigh(self.noise))
+        values, vectors = torch.linalg.eigh(self.noise)
+        vectors = vectors.float()
         means, texts = self.means.float() @ vectors, self.texts.float() @ vectors[: self.texts.shape[1]]
         return values.clamp_min(0), vectors, means, texts
+
+    def noise_share(self, rho: float) -> float:
+        """tr(P S): how many directions the noise fills."""
+        values = self.basis[0]
+        return float((values / (values + rho * self.base)).sum())
 
     def usual_kappa(self) -> float:
         """kappa by moments: r_c'P r_c is d / kappa + tr(P S) / n_c on average, each class left out of b and of R.
@@ -145,12 +150,12 @@ class Fit:
         few images most: there it is the least of the grid.
         """
         values, _, means, texts = self.basis
-        noise, classes = values + MIDDLE * self.base, len(means)
+        noise, classes = (values + MIDDLE * self.base).float(), len(means)
         prior = self.slope(MIDDLE) * texts * noise
         found = ((means - prior).square() / noise).sum(dim=1, keepdim=True).to(self.means)
         own = USUAL_IMAGES / self.images / classes * self.weights * found
         left = found / (1 - own).clamp_min(LEAST_LEFT) * (classes / max(1, classes - 1)) ** 2
-        excess = left - float((values / noise).sum()) / self.counts
+        excess = left - self.noise_share(MIDDLE) / self.counts
         inverse = 1 / USUAL_KAPPA
         for _ in range(4):
             weights = (inverse + 1 / self.counts) ** -2
@@ -186,24 +191,34 @@ class Fit:
         counts, share = every[labels], every / (every + kappa)
         total, taken = counts + kappa, counts / (counts - 1) / self.images
         for rho in rhos:
-            noise, slope = values + rho * self.base, self.slope(rho)
+            noise, slope = (values + rho * self.base).float(), self.slope(rho)
             by_mean, by_text = (rows / noise) @ means.T, slope * row_texts
             across_mean = by_mean - ((means[present] / noise) @ means.T)[own]
             length, reach = (rows.square() / noise).sum(dim=1), (rows * away / noise).sum(dim=1)  # y'P y and y'P d
             gain = taken / (1 - taken * (away.square() / noise).sum(dim=1))  # P is then P + gain P d d'P
             square = share**2 * (means.square() @ (1 / noise)) + 2 * share * (1 - share) * slope * mean_texts
             square += (1 - share) ** 2 * slope**2 * (texts.square() @ noise)  # q_c'P q_c, (kappas, C)
-            scores = torch.lerp(by_text, by_mean, share[:, None])  # y'P q_c
-            across = torch.lerp(by_text - slope * own_texts[own], across_mean, share[:, None])  # d'P q_c
+            # y'P q_c is t + s (m - t) with the share s, and d'P q_c is u + s (v - u); P makes it a square in s.
+            across_text, lift = by_text - slope * own_texts[own], gain[:, None]
+            apart, across_apart = by_mean - by_text, across_mean - across_text
+            inner = lift * (reach[:, None] - across_text)
+            bonus = TILT * self.noise_share(rho) / (every + kappa)
             # Its own class has q = (N q_c - y) / (N - 1), with N = n_c + kappa.
-            mine, beside = scores[:, each, labels], across[:, each, labels]
+            part = share[:, labels]
+            mine, beside = (
+                text[each, labels] + part * far[each, labels]
+                for text, far in ((by_text, apart), (across_text, across_apart))
+            )
             rest = (total**2 * square[:, labels] - 2 * total * mine + length) / (total - 1) ** 2
             mine, beside = (total * mine - length) / (total - 1), (total * beside - reach) / (total - 1)
-            mine += gain * beside * (reach - beside / 2) - rest / 2
-            scores.addcmul_(across, torch.addcmul((gain * reach)[:, None], across, gain[:, None], value=-0.5))
-            scores -= square[:, None] / 2
+            mine += gain * beside * (reach - beside / 2) - rest / 2 + bonus[:, labels]
+            constant = by_text + lift * across_text * (reach[:, None] - across_text / 2)
+            scores = torch.addcmul(
+                apart + inner * across_apart, share[:, None], lift * across_apart.square(), value=-0.5
+            )
+            torch.addcmul(constant, share[:, None], scores, out=scores).add_((bonus - square / 2)[:, None])
             scores[:, each, labels] = mine
-            yield scores.add_((TILT * (values / noise).sum() / (every + kappa))[:, None])
+            yield scores
 
 
 class BayesClassifier(Classifier):
@@ -493,8 +508,8 @@ def soft_errors(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of 1 - p(own class), (kappas, temperatures), of (kappas, n, C) scores, which it ruins."""
     powers, sums = scores.sub_(scores.amax(dim=2, keepdim=True)).clamp_min_(-40).exp_(), []
     each = torch.arange(len(labels)).to(labels)
-    for _ in TEMPERATURES:
-        powers.clamp_min_(1e-18)  # whose square is no subnormal number: those are slow
+    for place in range(len(TEMPERATURES)):
+        if place:  # half the temperature; the square of 1e-18 is no subnormal number: those are slow
+            powers.square_().clamp_min_(1e-18)
         sums.append((1 - powers[:, each, labels] / powers.sum(dim=2)) @ weights)
-        powers.square_()  # half the temperature
     return torch.stack(sums, dim=1)
