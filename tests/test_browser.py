@@ -1,9 +1,12 @@
-"""The report, and the page to try a learner, in headless Chromium, where it and Playwright are installed."""
+"""The report, the page to try a learner and the docs in headless Chromium, where it and Playwright are installed."""
 
 import base64
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from dulbe_peft.report import write_report
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+ROOT = Path(__file__).parents[1]
 # The contrast of every text with what lies behind it, by WCAG 2: relative luminance, colours with alpha blended.
 CONTRASTS = """() => {
   const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
@@ -193,3 +197,49 @@ def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, w
         archive.extractall(tmp_path)
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learner")
     assert learner.predict(Image.open(files / "blue.png")) == [SCRIPT]
+
+
+# What is wider than its place, by its text, and the width of the page.
+TOO_WIDE = """() => [
+  [...document.querySelectorAll("pre, pre code, table, .md-typeset__scrollwrap")]
+    .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 80)),
+  document.documentElement.scrollWidth]"""
+
+
+def needs_the_pages_packages(*more):
+    for name in ("mkdocs", "mkdocstrings", "latex2mathml", *more):
+        pytest.importorskip(name)
+
+
+def build(site, theme=None):
+    """Build the pages in strict mode, where a warning is an error. With -q there would be no warnings to count."""
+    config = ROOT / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    command += ["--theme", theme] if theme else []
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def test_pages_build_with_a_theme_that_comes_with_mkdocs(tmp_path):
+    needs_the_pages_packages()
+    site = build(tmp_path / "site", theme="readthedocs")
+    pages = sorted(ROOT.glob("docs/*.md"))
+    assert len(pages) > 15
+    assert all((site / page.stem / "index.html").is_file() or page.stem == "index" for page in pages)
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert '<img alt="Each month brings photographs' in start and (site / "images" / "stream.svg").is_file()
+    assert "<math" in (site / "method" / "index.html").read_text(encoding="utf-8")
+
+
+def test_nothing_scrolls_sideways_at_1280_pixels(tmp_path, browser):
+    needs_the_pages_packages("material")
+    site = build(tmp_path / "site")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    for path in sorted(site.rglob("index.html")):
+        page.goto(path.as_uri())
+        wide, width = page.evaluate(TOO_WIDE)
+        assert not wide and width <= 1280, f"{path.relative_to(site)}: {wide}, {width}"
+    page.close()

@@ -258,6 +258,8 @@ def test_the_rest_of_the_help(capsys):
     assert "example:" in said[0] and "--help-all" in said[0] and "--structure-weight" not in said[0] == said[2]
     for name in (name for kind in GROUPS.values() for name in field_types(kind)):
         assert "--" + name.replace("_", "-") in said[1]
+    assert main(["help"]) == 0 and main(["help", "compare"]) == 0
+    assert capsys.readouterr().out.count("YAML file that says what to compare") == 1
 
 
 def test_answers_that_need_no_model_import_none():
@@ -273,11 +275,6 @@ for argv in {answers!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_help_is_a_command_too(capsys):
-    assert main(["help"]) == 0 and main(["help", "compare"]) == 0
-    assert capsys.readouterr().out.count("YAML file that says what to compare") == 1
 
 
 def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own_run, capsys):

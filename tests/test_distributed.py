@@ -129,7 +129,7 @@ def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     assert parts == list(range(count))
 
 
-def test_sharded_modules_and_parameters_are_refused():
+def test_sharded_modules_parameters_and_launches_are_refused(monkeypatch):
     wrapped = type("FullyShardedDataParallel", (nn.Module,), {})()  # as a module of torch's FSDP is called
     with pytest.raises(ValueError, match="FullyShardedDataParallel is sharded"):
         refuse_sharded(nn.Sequential(wrapped))
@@ -139,10 +139,7 @@ def test_sharded_modules_and_parameters_are_refused():
         setattr(model.weight, mark, 0)
         with pytest.raises(ValueError, match="weight is sharded.*ZeRO-3"):
             refuse_sharded(model)
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_a_launch_that_shards_is_refused(monkeypatch, kind):
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
-    with pytest.raises(ValueError, match=kind):
-        choose_device("cpu")
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        with monkeypatch.context() as context, pytest.raises(ValueError, match=kind):
+            context.setenv(f"ACCELERATE_USE_{kind}", "true")
+            choose_device("cpu")

@@ -13,12 +13,7 @@ from accelerate.utils import LoggerType
 from small_runs import learner_of
 
 from benchmarks import literal
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    DualModeLoraModel,
-    OccupationStatistics,
-    class_incremental_tasks,
-)
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraModel, OccupationStatistics, class_incremental_tasks
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 1024}

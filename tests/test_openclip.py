@@ -162,7 +162,7 @@ def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_p
     assert (found / 70 - expected / 70).abs().max() < 1e-5
 
 
-def test_what_does_not_fit_is_named():
+def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tmp_path):
     state = random_state(50)
     for name, value, message in (
         ("visual.conv1.weight", None, "'visual.conv1.weight' must be a tensor of 4 dimensions"),
@@ -180,9 +180,6 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             convert_open_clip(state, **facts)
-
-
-def test_files_that_could_hold_more_than_tensors_are_refused(tmp_path):
     torch.save({"state_dict": {}, "folder": tmp_path}, tmp_path / "it.pt")
     with pytest.raises(ValueError, match="could not be read as tensors alone"):
         convert_open_clip(tmp_path / "it.pt")

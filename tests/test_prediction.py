@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_clip
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    ImageFolder,
+    LdaClassifier,
+    LearnerArguments,
+    PrototypeClassifier,
+    load_clip,
+)
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
 
@@ -169,3 +178,45 @@ def test_standard_input_is_an_image_a_list_of_paths_or_one_line_of_error(world, 
     for damaged in (image[:-30], b"\0\1\n\2\n"):
         said = given(damaged, names[0])[1]
         assert said.count("cannot be read") == 1 and "standard input cannot be read: " in said
+
+
+CLASSES, WIDTH = 1000, 32
+
+
+class Index:
+    """What faiss's IndexFlatIP does."""
+
+    def __init__(self, width):
+        self.rows = np.zeros((0, width), np.float32)
+
+    def add(self, rows):
+        self.rows = np.concatenate([self.rows, rows])
+
+    def search(self, queries, count):
+        scores = queries @ self.rows.T
+        places = np.argsort(-scores, axis=1)[:, :count]
+        return np.take_along_axis(scores, places, axis=1), places
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (PrototypeClassifier, lambda means: {"sums": means}),
+        (LdaClassifier, lambda means: {"means": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
+    ],
+)
+def test_the_five_best_of_many_classes(kind, state, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(IndexFlatIP=Index))
+    page = (Path(__file__).parents[1] / "docs" / "predicting.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "faiss" in block)
+    namespace: dict = {}
+    exec(code, namespace)
+    classifier = kind(WIDTH)
+    means, counts = F.normalize(torch.randn(CLASSES, WIDTH), dim=1), torch.ones(CLASSES, dtype=torch.int64)
+    classifier.install({"counts": counts} | state(means))
+    classifier._class_names = [str(number) for number in range(CLASSES)]
+    features = F.normalize(torch.randn(20, WIDTH), dim=1)
+    scores, places = namespace["best_classes"](classifier, features)
+    expected = classifier(features).topk(5)
+    np.testing.assert_array_equal(places, expected.indices)
+    np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
