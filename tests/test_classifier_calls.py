@@ -194,6 +194,7 @@ def test_names_and_settings_make_classifiers_or_are_refused():
         ("bridge:metric=euclid", "must be '?cosine'? or '?whitened"),
         ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
+        ("ridge:ridge=1e300", "ridge must be finite in float32"),
     ):
         with pytest.raises(ValueError, match=message):
             make_classifier(text, 8)
