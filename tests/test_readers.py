@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,27 @@ def test_an_overridden_item_is_what_is_read(folder):
     images = labelled_images(Grey(folder, "train"))
     assert len(set(images[0]["image"].getpixel((0, 0)))) == 1 and images.class_names == ("Ant eater", "zebra")
     assert len(set(ImageFolder(folder, "train")[0]["image"].getpixel((0, 0)))) > 1
+
+
+def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
+    original = fingerprint(ImageFolder(folder, "train"))
+    copy = shutil.copytree(folder / "train", tmp_path / "copy")
+    assert len(original) == 64 and fingerprint(ImageFolder(copy)) == original
+    zebra, seen = copy / "zebra", {original}
+    for number, change in enumerate(
+        (
+            lambda: (zebra / "b.PNG").rename(zebra / "c.png"),
+            lambda: write(zebra / "c.png", (zebra / "c.png").read_bytes() + b"more"),
+            lambda: write(zebra / "d.png", encoded(1)),
+            lambda: zebra.rename(copy / "zebu"),
+        ),
+        2,
+    ):
+        change()
+        seen.add(fingerprint(ImageFolder(copy)))
+        assert len(seen) == number
+    tasks = class_incremental_tasks(ImageFolder(copy), increment=1)
+    assert len({fingerprint(task.train) for task in tasks} | seen) == 7
 
 
 def test_fingerprint_of_plain_datasets():
