@@ -324,6 +324,7 @@ def test_results_alone_are_enough(runs, tmp_path):
         (None, None, "is no folder"),
         ("results.json", [], "results.json is damaged or foreign"),
         ("timings.json", {"tasks": [1]}, "timings.json is damaged or foreign: tasks"),
+        ("timings.json", {"tasks": [{"phases": {"train": "x"}}]}, "foreign: tasks.0.seconds: Field required"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),
     ],
 )

@@ -60,7 +60,6 @@ def predict(
     --coverage 0.95, each image gets all classes that it may be of; the right one is among them for
     95 of 100 images of known classes.
     """
-    """Write the answers; returns 2 where no image could be read."""
     from dulbe_peft.commands.tables import copy_into, growing_table
 
     if coverage is not None and top_k != 1:

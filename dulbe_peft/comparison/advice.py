@@ -207,4 +207,5 @@ def known_regret() -> Regret | None:
 
 
 def format_advice(advice: Advice) -> str:
+    """The advice as people read it in a terminal."""
     return render_card("advice.txt", advice=advice, few=FEW_HELD_BACK, regret=known_regret()).rstrip()

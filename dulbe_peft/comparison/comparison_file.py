@@ -94,6 +94,7 @@ class Comparison(Record):
 
 
 def read_comparison(folder: Path) -> Comparison:
+    """What `compare` has written into a folder."""
     path = folder / COMPARISON_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `dulbe-peft compare` writes it")

@@ -207,6 +207,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def make_plan(content: dict[str, Any]) -> Plan:
+    """The plan that the content of a YAML file asks for, checked."""
     file = _PlanFile.model_validate(content)
     for spec in file.classifiers:
         make_classifier(spec, 8)

@@ -315,6 +315,7 @@ def format_summary(entries: Sequence[Entry]) -> str:
 
 
 def count_seeds(entries: Sequence[Entry]) -> str:
+    """How many seeds the rows have, in words."""
     counts = sorted({len(entry.seeds) for entry in entries})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{number} seed" if counts == [1] else f"{number} seeds"

@@ -64,6 +64,7 @@ def is_feature_folder(path: Path) -> bool:
 
 
 def feature_splits(folder: Path) -> list[str]:
+    """The splits that a folder of features has, in the order of their files."""
     return list(dict.fromkeys(split for split, _ in _shards(folder)))
 
 
@@ -101,6 +102,7 @@ class _Rows:
 def write_shard(
     folder: Path, split: str, number: int, images: Sequence[str], labels: Any, embeddings: Any, content: Sequence[str]
 ) -> None:
+    """Write one parquet file: a row for each image with its name, label, features and what tells its content."""
     pa, parquet = _pyarrow()
     width = embeddings.shape[1]
     rows = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(embeddings).reshape(-1)), width)

@@ -85,6 +85,7 @@ def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = N
 
 
 def demo_model_folder() -> Path:
+    """The folder of the small CLIP that the package has."""
     return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
 
 
@@ -162,6 +163,7 @@ def check_encoder(model: nn.Module, text: bool = False) -> None:
 
 
 def has_text(model: Any) -> bool:
+    """Whether the model has a text tower."""
     return not encoder_of(model).image_only
 
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.runs.progress import Entries, read_finished
+from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import stream_results
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
@@ -143,7 +143,7 @@ def _run(
     if blocks:  # JSON sorts them; the learner's own order is the one that counts
         names = [name for name in order if name in blocks]
         results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
-    timings = (_read(path / TIMINGS_FILE, Entries) or {"tasks": []})["tasks"]
+    timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]
     records, none = results["tasks"], [None] * len(learned)
     return RunFolder(
         folder=path,

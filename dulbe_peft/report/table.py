@@ -74,6 +74,7 @@ def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 
 
 def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+    """The table in Markdown, the best cells bold."""
     titles = [column.title for column in columns if column.show]
     marks = ["---:" if column.number else "---" for column in columns if column.show]
     lines = [

@@ -54,6 +54,16 @@ class Row(Record, frozen=False):
         return self
 
 
+class Timing(Record):
+    """What a task took, and when it was finished."""
+
+    seconds: float
+    cpu_seconds: float
+    phases: dict[str, float]
+    peak_memory: int | None
+    finished: str
+
+
 class FinishedTask(Record, frozen=False):
     """All that is known of a finished task; `timing` and `source` are written after its folder."""
 
@@ -61,7 +71,7 @@ class FinishedTask(Record, frozen=False):
     row: Row = Field(default_factory=Row)
     zero_shot: Fraction | None = None
     details: Details | None = None
-    timing: Details | None = Field(default=None, exclude=True)
+    timing: Timing | None = Field(default=None, exclude=True)
     source: Details | None = Field(default=None, exclude=True)
 
 
@@ -71,8 +81,14 @@ class Progress(Record):
     tasks: Annotated[list[FinishedTask], Field(min_length=1)]
 
 
-class Entries(Record):
-    """`timings.json` or `sources.json`: an entry for each task, null where it is unknown."""
+class Timings(Record):
+    """`timings.json`: an entry for each task, null where it is unknown."""
+
+    tasks: list[Timing | None]
+
+
+class Sources(Record):
+    """`sources.json`: likewise, where the task's images came from."""
 
     tasks: list[Details | None]
 
@@ -107,10 +123,12 @@ def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> li
             return [FinishedTask(class_names=list(task)) for task in names]
         tasks[start:left] = found
         left, here = start, folder.with_name(f"task-{start:03d}")
-    for name, file in (("timing", TIMINGS_FILE), ("source", SOURCES_FILE)):
-        with suppress(OSError, ValueError):
-            for task, entry in zip(tasks, read_record(run / file, Entries).tasks, strict=False):
-                setattr(task, name, entry)
+    with suppress(OSError, ValueError):
+        for task, timing in zip(tasks, read_record(run / TIMINGS_FILE, Timings).tasks, strict=False):
+            task.timing = timing
+    with suppress(OSError, ValueError):
+        for task, source in zip(tasks, read_record(run / SOURCES_FILE, Sources).tasks, strict=False):
+            task.source = source
     return tasks
 
 

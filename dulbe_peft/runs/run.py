@@ -208,13 +208,13 @@ class Run:
                 self.write_features()
             self.commit(task)
         seconds = time.perf_counter() - started
-        done.timing = {
-            "seconds": seconds,
-            "cpu_seconds": time.process_time() - cpu,
-            "phases": dict(profile.seconds),
-            "peak_memory": peak_memory(learner.device),
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
+        done.timing = progress.Timing(
+            seconds=seconds,
+            cpu_seconds=time.process_time() - cpu,
+            phases=dict(profile.seconds),
+            peak_memory=peak_memory(learner.device),
+            finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self), len(learner.class_names))
         _print_once(f"{line}, {seconds:.1f} s")
@@ -283,10 +283,11 @@ class Run:
         for task, (_, test) in zip(self.finished[len(self.known_tests) :], self.identity.data, strict=True):
             if task.source is None and self.options.source is not None:
                 task.source = self.options.source | {"test": test}
-        times, sources = [task.timing for task in self.finished], [task.source for task in self.finished]
-        for file, entries in ((TIMINGS_FILE, times), (SOURCES_FILE, sources)):
-            if any(entries):
-                on_main_process(partial(write_record, self.output / file, progress.Entries(tasks=entries)))
+        times = progress.Timings(tasks=[task.timing for task in self.finished])
+        sources = progress.Sources(tasks=[task.source for task in self.finished])
+        for file, record in ((TIMINGS_FILE, times), (SOURCES_FILE, sources)):
+            if any(record.tasks):
+                on_main_process(partial(write_record, self.output / file, record))
 
     def write_results(self, results: dict[str, Any]) -> None:
         write_json(self.output / RESULTS_FILE, results)

@@ -254,6 +254,7 @@ def json_sha256(content: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

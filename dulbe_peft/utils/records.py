@@ -28,6 +28,7 @@ def read_record(path: str | Path, kind: type[R]) -> R:
 
 
 def write_record(path: Path, record: Record) -> None:
+    """Write a record as JSON; the file is replaced at once."""
     write_json(path, record.model_dump(mode="json"))
 
 
