@@ -56,14 +56,16 @@ def trained(results: Path, file: str, classifiers: str, without: str = "") -> li
 def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
     """One line a method: A_last and the difference to no training, what the model still knows, what is trained."""
     rows, columns = compared(results, file), classifiers.split(",")
-    lines = []
+    lines, head = [], ["method", *map(short, columns), "still known", "trained"]
     for method in methods_of(rows, stream):
         each = [rows[stream, method, name] for name in columns]
         if method != "frozen" and each[0]["trainable_parameters"] == "0":  # its own classifier alone is another
             continue
-        known, trainable = percent(each[0]["retention"]), f"{int(each[0]['trainable_parameters']):,}"
+        known = percent(each[0]["retention"]) if each[0]["retention"] else ""
+        trainable = f"{int(each[0]['trainable_parameters']):,}"
         lines.append([named(method), *(gained(row, interval=False) for row in each), known, trainable])
-    return [["method", *map(short, columns), "still known", "trained"], *lines]
+    shown = [any(line[place] for line in lines) for place in range(len(head))]
+    return [[cell for cell, full in zip(line, shown, strict=True) if full] for line in (head, *lines)]
 
 
 def own(results: Path, file: str, stream: str) -> list[list[str]]:
