@@ -336,6 +336,8 @@ def test_what_is_no_run_or_a_damaged_one_is_refused_by_name(runs, file, content,
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(str(bad))) as caught:
         write_report([runs["two"], bad], tmp_path / "page.html", tmp_path / "a.csv", tmp_path / "a.tex")
     assert words in str(caught.value) and not list(tmp_path.glob("*.*"))
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], tmp_path / "page.html")
 
 
 def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):

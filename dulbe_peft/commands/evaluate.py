@@ -71,7 +71,8 @@ def evaluate(
     elif found is not None:
         figures = _accuracy(found, len(images), known, unknown)
     elif reject is None:
-        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; --reject measures on such")
+        what = "--reject measures how many of their images it refuses"
+        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {what}")
     if reject is not None:
         others = images.select(unknown) if unknown else None
         figures["rejection"] = _rejection(loaded, None if found is None else found.probability, others, reject)

@@ -138,9 +138,7 @@ def main(argv: list[str] | None = None) -> int:
 def _complain(text: str) -> None:
     try:
         print(printable_lines(text), file=sys.stderr, flush=True)
-    except (
-        OSError
-    ):  # where nobody can be told, the exit status says it, and Python's own last write does not change it
+    except OSError:  # nobody can be told: the exit status says it, and Python's own last write must not change it
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 

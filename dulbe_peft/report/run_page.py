@@ -43,6 +43,8 @@ def write_report(
     as LaTeX in percent. A run need not be finished.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
+    if not folders:
+        raise ValueError("a report needs the folder of at least one run, got none")
     read = [read_run(folder) for folder in folders]
     groups = group_runs(read)
     rows = group_results(groups)
