@@ -42,7 +42,9 @@ def clip(name: str, attention: str) -> tuple[CLIPModel, Any]:
         return load_clip(name, attn_implementation=attention)
     torch.manual_seed(0)
     model = CLIPModel._from_config(config(name), attn_implementation=attention).eval()
-    return model, load_processor(str(demo_model_folder()), model)
+    processor = load_processor(str(demo_model_folder()), model)
+    processor.image_processor = image_processor(model.config.vision_config.image_size)
+    return model, processor
 
 
 def vision_tower(name: str, attention: str) -> CLIPVisionModelWithProjection:
