@@ -268,8 +268,8 @@ def test_labels_and_lengths_that_are_of_no_use_are_named():
     rows = [(picture, 0), (picture, 1)]
     for call, words in (
         (lambda: labelled_images(Lying(rows, 2, 3)), "dataset has 2 labels but 3 images"),
-        (lambda: labelled_images(Listed([half], [0])), "BFloat16"),
-        (lambda: labelled_images([(picture, half)]), "BFloat16"),
+        (lambda: labelled_images(Listed([half], [0])), "dataset.targets must hold ints: .*BFloat16"),
+        (lambda: labelled_images([(picture, half)]), "the label of sample 0 must hold ints: .*BFloat16"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             call()

@@ -323,6 +323,10 @@ def test_results_alone_are_enough(runs, tmp_path):
     [
         (None, None, "is no folder"),
         ("results.json", [], "results.json is damaged or foreign"),
+        ("results.json", {"classifiers": {"lda": {}}}, "foreign: classifiers.lda.overall: Field required"),
+        ("results.json", {"tasks": [{"loss": ["x"]}]}, "foreign: tasks.0.loss.0"),
+        ("results.json", {"classes": {"lda": {"accuracy": {"a": 7}}}}, "foreign: classes.lda.accuracy.a"),
+        ("results.json", {"strategy": {}}, "foreign: strategy.name: Field required"),
         ("timings.json", {"tasks": [1]}, "timings.json is damaged or foreign: tasks"),
         ("timings.json", {"tasks": [{"phases": {"train": "x"}}]}, "foreign: tasks.0.seconds: Field required"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),

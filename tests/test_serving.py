@@ -186,4 +186,5 @@ def test_the_command_prints_the_address(folder, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
-    assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in capsys.readouterr().err
+    words = f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port or --host"
+    assert words in capsys.readouterr().err

@@ -27,7 +27,9 @@ def serve(learner: str, load: Callable[..., Any], host: str, port: int) -> int:
     try:
         server = make_server(loaded, host, port)
     except OSError as error:
-        raise OSError(f"{name}:{port} cannot be listened on: {error.strerror}; take another --port") from error
+        raise OSError(
+            f"{name}:{port} cannot be listened on: {error.strerror}; take another --port or --host"
+        ) from error
     print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()

@@ -203,7 +203,7 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
         image, label = sample
     else:
         raise TypeError(f"sample {index} is a {type(sample).__name__}; it must be a mapping or (image, label) pair")
-    value = _array(label)
+    value = _array(label, f"the label of sample {index}")
     if value.ndim or value.dtype.kind not in "iu":
         raise TypeError(f"the label of sample {index} is {label!r} of type {type(label).__name__}; it must be an int")
     return image, int(value)
@@ -235,7 +235,7 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
-    array = _array(values)
+    array = _array(values, source)
     if array.ndim != 1:
         raise ValueError(f"{source} has {array.ndim} dimensions; one label per image is needed")
     if array.size and array.dtype.kind not in "iu":
@@ -243,9 +243,12 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: Any, source: str) -> np.ndarray:
     """What NumPy makes of labels, also of a tensor on an accelerator."""
-    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    try:
+        return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (TypeError, ValueError) as error:  # bfloat16, lists of several lengths
+        raise TypeError(f"{source} must hold ints: {error}") from error
 
 
 def _carried_names(dataset: Any) -> tuple[str, ...]:

@@ -121,7 +121,9 @@ def open_stream_data(
     """
     splits, left_out = _splits(os.fspath(path), train_split, test_split)
     if test_fraction is not None and test_split in splits:
-        raise ValueError(f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one")
+        raise ValueError(
+            f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
+        )
     train = load_data(path, train_split if splits else None)
     parts = {train_split: train}
     if test_split in splits:

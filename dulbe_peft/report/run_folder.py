@@ -20,21 +20,52 @@ PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 
 
-class _Results(Record):
-    """The part of `results.json` that a report needs; what else is in it is kept as it is."""
+class _Part(Record):
+    """The part of something in `results.json` that a report needs; what else is in it is kept as it is."""
 
     model_config = ConfigDict(extra="allow")
 
+
+class _Strategy(_Part):
+    name: str
+
+
+class _Method(_Part):
+    overall: list[Fraction | None]
+    last_accuracy: Fraction | None
+    average_accuracy: Fraction
+    forgetting: float | None = None
+    backward_transfer: float | None = None
+
+
+class _Classifier(_Method):
+    matrix: list[list[Fraction | None]]
+
+
+class _ClassMeasures(_Part):
+    accuracy: dict[str, Fraction]
+    forgetting: dict[str, float] = {}
+
+
+class _TaskFacts(_Part):
+    images: dict[str, int] = {}
+    loss: list[float] = []
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
+class _Results(_Part):
     class_names: list[list[str]]
     configuration: dict[str, Any]
-    strategy: dict[str, Any]
+    strategy: _Strategy
     versions: dict[str, str]
-    tasks: list[dict[str, Any] | None]
-    classifiers: dict[str, dict[str, Any]] = {}
-    zero_shot: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    class_means: dict[str, Any] | None = None
-    classes: dict[str, dict[str, Any]] = {}
+    tasks: list[_TaskFacts | None]
+    classifiers: dict[str, _Classifier] = {}
+    zero_shot: _Method | None = None
+    text: _Method | None = None
+    class_means: _Method | None = None
+    classes: dict[str, _ClassMeasures] = {}
 
 
 class Example(Record):
