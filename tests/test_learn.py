@@ -196,6 +196,8 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
         words = ("saved learner", "'task of a run'", "never changed: name another folder", "lies in --data")
         assert any(word in said for word in words), said
     assert content(june) == before
+    shutil.copytree(second, tmp_path / "copy")  # what stands beside a copy is no part of a run
+    assert main(["forget", str(tmp_path / "copy"), "one", "--output", str(tmp_path / "without")]) == 0
 
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}."}

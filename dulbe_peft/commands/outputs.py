@@ -91,10 +91,10 @@ def _step_aside(path: str, inputs: Sequence[str | None]) -> None:
 
 def check_other_folder(learner: str, output: str) -> None:
     """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
-    from dulbe_peft.checkpoints.layout import PROGRESS_FILE
+    from dulbe_peft.checkpoints.layout import task_folders
 
     own, other = Path(learner).resolve(), Path(output).resolve()
-    if (own / PROGRESS_FILE).is_file():  # a task of a run
+    if own.is_dir() and own in task_folders(own.parent):  # not a copy of a task under another name
         own = own.parent
     if own.is_dir() and own in (other, *other.parents):
         raise ValueError(
