@@ -1,6 +1,7 @@
 """The command line, in this process where that is enough and in one of its own where it is not."""
 
 import csv
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.imports import when_imported
 from dulbe_peft.utils.settings import field_types
 
 MODEL = str(demo_model_folder())
@@ -338,6 +340,16 @@ def test_the_shell_completes_commands_and_flags():
             [sys.executable, "-m", "dulbe_peft"], capture_output=True, text=True, env=os.environ | given
         )
         assert done.stdout == f"{found}\n", done.stderr
+
+
+def test_two_who_wait_for_one_import_are_both_told(tmp_path, monkeypatch):
+    (tmp_path / "waited_for.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = []  # as of `main` that is called twice before anything has needed transformers
+    for number in range(2):
+        when_imported("waited_for", lambda number=number: told.append(number))
+    importlib.import_module("waited_for")
+    assert sorted(told) == [0, 1] and "waited_for" not in [getattr(finder, "name", "") for finder in sys.meta_path]
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def _check_new(
     old = layout.task_folders(output)
     if old:
         why = "none of them is valid" if resumes else "resume is off"
-        raise ValueError(f"{str(output)!r} already holds {old[-1].name} and {why}: take another folder, or remove it")
+        raise ValueError(f"{str(output)!r} already holds {old[-1].name} and {why}: take another folder or remove them")
     taken = [name for name in files if (output / name).exists()]
     if taken:
         raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")

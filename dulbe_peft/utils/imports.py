@@ -26,7 +26,8 @@ class _Watcher:
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the earlier ones have been asked
+        others = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((found for found in others if found is not None), None)
         if spec is None or spec.loader is None:
             return spec
