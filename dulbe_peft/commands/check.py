@@ -27,7 +27,7 @@ NO_DOUBTS = "no image looks more like another class than like its own"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
-@command(usage="DATA [OPTIONS]")
+@command()
 @argument("data", "images, as for run")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
 @option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")

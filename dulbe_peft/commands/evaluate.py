@@ -80,7 +80,7 @@ def evaluate(
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if found is not None:
         which = ["--classifier", loaded.classifier.name]
-        say_next("export", learner, "exported", "--format", "transformers", *which, to=sys.stderr)
+        say_next("export", learner, f"{Path(learner).name}-export", "--format", "transformers", *which, to=sys.stderr)
     return 0
 
 
