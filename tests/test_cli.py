@@ -300,6 +300,7 @@ def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own
     assert clear.endswith("--format transformers --classifier lda\n")
     assert "6.25 points more than bridge, which may be chance" in chance and chance.endswith("transformers\n")
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and "--classifier lda" in chance
+    assert "best on the test images: bridge, 100.00 %, as lda\n" in said(0)
 
 
 def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, monkeypatch):

@@ -94,7 +94,7 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
     if len(values) < needed:
         raise ValueError(
             f"a share of {share:g} takes {needed} images that the scores did not learn, and there are {len(values)}: "
-            "ask for a larger share of errors, or teach two images of a class and more"
+            "ask for a larger share of errors, or teach more images, of each class two at least"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
 

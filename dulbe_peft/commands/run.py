@@ -85,7 +85,8 @@ def say_results(results: dict[str, Any], output: str, first: str) -> None:
         best, other = ranked[0], first if ranked[0] != first else next(iter(ranked[1:]), None)
         words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
         if other is not None:
-            words += f", {percent(tested[best] - tested[other], 2)} points more than {other}"
+            ahead = tested[best] - tested[other]
+            words += f", {percent(ahead, 2)} points more than {other}" if ahead else f", as {other}"
         if best != first:
             better = clearly_better(read_run(output))
             clear = "which is clear" if better and better[0] == best else "which may be chance"
