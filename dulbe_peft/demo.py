@@ -16,7 +16,7 @@ from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
 __all__ = ["CLASSIFIERS", "DIGITS", "SETTINGS", "DigitImages", "demo_model_folder", "digit_tasks", "run_demo"]
 SUPPORT_RANK = 16
-CLASSIFIERS = ("bridge", "prototype", "lda", "ranpac:features=1000")
+CLASSIFIERS = ("bridge", "bayes", "prototype", "lda", "ranpac:features=1000")
 SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
 
 

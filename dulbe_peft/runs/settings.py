@@ -139,10 +139,15 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
 
 def from_text(name: str, text: str, hint: Any) -> Any:
     """The setting that a text of a flag or a YAML file means; where a list is wanted, it is cut at its commas."""
-    listed = [kind for kind in get_args(hint) if get_origin(kind) is list]
+    kinds = get_args(hint)
     # Where a regular expression is taken, too, a text with other characters than those of names is one.
-    cut = bool(listed) and (str not in get_args(hint) or re.fullmatch(r"[\w.,]+", text))
-    return check_value(name, hint, text.split(",") if cut else text, strict=False)
+    if any(get_origin(kind) is list for kind in kinds) and (str not in kinds or re.fullmatch(r"[\w.,]+", text)):
+        try:
+            return check_value(name, hint, text.split(","), strict=False)
+        except (ValueError, TypeError):
+            if str not in kinds:
+                raise
+    return check_value(name, hint, text, strict=False)
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
