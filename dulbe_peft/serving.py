@@ -23,6 +23,7 @@ from dulbe_peft.data.decoding import image_problem
 from dulbe_peft.data.names import normalized
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import paths_below
 
 PAGE = Path(__file__).parent / "assets" / "serve" / "page.html"
 MOST_BYTES = 64 * 2**20  # of one upload
@@ -96,7 +97,7 @@ class App:
         with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(packed, "w") as archive:
             folder = Path(root, "learner")
             self.learner.save_pretrained(folder)
-            for path in sorted(folder.rglob("*")):
+            for path in paths_below(folder):
                 archive.write(path, path.relative_to(root))
         return packed.getvalue()
 

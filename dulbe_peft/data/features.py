@@ -151,7 +151,7 @@ def next_shard(folder: Path, split: str) -> int:
 
 
 def _shards(folder: Path) -> list[tuple[str, Path]]:
-    found = [(_SHARD.fullmatch(path.name), path) for path in sorted(folder.glob("*.parquet"))]
+    found = [(_SHARD.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     return [(match[1], path) for match, path in found if match]
 
 

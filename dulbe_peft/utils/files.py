@@ -26,6 +26,16 @@ def temporary_folder(path: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
 
 
+def paths_below(folder: Path) -> list[Path]:
+    """Every file and folder at any depth, sorted; raises where one cannot be listed, which `Path.rglob` leaves out."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = os.walk(folder, onerror=fail)
+    return sorted(Path(here, name) for here, folders, files in found for name in (*folders, *files))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write `content` as JSON with sorted keys, whole or not at all."""
     with replacing(path) as temporary:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.utils.files import TEMPORARY_MARK, sync, temporary_folder, write_errors
+from dulbe_peft.utils.files import TEMPORARY_MARK, paths_below, sync, temporary_folder, write_errors
 from dulbe_peft.utils.records import Count, Record, read_record, write_record
 
 MANIFEST = "manifest.json"
@@ -116,7 +116,7 @@ def _files_of_others(folder: Path, kind: str) -> list[Path]:
     card = folder / MODEL_CARD
     if card.is_file() and manifest.card_sha256 == file_sha256(card):
         ours.add(Path(MODEL_CARD))
-    files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    files = (path for path in paths_below(folder) if path.is_symlink() or not path.is_dir())
     return [name for path in files if (name := path.relative_to(folder)) not in ours]
 
 
@@ -135,7 +135,7 @@ def _keep(source: Path, target: Path) -> None:
 
 def _seal(folder: Path, kind: str, notes: dict[str, Any]) -> None:
     """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MODEL_CARD)
+    paths = [path for path in paths_below(folder) if path.is_file() and path.name != MODEL_CARD]
     files = {
         path.relative_to(folder).as_posix(): FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
         for path in paths
@@ -146,7 +146,7 @@ def _seal(folder: Path, kind: str, notes: dict[str, Any]) -> None:
     write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": _own_sha256(manifest)}))
     mask = os.umask(0)
     os.umask(mask)
-    for path in [*folder.rglob("*"), folder]:
+    for path in [*paths_below(folder), folder]:
         os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
         sync(path)
 
