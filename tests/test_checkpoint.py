@@ -5,6 +5,7 @@ import json
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -169,6 +170,18 @@ def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path, existing)
         if len(failing.done) <= at:
             break
     assert 20 < at < 199
+
+
+def test_whatever_fails_leaves_a_file_or_none_and_nothing_beside_it(tmp_path):
+    for at in range(100):
+        (tmp_path / str(at)).mkdir()
+        failing = Failing(tmp_path / str(at), at)
+        with suppress(OSError), failing:
+            write_json(tmp_path / str(at) / "a.json", {})
+        assert names(tmp_path / str(at)) in ([], ["a.json"]), failing.done[at]
+        if len(failing.done) <= at:
+            break
+    assert 5 < at < 99 and names(tmp_path / str(at)) == ["a.json"]
 
 
 def full(_):

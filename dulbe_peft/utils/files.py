@@ -26,6 +26,12 @@ def temporary_folder(path: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
 
 
+def remove_temporary(folder: Path) -> None:
+    """Remove a temporary folder, with a second try where the first one fails: nobody looks for it later."""
+    for _ in range(2):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def paths_below(folder: Path) -> list[Path]:
     """Every file and folder at any depth, sorted; raises where one cannot be listed, which `Path.rglob` leaves out."""
 
@@ -123,7 +129,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_temporary(folder)
 
 
 @contextmanager

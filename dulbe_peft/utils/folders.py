@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.utils.files import TEMPORARY_MARK, paths_below, sync, temporary_folder, write_errors
+from dulbe_peft.utils.files import TEMPORARY_MARK, paths_below, remove_temporary, sync, temporary_folder, write_errors
 from dulbe_peft.utils.records import Count, Record, read_record, write_record
 
 MANIFEST = "manifest.json"
@@ -79,7 +79,7 @@ def commit_folder(
                 _keep(folder / name, temporary / name)
             _put_in_place(temporary, folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_temporary(temporary)
             raise
 
 
@@ -164,7 +164,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         os.replace(temporary, folder)
     finally:
         if aside.exists() and folder.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_temporary(aside)
         elif aside.exists():
             os.replace(aside, folder)
     with suppress(OSError):  # the folder is whole and in place; some file systems cannot wait for a list of entries
