@@ -241,7 +241,7 @@ def test_demo_reaches_what_it_promises(tmp_path):
     said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9
-    assert "before any training" in said and "task 5/5" in said
+    assert "before any training" in said and "task 5/5" in said and "\nfrozen bayes " in said
     assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -80,10 +80,12 @@ def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
 
 
 def argument(name: str, help: str, **settings: Any) -> Decorator:
+    """An argument by its place, with a help text."""
     return click.argument(name, help=help, **settings)
 
 
 def option(*names: str, choice: Sequence[str] = (), **settings: Any) -> Decorator:
+    """A flag; `choice` names the values that it takes."""
     kind = {"type": click.Choice(choice)} if choice else {}
     return click.option(*names, cls=Option, **kind, **settings)
 

@@ -135,10 +135,11 @@ def _keep(source: Path, target: Path) -> None:
 
 def _seal(folder: Path, kind: str, notes: dict[str, Any]) -> None:
     """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
-    paths = [path for path in paths_below(folder) if path.is_file() and path.name != MODEL_CARD]
+    paths = paths_below(folder)
     files = {
         path.relative_to(folder).as_posix(): FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
         for path in paths
+        if path.is_file() and path.name != MODEL_CARD
     }
     card = folder / MODEL_CARD
     digest = file_sha256(card) if card.is_file() else None
@@ -146,7 +147,7 @@ def _seal(folder: Path, kind: str, notes: dict[str, Any]) -> None:
     write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": _own_sha256(manifest)}))
     mask = os.umask(0)
     os.umask(mask)
-    for path in [*paths_below(folder), folder]:
+    for path in [*paths, folder / MANIFEST, folder]:
         os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
         sync(path)
 
