@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from benchmarks import common, evidence, literal, models, ours, rivals, stock, table
 
 ROOT = Path(__file__).parents[1]
-# `advising` needs a finished comparison, and is tested with the advice.
-TOOLS = {"__init__", "advising", "common", "evidence", "literal", "models", "ours"}
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours"}
 TOOLS |= {"rivals", "startup", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
 SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream", "tasks"}

@@ -229,15 +229,10 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
         read_answers(run, lda, cell)
 
 
-@pytest.mark.parametrize(
-    "name, text", [("comparison.json", '{"mine": 1}'), ("comparison.csv", ""), ("advice.json", "x")]
-)
+@pytest.mark.parametrize("name, text", [("comparison.json", '{"mine": 1}'), ("comparison.csv", "")])
 def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, name, text):
     (tmp_path / name).write_text(text)
-    command = ["compare", str(write(tmp_path / "c.yaml", content))]
-    if name == "advice.json":
-        command = ["advise", "--model", "demo", "--data", "demo-digits"]
-    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert main(["compare", str(write(tmp_path / "c.yaml", content)), "--output", str(tmp_path)]) == 2
     assert str(tmp_path / name) in capsys.readouterr().err
     assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
 
@@ -372,6 +367,23 @@ def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
     assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
     with pytest.raises(ValueError, match="augment and drift='linear'"):
         compare(replace(plan, drifts=["none", "linear"]), tmp_path / "other", jobs=1)
+
+
+@pytest.mark.slow
+def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, capsys):
+    """As a person runs it, on the folder that it names; the model is the demo's, and everything is small."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(digit_folders(4, 8, 3), "photos")
+    content = yaml.safe_load((ROOT / "examples" / "comparisons" / "my_photographs.yaml").read_text(encoding="utf-8"))
+    small = {"model": "demo", "increment": 2, "epochs": 1, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
+    content["streams"]["my photographs"] |= small
+    write(tmp_path / "mine.yaml", content)
+    assert main(["compare", "mine.yaml", "--output", "out"]) == 0
+    table = read_comparison(tmp_path / "out")
+    assert table.scope.reference == Row("frozen", "bayes") and table.missing() == []
+    assert {entry.row.method for entry in table.entries} == {"frozen", "LoRA", "DuLBE"}
+    assert all(entry.seeds == (0, 1, 2) and entry.differences["last"] for entry in table.entries[1:])
+    assert main(["report", "out"]) == 0 and "my photographs" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_pat
     bad.write_bytes(bad.read_bytes()[:60])
     (photos / "test" / "two" / "notes.txt").write_text("x")
     assert main(["check", str(photos)]) == 2
-    assert capsys.readouterr().out.endswith(f" --data {photos} --skip-unreadable\n")  # else that would fail, too
+    assert capsys.readouterr().out.endswith(" --skip-unreadable --output out-photos\n")  # else that would fail, too
     assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out]) == 2
     said = capsys.readouterr().err
     assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--skip-unreadable" in said
@@ -133,7 +133,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
         pair = f"  {first}  =  {second}".replace("?", str(photos))
         assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
     assert "sizes in pixels: 8 x 8 to 480 x 480" in said and "\x1b" not in said
-    assert said.endswith(f"next: dulbe-peft advise --model openai/clip-vit-base-patch16 --data {photos}\n")
+    assert said.endswith(f"next: dulbe-peft run --model openai/clip-vit-base-patch16 --data {photos} --output out-photos\n")
     pictures = re.findall(r'<img[^>]* src="([^"]+)"', (tmp_path / "page.html").read_text(encoding="utf-8"))
     assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
     assert run(photos, "--dry-run", *FROZEN) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import argument, command, field_options, load_learner, option
-from dulbe_peft.commands.outputs import check_outputs, data_name, overwrite_option, say_next
+from dulbe_peft.commands.outputs import as_flags, check_outputs, data_name, overwrite_option, say_next
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.terminal import printable
 
@@ -82,8 +82,11 @@ def check(
         write_page(Path(page).resolve(), "check.html", content)
         print(f"\nwritten: {page}")
     print()
-    without = ["--skip-unreadable"] if found.unreadable else []
-    say_next("advise", "--model", "openai/clip-vit-base-patch16", "--data", data, *without)
+    more = as_flags({name: split for name, split in splits.items() if split is not None})
+    more += ["--test-fraction", "0.2"] if test is None else []
+    more += ["--skip-unreadable"] if found.unreadable else []
+    model = model or "openai/clip-vit-base-patch16"
+    say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}")
     return 2 if found.unreadable else 0
 
 

@@ -29,7 +29,6 @@ COMMANDS = {
     "serve": "open a page in the browser to try a learner",
     "features": "write the features of images to a file",
     "report": "write a page about runs or a comparison",
-    "advise": "say what to use for one's own images",
     "compare": "run methods and classifiers side by side",
     "export": "write a learner in a form that works without this package",
     "cost": "count parameters, multiply-adds and memory",

@@ -58,8 +58,8 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
-def mean_interval(values: np.ndarray, level: float = 0.95) -> Difference:
-    """The mean of `values`, (seeds, images), and its interval by Student's t, with seeds and images both drawn.
+def mean_interval(values: np.ndarray) -> Difference:
+    """The mean of `values`, (seeds, images), and its 95 % interval by Student's t, with seeds and images both drawn.
 
     The variance of the mean is that of the seeds' means over S plus that of the images' means over n. The degrees of
     freedom are Welch's and Satterthwaite's, see "An Approximate Distribution of Estimates of Variance Components",
@@ -71,6 +71,6 @@ def mean_interval(values: np.ndarray, level: float = 0.95) -> Difference:
     half = 0.0
     if variance:
         freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
-        half = float(t.ppf((1 + level) / 2, freedom) * variance**0.5)
+        half = float(t.ppf(0.975, freedom) * variance**0.5)
     # Wins and losses that cancel leave rounding errors. An interval that ends at zero must hold zero.
     return Difference(mean, round(mean - half, 12) + 0.0, round(mean + half, 12) + 0.0)
