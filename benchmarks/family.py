@@ -2,7 +2,7 @@
 
 A task is the same for all sides: the same images, classes, batch size, epochs, and a text tower with LoRA of rank 8.
 The first task is not counted; all others have a history. Stock is PEFT's own LoRA, trained on from task to task with
-nothing before or after its steps.
+nothing before or after its steps. The paper's overhead tables are counted from shapes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.nn import functional as F
+from transformers import CLIPModel
 
 from benchmarks import common, models, stock
 from dulbe_peft import CLASSIFIERS, STRATEGIES, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
-from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.metrics.cost import memory_bytes, statistics_bytes, trainable_parameters
+from dulbe_peft.strategies import make_strategy
 
 REFERRING = {"zscl": "zscl:reference_images=demo-digits"}
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = common.parse(options, argv)
     if values.quick:
         values.num_images, values.classes, values.batch = 8, 2, 4
-    rows = strategy_rows(values) + classifier_rows(values)
+    rows = strategy_rows(values) + classifier_rows(values) + overhead_rows()
     common.write("family", values, argv, rows)
 
 
@@ -104,9 +106,7 @@ class Learner:
         if state.adapter is not None:
             adapter = get_peft_model_state_dict(state.model, save_embedding_layers=False)
             total += sum(tensor.nbytes for tensor in adapter.values())
-        if isinstance(state.memory, OccupationStatistics):
-            return total + state.memory.nbytes
-        return total + sum(tensor.nbytes for tensor in (state.memory or {}).values())
+        return total + memory_bytes(state.memory)
 
 
 class Stock:
@@ -170,6 +170,41 @@ def classifier_rows(values: Any) -> list[dict[str, Any]]:
         rows.append(common.row(f"{name}: close a task / bridge ensemble, {where}", times, "ours", "bridge"))
         kept = common.rounded(done.nbytes / 2**20)
         rows.append(common.value_row(f"{name}: kept of {tasks * classes} classes, d = {dim}", kept, "MiB"))
+    return rows
+
+
+# ---------------------------------------------------------------------- the paper's overhead tables
+
+STORED = {  # which layers the paper's variants adapt
+    "keys, values and MLP": {},
+    "variant A": {"target_modules": ["k_proj", "v_proj"]},
+    "variant B": {"target_modules": ["k_proj", "v_proj"], "layers_to_transform": [8, 9, 10, 11]},
+    "variant C": {"target_modules": ["visual_projection"]},
+}
+
+
+def overhead_rows(classes: int = 100) -> list[dict[str, Any]]:
+    """What a task of DuLBE trains on CLIP's ViT-B/16 and what stays of it, counted from shapes alone."""
+    dulbe, found = make_strategy("dulbe"), {}
+    for name, settings in STORED.items():
+        with torch.device("meta"):
+            clip = CLIPModel._from_config(models.config("vit-b-16"), attn_implementation="eager")
+        model = get_peft_model(clip, DualModeLoraConfig(**settings))  # type: ignore[arg-type]
+        found[name] = trainable_parameters(model, dulbe), statistics_bytes(model) / 2**20
+    trained, _ = found["keys, values and MLP"]
+    where, shared, both = "ViT-B/16", trained["shared"], trained["shared"] + trained["residual"]
+    rows = [
+        common.value_row(f"trained in the vision tower, r = 1, {where}", shared, "parameters"),
+        common.value_row(f"trained in the vision tower, r = 1 + 8, {where}", both, "parameters"),
+        common.value_row(f"trained in all, r = 1, {where}", shared + trained["other"], "parameters"),
+        common.value_row(f"trained in all, r = 1 + 8, {where}", trained["total"], "parameters"),
+    ]
+    for name, (_, size) in found.items():
+        rows.append(common.value_row(f"occupation statistics, {name}, {where}", size, "MiB"))
+    for name in ("bridge", "rapf"):
+        classifier = make_classifier(name, 512)
+        kept = (classifier.nbytes_with(classes) - 4 * classes * 512) / 2**20
+        rows.append(common.value_row(f"{name}: kept of {classes} classes beside their texts", kept, "MiB"))
     return rows
 
 

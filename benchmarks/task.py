@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import common, models, stock
 from benchmarks.literal import LiteralLearner
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.metrics.cost import multiply_adds, shared_inputs
+from dulbe_peft.metrics.cost import shared_inputs
 
 PHASES = ("probe", "allocate", "train", "close")
 
@@ -106,12 +106,18 @@ class Tasks:
             for batch in self.pixels.split(self.values.batch):
                 model.get_image_features(pixel_values=batch)
 
+    def products_of_an_image(self) -> int:
+        """Multiply-adds of one image through the model alone."""
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, self.learner.model.disable_adapter():
+            self.learner.model.get_base_model().get_image_features(pixel_values=self.pixels[:1])
+        return counter.get_total_flops() // 2
+
     def floors(self, task: int) -> dict[tuple[str, str], float]:
         """Multiply-adds of each side's phases that nobody can leave out, in a task, from 0 on."""
         values, model = self.values, self.learner.model
         vision = model.get_base_model().config.vision_config
         tokens = (vision.image_size // vision.patch_size) ** 2 + 1
-        passes = values.num_images * multiply_adds(model)["image"]
+        passes = values.num_images * self.products_of_an_image()
         steps = values.epochs * math.ceil(values.num_images / values.batch)
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
@@ -131,7 +137,7 @@ class Tasks:
 
     def floor_rows(self, times: common.Times, where: str) -> list[dict[str, Any]]:
         """What the floors are, in forward passes of all images, and how far above them the phases are."""
-        one = multiply_adds(self.learner.model)["image"] * self.values.num_images
+        one = self.products_of_an_image() * self.values.num_images
         speed = one / statistics.median(times["pass"]["cpu"])
         floors = self.floors(len(self.seconds["ours"]) // 2)
         rows = []

@@ -324,9 +324,9 @@ def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, caps
     assert main(["report", "out", "--latex", "results.json", "--overwrite"]) == 2, "a run's own file"
     for old in ("notes.txt.old", "notes.txt.old1"):
         Path("notes.txt").write_text(old)
-        assert main(["cost", "--model", MODEL, "--json", "notes.txt", "--overwrite"]) == 0
-        assert Path(old).read_text() == old and json.loads(Path("notes.txt").read_text())
-        assert said_next(capsys.readouterr()) == f"run --model {MODEL} --dry-run"
+        assert main(["check", "demo-digits", "--page", "notes.txt", "--overwrite"]) == 0
+        assert Path(old).read_text() == old and "<html" in Path("notes.txt").read_text(encoding="utf-8")
+        assert said_next(capsys.readouterr()).startswith("run --model ")
     assert main(["demo", "--output", ".", "--overwrite"]) == 2
     assert "in which the command works" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda *_: False)

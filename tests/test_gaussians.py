@@ -5,7 +5,6 @@ import math
 import torch
 from drawn import DIM, features, normal
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from dulbe_peft.classifiers import rapf
 from dulbe_peft.classifiers.fitting import gaussians
@@ -216,11 +215,3 @@ def test_a_class_that_is_forgotten_leaves_its_task_s_norm():
     task = torch.tensor([0, 0, 2, 2, 2])  # task 1 has lost its classes
     mean = (scores[:, :2].norm(dim=1) + scores[:, 2:].norm(dim=1)) / 2
     torch.testing.assert_close(normed(scores, task), scores / mean[:, None])
-
-
-def test_multiply_adds_of_the_alignment_are_those_that_are_counted():
-    classifier = SlcaClassifier(DIM, rounds=3, draws=4)
-    state = [normal(5, DIM), normal(5), normal(5, DIM), normal(5, DIM, DIM), torch.tensor([0, 0, 1, 1, 1])]
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm.out: addmm_flop}) as counter:
-        classifier._aligned(state[:2], *state[2:], torch.Generator())
-    assert classifier.products_with(5) == counter.get_total_flops()  # two of each, but learning aligns twice

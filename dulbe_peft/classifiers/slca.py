@@ -36,7 +36,7 @@ class SlcaClassifier(Classifier):
 
     The authors' features have passed a LayerNorm, which gives them a norm near sqrt(d); unit features get it here.
     Learning runs twice for each task, because the temperature of the probabilities needs held-back images. Every task
-    aligns all classes, so its time grows with their square; `dulbe-peft cost` says what it takes.
+    aligns all classes, so its time grows with their square.
 
     Args:
         epochs: passes over a task's features.
@@ -130,11 +130,6 @@ class SlcaClassifier(Classifier):
 
     def logits(self, images: Tensor) -> Tensor:
         return F.linear(math.sqrt(self.embed_dim) * images, self.weight.float(), self.bias.float())
-
-    def products_with(self, classes: int) -> int:
-        """Of the alignment alone, with and without held-back images: drawing, scores, and the gradient of W."""
-        drawn = 2 * self.rounds * self.draws * classes
-        return drawn * self.embed_dim * (self.embed_dim + 2 * classes)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; the alignment that follows brings the head along."""

@@ -187,10 +187,6 @@ class GrowingState(nn.Module):
         tensors = self.tensors().items()
         return sum(math.prod(self.shape_with(name, classes)) * tensor.element_size() for name, tensor in tensors)
 
-    def products_with(self, classes: int) -> int:
-        """Multiply-adds of learning a task that ends with so many classes, where they grow with the square; else 0."""
-        return 0
-
     @property
     def device(self) -> torch.device:
         """Where features are taken to; float64 buffers may have to stay on the CPU."""

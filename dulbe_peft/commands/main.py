@@ -31,7 +31,6 @@ COMMANDS = {
     "report": "write a page about runs or a comparison",
     "compare": "run methods and classifiers side by side",
     "export": "write a learner in a form that works without this package",
-    "cost": "count parameters, multiply-adds and memory",
     "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
     "env": "print versions and the accelerator, for a bug report",
 }

@@ -115,16 +115,7 @@ def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
     """The settings as one would type them."""
-    words: list[str] = []
-    for name, value in settings.items():
-        flag, several = name.replace("_", "-"), isinstance(value, (list, tuple))
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name == "prompt_template" and several:
-            words += [word for text in value for word in (f"--{flag}", text)]
-        else:
-            words += [f"--{flag}", ",".join(map(str, value)) if several else str(value)]
-    return words
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @contextmanager

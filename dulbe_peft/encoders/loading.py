@@ -75,15 +75,6 @@ def load_clip(
     return load_dual_encoder(name, revision, attn_implementation)
 
 
-def empty_encoder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Any:
-    """A served encoder on the meta device: the shapes that its `config.json` asks for; no weight is read."""
-    name, record = _find(name_or_path, revision)
-    kind = getattr(transformers, record.model)
-    config = kind.config_class.from_pretrained(name, revision=revision or "main")
-    with torch.device("meta"):  # the plain attention kernel, all of whose products can be counted
-        return kind._from_config(config, attn_implementation="eager").eval()
-
-
 def demo_model_folder() -> Path:
     """The folder of the small CLIP that the package has."""
     return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))

@@ -67,7 +67,7 @@ class StreamArguments:
     )
     test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
     resume: bool = setting(True, "Go on after the newest valid task folder.")
-    dry_run: bool = setting(False, "Print tasks, layers, parameters, memory and an estimate of the time, and exit.")
+    dry_run: bool = setting(False, "Print tasks, layers, parameters and the memory of what is kept, and exit.")
 
     def __post_init__(self) -> None:
         check_settings(self)
