@@ -1,6 +1,6 @@
 """A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from dulbe_peft.training.model_checks import (
     learner_classifiers,
 )
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
-from dulbe_peft.training.trainer import Log, TaskRecord, learned
+from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
 from dulbe_peft.training.updating import checked_update, merged_states, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
@@ -155,6 +155,7 @@ class ClassIncrementalLearner(TakesTurns):
         dataset: Any,
         class_names: Sequence[str] | None = None,
         class_texts: Mapping[str, Sequence[str]] | None = None,
+        trainer: Callable[..., TaskTrainer] = TaskTrainer,
     ) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
@@ -165,6 +166,7 @@ class ClassIncrementalLearner(TakesTurns):
             class_texts: class -> texts that stand for it in place of its name in the prompt templates, such as
                 {"owl": ["an owl", "a night bird"]}. Classifiers take the mean of their unit embeddings, `clg_cbm` each
                 of them, and training the first one.
+            trainer: makes the training loop; [`DualModeTrainer`] has one of its own.
 
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
@@ -172,7 +174,8 @@ class ClassIncrementalLearner(TakesTurns):
         state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state, self.record, self.closing = learned(state, self.encoder, self.logit_scale, images, self.log)
+            loop = trainer(state, self.encoder, self.logit_scale, images, self.log)
+            self.state, self.record, self.closing = learned(loop)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from small_runs import learner_of
 
 from benchmarks import literal
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraModel, OccupationStatistics, class_incremental_tasks
+from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 1024}
@@ -97,6 +98,37 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
     torch.testing.assert_close(head(tests), expected, atol=2e-2, rtol=1e-3)
     for name, matrix in twin.statistics.items():
         torch.testing.assert_close(learner.memory[name], matrix, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("weight", [0.5, 3.0])
+def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight):
+    """In the second task, with B away from zero, so that the structure loss has a gradient; lambda is the setting."""
+    learner = make_learner(base, structure_weight=weight)
+    first, second = stream(digits, 2)
+    learner.learn_task(first.train, first.class_names)
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, learner.encoder.images(second.train))
+    adapter = learner.state.adapter
+    task = trainer.begin(adapter)
+    for up in (*adapter.shared_parameters(), *adapter.residual_parameters()):
+        up.data.normal_(std=0.02)
+    batch = next(learner.encoder.training_batches(trainer.images, "", range(8)))
+    learner.strategy.backward(task, trainer.step_of(batch))
+
+    z, tau = unit_image_embeds(learner.clip, batch[0]), learner.logit_scale
+    with torch.no_grad():
+        teacher, old_text = trainer.teacher[batch[2]], learner.text_embeds(first.class_names)
+    text = learner.encoder.token_embeds(learner.encoder.tokens(second.class_names))
+    task_loss = torch.nn.functional.cross_entropy(tau * z @ text.T, batch[1])
+    structure = literal.structure_loss(tau * z @ old_text.T, tau * teacher @ old_text.T)
+    named = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
+    expected = dict(zip(named, torch.autograd.grad(task_loss, list(named.values()), retain_graph=True), strict=True))
+    shared = [name for name in named if "shared_B" in name]
+    parts = torch.autograd.grad(structure, [named[name] for name in shared])
+    for name, part in zip(shared, parts, strict=True):
+        assert weight * part.abs().max() > 0.01 * expected[name].abs().max()
+        expected[name] = expected[name] + weight * part
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
@@ -228,13 +260,14 @@ def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attent
     images = learner.encoder.images(second.train, keep=True)
     losses = []
     trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, images)
-    task, teacher = trainer.begin(learner.state.adapter)
+    task = trainer.begin(learner.state.adapter)
     monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
     monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
     learner.device = learner.encoder.device = torch.device("meta")
     learner.model.to("meta")
     learner.head.to("meta")
-    trainer.train(task, teacher.to("meta"))
+    trainer.teacher, trainer.old_text = trainer.teacher.to("meta"), trainer.old_text.to("meta")
+    trainer.train(task)
     assert [(found.device.type, len(found)) for found in losses] == [("meta", 2)]
     with pytest.raises(RuntimeError, match="meta"):
         losses[0][0].item()

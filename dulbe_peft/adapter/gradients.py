@@ -87,6 +87,21 @@ def route_gradients(
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
+    routed_loss(model, task_loss, structure_loss, structure_weight).backward()
+
+
+def routed_loss(
+    model: nn.Module,
+    task_loss: torch.Tensor,
+    structure_loss: torch.Tensor | None,
+    structure_weight: float = 0.5,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """task_loss + lambda structure_loss, a scalar whose `backward()` does what `route_gradients` says.
+
+    It holds the gradient g of the structure loss by B_S, and sum(g B_S) has this gradient and no other. `scale` is
+    that of a `torch.amp.GradScaler`: half precision would lose g without it.
+    """
     losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
@@ -97,18 +112,17 @@ def route_gradients(
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
+    if structure_loss is None or structure_weight == 0 or not shared:
+        return task_loss
     routed: tuple[torch.Tensor | None, ...] = ()
-    if structure_loss is not None and structure_weight > 0 and shared:
-        if structure_loss.requires_grad:
-            weighted = structure_weight * structure_loss
-            routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
-        if all(gradient is None for gradient in routed):
-            raise ValueError(
-                "structure_loss has no gradient in any shared mode: it must run the vision tower, and gradient "
-                "checkpointing must be the kind with use_reentrant=False"
-            )
-    # First, so that whoever is told of a gradient by the backward pass, as data parallelism is, sees both parts.
-    for parameter, gradient in zip(shared, routed):
-        if gradient is not None:
-            parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
-    task_loss.backward()
+    if structure_loss.requires_grad:
+        weighted = scale * structure_weight * structure_loss
+        routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
+    pairs = [(p, gradient / scale) for p, gradient in zip(shared, routed) if gradient is not None]
+    if not pairs:
+        raise ValueError(
+            "structure_loss has no gradient in any shared mode: it must run the vision tower, and gradient "
+            "checkpointing must be the kind with use_reentrant=False"
+        )
+    carrier = torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()
+    return task_loss + structure_weight * structure_loss.detach() + (carrier - carrier.detach())

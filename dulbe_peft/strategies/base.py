@@ -2,7 +2,7 @@
 
     measure   gradients or layer inputs of the new images, where `needs` asks for them
     plan      the frozen bases of the task, one pair of modes a layer
-    backward  each training step's gradients; after_step may correct the step itself
+    loss      each training step's loss; backward, where a loss says not enough; after_step may correct the step itself
     finish    what is done to the trained update before it joins the history
     remember  what the strategy keeps for later tasks
 
@@ -107,6 +107,7 @@ class Step:
     encode: Callable[[], torch.Tensor]  # the features of the same images by the model as it is at the call
     teacher: Callable[[], torch.Tensor]  # the features of the same images by the model before this task
     logit_scale: float  # tau
+    gradient_scale: float = 1.0  # by which the caller multiplies the loss for its backward pass in half precision
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,14 @@ class Strategy:
         """A scalar that is added to the loss of every step; None adds nothing."""
         return None
 
-    def backward(self, task: NewTask, step: Step) -> None:
-        """Accumulate one step's gradients into `.grad`; here those of the task's loss and of the penalty."""
-        loss = step.task_loss
+    def loss(self, task: NewTask, step: Step) -> torch.Tensor:
+        """The scalar whose gradient is one step's; here the task's loss and the penalty."""
         penalty = self.penalty(task)
-        if penalty is not None:
-            loss = loss + penalty / world()[1]  # gradients are summed over processes
-        loss.backward()
+        return step.task_loss if penalty is None else step.task_loss + penalty / world()[1]  # summed over processes
+
+    def backward(self, task: NewTask, step: Step) -> None:
+        """Accumulate one step's gradients into `.grad`."""
+        self.loss(task, step).backward()
 
     def after_step(self, task: NewTask) -> None:
         """Called after every step of the optimiser, without gradients."""

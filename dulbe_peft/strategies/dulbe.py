@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from dulbe_peft.adapter.gradients import route_gradients
+from dulbe_peft.adapter.gradients import routed_loss
 from dulbe_peft.strategies.base import GRADIENTS, TEACHER, NewTask, Step
 from dulbe_peft.strategies.losses import bidirectional_kl
 from dulbe_peft.strategies.occupation_memory import OccupationStrategy
@@ -30,13 +30,12 @@ class Dulbe(OccupationStrategy):
         residual_ranks = {name: config.ranks_of(name)[1] for name in task.gradients}
         return allocate_modes(task.gradients, task.memory, config.shared_rank, residual_ranks, config.support_rank)
 
-    def backward(self, task: NewTask, step: Step) -> None:
+    def loss(self, task: NewTask, step: Step) -> torch.Tensor:
         structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight
         if self.routing == "both" and structure_loss is not None:
             # It reads fixed texts, so of the trained parameters it reaches those of the vision tower alone.
-            (step.task_loss + weight * structure_loss).backward()
-        else:
-            route_gradients(task.adapter, step.task_loss, structure_loss, weight)
+            return step.task_loss + weight * structure_loss
+        return routed_loss(task.adapter, step.task_loss, structure_loss, weight, step.gradient_scale)
 
     def structure_loss(self, task: NewTask, step: Step) -> torch.Tensor | None:
         """KL between teacher and student over the old classes, both ways; None at the first task."""

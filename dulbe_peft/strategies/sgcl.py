@@ -47,7 +47,7 @@ class Sgcl(Lora):
     name = "sgcl"
     needs = frozenset({TEACHER})
 
-    def backward(self, task: NewTask, step: Step) -> None:
+    def loss(self, task: NewTask, step: Step) -> torch.Tensor:
         old = step.old_text if step.old_text is not None else step.text.new_zeros(0, step.text.shape[1])
         start = task.notes.setdefault(START, step.text.detach().clone())
         own, scale = start[step.labels], step.logit_scale
@@ -59,4 +59,4 @@ class Sgcl(Lora):
             student = scale * step.features @ old.T / self.temperature
             divergence = F.kl_div(student.log_softmax(dim=1), teacher.softmax(dim=1), reduction="batchmean")
             loss = loss + self.distillation * self.temperature**2 * divergence
-        loss.backward()
+        return loss

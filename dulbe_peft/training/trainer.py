@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,10 @@ class TaskRecord:
     expected_depth: float | None = None  # mean over the task's classes, where there is a bridge ensemble
 
 
-def learned(
-    state: LearnerState, encoder: Encoder, logit_scale: float, images: PixelDataset, log: Log | None = None
-) -> tuple[LearnerState, TaskRecord, ClosingPass]:
+def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
     """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
-    trainer = TaskTrainer(state, encoder, logit_scale, images, log)
+    state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     teacher, features, memory = trainer.learn()
-    names = trainer.names
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
         # The teacher saw the images as they are.
@@ -82,7 +80,12 @@ def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
 
 
 class TaskTrainer:
-    """Learns one task with a strategy, from the state before it and the task's images, which name its classes."""
+    """Learns one task with a strategy, from the state before it and the task's images, which name its classes.
+
+    Attributes:
+        teacher: features of all images by the model before the task, (n, d), where they are needed.
+        old_text: embeddings of the old classes' texts by the model before the task, (C, d), where they are needed.
+    """
 
     def __init__(
         self, state: LearnerState, encoder: Encoder, logit_scale: float, images: PixelDataset, log: Log | None = None
@@ -93,6 +96,9 @@ class TaskTrainer:
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         self.record = TaskRecord(dict(zip(self.names, counts, strict=True)))
+        self.teacher: torch.Tensor | None = None
+        self.old_text: torch.Tensor | None = None
+        self._trained_text: torch.Tensor | None = None
 
     def learn(self) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
         """Features, (n, d), by the model before the task, where needed, and by the finished one; the memory."""
@@ -100,9 +106,9 @@ class TaskTrainer:
         if adapter is None or not strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return None, self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
-        task, teacher = self.begin(adapter)
+        task = self.begin(adapter)
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
-            self.train(task, teacher)
+            self.train(task)
         # The last loss is computed before the step that breaks a weight.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
@@ -113,12 +119,18 @@ class TaskTrainer:
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode("close", strategy.remembers_inputs)
             memory = strategy.remember(task, inputs)
-        return teacher, features, memory
+        return self.teacher, features, memory
 
-    def begin(self, adapter: DualModeLoraModel) -> tuple[NewTask, torch.Tensor | None]:
-        """Measure the new task and install its bases; returns it with the teacher's features, (n, d), or None."""
-        task = NewTask(self.index, adapter, self.args, self.state.memory, encoder=self.encoder)
-        teacher = self._measure(task)
+    def new_task(self, adapter: DualModeLoraModel) -> NewTask:
+        """The task as a strategy sees it before anything is measured."""
+        return NewTask(self.index, adapter, self.args, self.state.memory, encoder=self.encoder)
+
+    def begin(self, adapter: DualModeLoraModel) -> NewTask:
+        """Measure the new task and install its bases."""
+        task = self.new_task(adapter)
+        self.teacher = self._measure(task)
+        if self.index and TEACHER in self.strategy.needs:
+            self.old_text = self._text(self.state.class_names)
 
         def plan() -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
             modes = self.strategy.plan(task)
@@ -135,7 +147,7 @@ class TaskTrainer:
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
-        return task, teacher
+        return task
 
     def title(self, phase: str) -> str:
         """What a progress bar says."""
@@ -186,11 +198,9 @@ class TaskTrainer:
 
     # ------------------------------------------------------------------ training
 
-    def train(self, task: NewTask, teacher: torch.Tensor | None) -> None:
+    def train(self, task: NewTask) -> None:
         """All steps of a task, from the bases that `begin` installed."""
         args, encoder, size = self.args, self.encoder, len(self.images)
-        old_text = self._text(self.state.class_names) if self.index and TEACHER in self.strategy.needs else None
-        tokens, text = encoder.tokens(self.names, self.state.class_texts), None
         with ExitStack() as stack:
             extra = stack.enter_context(self.strategy.training(task))
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
@@ -211,9 +221,7 @@ class TaskTrainer:
                 title = self.title(f"epoch {epoch + 1}/{epochs}")
                 view = encoder.view(self.images, self.index, epoch + 1)
                 for batch in encoder.training_batches(view, title, order):
-                    if text is None or text.requires_grad:
-                        text = encoder.token_embeds(tokens)
-                    step = self._step(batch, text, old_text, teacher)
+                    step = self.step_of(batch)
                     self.strategy.backward(task, step)
                     sum_over_processes(p.grad for p in parameters if p.grad is not None)
                     optimizer.step()
@@ -228,24 +236,30 @@ class TaskTrainer:
                 self._log_epoch(torch.stack(losses), epoch)
                 epoch += 1
 
-    def _step(
-        self, batch: Batch, text: torch.Tensor, old_text: torch.Tensor | None, teacher: torch.Tensor | None
-    ) -> Step:
+    @cached_property
+    def _tokens(self) -> dict[str, torch.Tensor]:
+        return self.encoder.tokens(self.names, self.state.class_texts)
+
+    def step_of(self, batch: Batch) -> Step:
+        """The task's loss of a batch: pixels of this process's rows, labels and indices of the whole batch."""
         pixels, labels, index = batch
+        if self._trained_text is None or self._trained_text.requires_grad:  # one that is not trained stays as it is
+            self._trained_text = self.encoder.token_embeds(self._tokens)
+        text = self._trained_text
 
         def encode() -> torch.Tensor:
             return self.encoder.gathered_image_embeds(pixels, len(index))
 
         def teacher_features() -> torch.Tensor:
-            if teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
-                return teacher[index]
+            if self.teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
+                return self.teacher[index]
             assert self.state.adapter is not None
             with torch.no_grad(), self.state.adapter.previous_task():
                 return encode()
 
         features = encode()
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
-        return Step(task_loss, features, labels, text, old_text, encode, teacher_features, self.logit_scale)
+        return Step(task_loss, features, labels, text, self.old_text, encode, teacher_features, self.logit_scale)
 
     @torch.no_grad()
     def _wrong_logit(self) -> float:
