@@ -13,7 +13,7 @@ from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.images import named_images
@@ -60,8 +60,8 @@ class ClassIncrementalLearner(TakesTurns):
         processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge".
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
-        classifiers: one or several of "name", "name:key=value" or [`Classifier`] objects; the first one is what
-            `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
+        classifiers: "name,name:key=value", or several of such texts and of [`Classifier`] objects; the first one is
+            what `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
 
     Attributes:
         state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
@@ -101,7 +101,7 @@ class ClassIncrementalLearner(TakesTurns):
         head: BridgeEnsembleHead | None = None,
         args: LearnerArguments | None = None,
         strategy: str | Strategy = "dulbe",
-        classifiers: str | Classifier | Sequence[str | Classifier] | None = None,
+        classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None = None,
     ) -> None:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")

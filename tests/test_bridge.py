@@ -55,16 +55,14 @@ def test_depths_can_be_chosen():
     assert torch.equal(head.reliability, torch.ones(5, 1))
     torch.testing.assert_close(head.ensemble_prototypes, slerp(head.visual_prototypes, head.text_embeds, 0.5))
     for wrong in ([], [0.5, 1.5], [math.nan], [[0.5]]):
-        with pytest.raises(ValueError, match="depths"):
+        with pytest.raises((ValueError, TypeError), match="'bridge' classifier: depths must (be|have)"):
             BridgeEnsembleHead(DIM, depths=wrong)
-    for name, value in (
-        ("num_depths", 1),
-        ("reliability_temperature", 0.0),
-        ("logit_scale", math.inf),
-        ("logit_scale", 1e300),
-    ):
-        with pytest.raises(ValueError, match=name):
-            BridgeEnsembleHead(DIM, **{name: value})
+    for scale in (math.inf, 1e300, 0):
+        with pytest.raises(ValueError, match="logit_scale must be"):
+            BridgeEnsembleHead(DIM, logit_scale=scale)
+    by_place = BridgeEnsembleHead(DIM, 3, torch.tensor([0.25, 0.5]), 0.1, logit_scale=9)
+    assert by_place.settings() == {"depths": [0.25, 0.5], "reliability_temperature": 0.1, "metric": "cosine"}
+    assert by_place.num_depths == 2 and by_place.logit_scale == 9.0
 
 
 def test_folded_vectors_follow_every_change_of_the_state():

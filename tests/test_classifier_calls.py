@@ -15,7 +15,7 @@ from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digit
 from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, LdaClassifier, register_classifier
-from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifier, spec
+from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifiers, spec
 from dulbe_peft.classifiers.teaching import linear_map
 
 
@@ -141,7 +141,7 @@ def page(monkeypatch, capsys):
     text = (Path(__file__).parents[1] / "docs" / "classifiers.md").read_text(encoding="utf-8")
     names = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(compile(block, "docs/classifiers.md", "exec"), names)
+        exec(compile(block, "docs/classifiers.md", "exec", dont_inherit=True), names)
     return names | {"printed": capsys.readouterr().out}
 
 
@@ -176,6 +176,8 @@ def test_classes_that_cannot_be_registered_are_refused(page):
     ):
         with pytest.raises(error, match=message):
             register_classifier(cls)
+    with pytest.raises(TypeError, match="D has an __init__: make its settings fields"):
+        type("D", (base,), {"__init__": lambda self, embed_dim: None})
     assert {*NAMED, "median"} == set(CLASSIFIERS)
 
 
@@ -185,16 +187,16 @@ def test_names_and_settings_make_classifiers_or_are_refused():
     assert list(map(spec, made.values())) == ["bridge:num_depths=4", "ranpac:features=50,seed=3", "lda"]
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
-    for text, follows in (("bayes", True), ("lda", True), ("ranpac", False)):
-        cls, settings = parse_classifier(text)
-        assert cls.follows_drift(settings) == follows
+    assert list(make_classifiers("bridge:depths=0/1,lda", 8)) == ["bridge", "lda"]
+    assert [CLASSIFIERS[name].follows_drift() for name in ("bayes", "lda", "ranpac")] == [True, True, False]
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
         ("bridge:metric=euclid", "must be '?cosine'? or '?whitened"),
-        ("lda:shrinkage=0", "shrinkage must be 'oas' or a number above 0"),
+        ("lda:shrinkage=0", "'lda' classifier: shrinkage must be greater than 0 or 'oas', got 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
-        ("ridge:ridge=1e300", "ridge must be finite in float32"),
+        ("ridge:ridge=0", "'ridge' classifier: ridge must be positive, 1.2e-38 at least or 'auto', got 0"),
+        ("lda,text,lda:shrinkage=0.1", "'lda' is asked for twice"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_classifier(text, 8)
+            parse_classifiers(text)

@@ -129,9 +129,21 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     for command, words in (
         (["export", "out", "lora"], "has no adapter to export"),
         ([*again, "lda"], "classifiers was 'lda, ranpac' and is now 'lda'"),
-        ([*base, "--strategy", "frosen", "--output", "x"], "did you mean 'frozen'"),
     ):
         assert main(command) == 2 and words in capsys.readouterr().err
+    with monkeypatch.context() as context:  # refused before anything is opened, loaded or moved
+        for name in ("stream_tasks", "check_run_folder"):
+            context.setattr(f"dulbe_peft.runs.setup.{name}", None)
+        for flag, words in (
+            (["--strategy", "frosen"], "did you mean 'frozen'"),
+            (
+                ["--classifiers", "lda,bayes:kapa=4"],
+                "the 'bayes' classifier has no setting 'kapa'; did you mean 'kappa'",
+            ),
+            (["--classifiers", "bayes:kappa=0"], "the 'bayes' classifier: kappa must be positive"),
+        ):
+            assert main([*base, *flag, "--output", "out", "--overwrite"]) == 2
+            assert words in capsys.readouterr().err and Path("out/task-002").is_dir()
     assert main([*again, "lda", "--overwrite"]) == 0
     assert "what was in out is now in out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
     assert main([*base, *QUICK, "--strategy", "bofa", "--output", "bofa", "--increment", "4"]) == 0

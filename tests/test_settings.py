@@ -3,41 +3,80 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Le
 
-from dulbe_peft import DualModeLoraConfig, LearnerArguments
+from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.utils.settings import field_types
+from dulbe_peft.strategies import make_strategy
+from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
 
+def declared():
+    """Every setting of the package: what makes its object, its name, its type, and the text that sets it, if any."""
+    for kind, own in (
+        (LearnerArguments, LearnerArguments),
+        (StreamArguments,) * 2,
+        (DualModeLoraConfig, AdapterSettings),
+    ):
+        for name, hint in field_types(own).items():
+            yield kind, name, hint, None
+    for cls in CLASSIFIERS.values():
+        for name in cls.setting_defaults():
+            yield partial(cls, 8), name, field_types(cls)[name], partial(parse_classifier, f"{cls.name}:{name}=%s")
+    for cls in STRATEGIES.values():
+        for name, hint in field_types(cls).items():
+            yield cls, name, hint, partial(make_strategy, f"{cls.name}:{name}=%s")
+
+
+def named(kind, name):
+    return f"{getattr(kind, 'func', kind).__name__} {name}"
+
+
 def limits():
-    """Every setting with its type and one of its limits."""
-    for kind, declared in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
-        for name, hint in field_types(declared).items():
-            for part in (hint, *get_args(hint)):
-                for limit in getattr(part, "__metadata__", ()):
-                    yield pytest.param(kind, name, part.__origin__, limit, id=f"{name} {limit}")
+    """Every limit of every setting."""
+    for kind, name, hint, text in declared():
+        for part in (hint, *get_args(hint)):
+            for limit in getattr(part, "__metadata__", ()):
+                if isinstance(limit, (Ge, Gt, Le)):
+                    yield pytest.param(
+                        kind, name, hint, part.__origin__, limit, text, id=f"{named(kind, name)} {limit}"
+                    )
 
 
-@pytest.mark.parametrize(("kind", "name", "number", "limit"), list(limits()))
-def test_a_setting_is_taken_at_its_limit_and_refused_beyond(kind, name, number, limit):
+@pytest.mark.parametrize(("kind", "name", "hint", "number", "limit", "text"), list(limits()))
+def test_a_setting_is_taken_at_its_limit_and_refused_beyond_with_the_same_words_everywhere(
+    kind, name, hint, number, limit, text
+):
     (edge,) = (getattr(limit, key) for key in ("ge", "gt", "le") if hasattr(limit, key))
     down = -1 if isinstance(limit, (Ge, Gt)) else 1
     beyond = edge + down if number is int else np.nextafter(float(edge), down * math.inf).item()
-    with pytest.raises(ValueError, match=f"^{name} must be "):
-        kind(**{name: edge if isinstance(limit, Gt) else beyond})
+    wrong = edge if isinstance(limit, Gt) else beyond
+    with pytest.raises(ValueError, match=f"^(the .*: )?{name} must be ") as error:
+        kind(**{name: wrong})
     taken = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
-    assert getattr(kind(**{name: taken}), name) == taken
+    assert check_value(name, hint, taken) == taken and type(check_value(name, hint, np.array(taken)[()])) is number
+    if text is not None:
+        with pytest.raises(ValueError, match="must be") as said:
+            text.func(text.args[0] % wrong)
+        assert str(said.value) == str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [pytest.param(*row[:2], id=named(*row[:2])) for row in declared()])
+def test_a_setting_of_another_type_is_refused(kind, name):
+    with pytest.raises((TypeError, ValueError), match=f"^(the .*: )?{name} must be .*, got <object object"):
+        kind(**{name: object()})
 
 
 def test_the_settings_have_limits():
-    assert len(list(limits())) > 25 and {type(case.values[3]) for case in limits()} == {Ge, Gt, Le}
+    assert len(list(limits())) > 100 and {type(case.values[4]) for case in limits()} == {Ge, Gt, Le}
 
 
 def test_a_configuration_with_numpy_s_ints_can_be_saved(tmp_path):
@@ -61,10 +100,10 @@ class Settings:
 
 def test_values_take_the_types_of_the_parameters():
     texts = "rank=4,energy=1e-3,keep=no,name=4,steps=none,mode=0.5,depths=0/0.5/1,pair=1/2"
-    made = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1]))
+    made = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1], "a thing"))
     assert made == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
-    assert Settings(**convert(Settings, {"steps": "7", "mode": "auto"})) == Settings(steps=7, mode="auto")
-    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(made)))[1])) == made
+    assert Settings(**convert(Settings, {"steps": "7", "mode": "auto"}, "a thing")) == Settings(steps=7, mode="auto")
+    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(made)))[1], "a thing")) == made
     assert format_spec("s", {"depths": [0, 0.5], "keep": False}) == "s:depths=0/0.5,keep=false"
 
 
@@ -74,11 +113,12 @@ def test_values_take_the_types_of_the_parameters():
         (":rank=4", "names nothing"),
         ("lora:rank", "'rank' in 'lora:rank' is no setting"),
         ("lora:rank=4,rank=5", "gives the setting 'rank' twice"),
-        ("s:ranks=4", r"Settings has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
+        ("s:ranks=4", r"a thing has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
         ("s:name=4", "no setting 'name'"),
-        ("s:mode=x", "mode must be a valid number.* or 'auto', got 'x'"),
+        ("s:rank=x/y", r"a thing: rank must be a valid integer, got \['x', 'y'\]"),
+        ("s:mode=x", "a thing: mode must be a valid number or 'auto', got 'x'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        convert(Settings, parse_spec(text)[1], hidden=("name",))
+        convert(Settings, parse_spec(text)[1], "a thing", hidden=("name",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
@@ -22,10 +23,23 @@ from dulbe_peft.classifiers.ridge import RidgeClassifier
 from dulbe_peft.classifiers.slca import SlcaClassifier
 from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
-from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec
+from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec, split_specs
 
 CLASSIFIERS: dict[str, type[Classifier]] = {}
 Kind = TypeVar("Kind", bound=type[Classifier])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A class of classifiers, with the settings that somebody chose."""
+
+    kind: type[Classifier]
+    chosen: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, the chosen ones and the defaults."""
+        return self.kind.setting_defaults() | self.chosen
 
 
 def register_classifier(cls: Kind) -> Kind:
@@ -47,19 +61,35 @@ def register_classifier(cls: Kind) -> Kind:
     return cls
 
 
-def parse_classifier(spec: str, defaults: Mapping[str, Any] | None = None) -> tuple[type[Classifier], dict[str, Any]]:
-    """The class that a text names, and all of its settings; `defaults` are for the settings that it leaves out."""
-    name, values = parse_spec(spec)
+def parse_classifier(text: str) -> Recipe:
+    """What a text asks for. A name or a setting that there is not, and a value that is not allowed, are refused."""
+    name, values = parse_spec(text)
     if name not in CLASSIFIERS:
         raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
     cls = CLASSIFIERS[name]
-    given = convert(cls, values, hidden=("embed_dim", "logit_scale"), owner=f"the {name!r} classifier")
-    usual = cls.setting_defaults()
-    return cls, usual | {key: value for key, value in (defaults or {}).items() if key in usual} | given
+    return Recipe(cls, convert(cls, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale")))
+
+
+def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifier]) -> dict[str, Recipe | Classifier]:
+    """What somebody asks for, by name, at least one and no two of one name; a text may ask for several."""
+    rows = split_specs(specs) if isinstance(specs, str) else [specs] if isinstance(specs, Classifier) else specs
+    found: dict[str, Recipe | Classifier] = {}
+    for row in rows:
+        one = parse_classifier(row) if isinstance(row, str) else row
+        name = (one.kind if isinstance(one, Recipe) else one).name
+        if name in found:
+            raise ValueError(f"the classifier {name!r} is asked for twice: a learner has one of each name")
+        found[name] = one
+    if not found:
+        raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
+    return found
 
 
 def make_classifier(
-    spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0, defaults: Mapping[str, Any] | None = None
+    spec: str | Recipe | Classifier,
+    embed_dim: int,
+    logit_scale: float = 100.0,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Classifier:
     """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
 
@@ -75,31 +105,20 @@ def make_classifier(
         if spec.embed_dim != embed_dim:
             raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
         return spec
-    cls, settings = parse_classifier(spec, defaults)
-    return cls(embed_dim=embed_dim, logit_scale=logit_scale, **settings)
+    recipe = parse_classifier(spec) if isinstance(spec, str) else spec
+    usual = {key: value for key, value in (defaults or {}).items() if key in recipe.settings}
+    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **usual | recipe.chosen)
 
 
 def make_classifiers(
-    specs: Iterable[str | Classifier],
+    specs: str | Classifier | Iterable[str | Recipe | Classifier],
     embed_dim: int,
     logit_scale: float = 100.0,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Classifier]:
-    """Empty classifiers by name, at least one and no two of one name; see `make_classifier`."""
-    made: dict[str, Classifier] = {}
-    for one in specs:
-        classifier = make_classifier(one, embed_dim, logit_scale, defaults)
-        if classifier.name in made:
-            raise ValueError(f"the classifier {classifier.name!r} is asked for twice: a learner has one of each name")
-        made[classifier.name] = classifier
-    if not made:
-        raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
-    return made
-
-
-def without_text(specs: Iterable[str]) -> tuple[str, ...]:
-    """Those of some texts that name classifiers which need no text embeddings."""
-    return tuple(text for text in specs if not CLASSIFIERS[parse_spec(text)[0]].needs_text)
+    """Empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
+    parsed = parse_classifiers(specs)
+    return {name: make_classifier(one, embed_dim, logit_scale, defaults) for name, one in parsed.items()}
 
 
 def spec(classifier: Classifier) -> str:

@@ -1,8 +1,9 @@
 """What all classifiers share: checks, growth, calibrated probabilities, forgetting, drift. A classifier is its rule.
 
     class MyClassifier(Classifier):      name = "mine"
-        __init__                         register_rows (one row a class), register_buffer (shared)
-        learn                            the buffers' new values for a task of new classes
+        power: Positive = 2.0            its settings, whose types say what is allowed
+        register                         register_rows (one row a class), register_buffer (shared)
+        added                            the buffers' new values with further images
         logits                           unit features to scores
         formula                          the scores as a function of PyTorch, where they are not linear in the features
 
@@ -11,7 +12,6 @@ Works on any model's image and text features, and needs neither peft nor transfo
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
@@ -62,40 +62,39 @@ class Classifier(GrowingState):
         name: key of the classifier in the registry.
         needs_text: whether `add_classes` needs text embeddings; the rows `text_embeds` then hold them.
         needs_each_text: whether the rows `each_text` hold each text of each class, of which a class has `num_texts`.
+        updates: whether `added` takes further images of known classes.
         file_stem: how the names of its files begin; usually the name.
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
     """
 
     needs_text: ClassVar[bool] = False
     needs_each_text: ClassVar[bool] = False
+    updates: ClassVar[bool] = False
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        super().__init__(embed_dim, logit_scale)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.needs_text:
-            self.register_rows("text_embeds", embed_dim)
+            self.register_rows("text_embeds", self.embed_dim)
         if self.needs_each_text:
-            self.register_ragged("each_text", embed_dim, torch.float32)
+            self.register_ragged("each_text", self.embed_dim, torch.float32)
             self.register_rows("num_texts", dtype=torch.int64)
+        self.register()
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        """The buffers' new values for a task of new classes, but for `text_embeds`; changes nothing itself.
-
-        `images` are (n, d) unit features in float32; `labels` index `names`, and every class has an image. `texts`,
-        (C_seen, d), are unit embeddings of all seen classes, the old ones' first, or None.
-        """
-        return self.added(images, labels + len(self._class_names), names)
-
-    @abstractmethod
-    def logits(self, images: Tensor) -> Tensor:
-        """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
-        raise NotImplementedError
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values for further images of known classes; `labels` index all seen classes."""
-        return self.added(images, labels, [])
+    def register(self) -> None:
+        """Register the buffers, which are empty at first; texts are registered already, and settings are checked."""
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        """Both of these, for a rule to which `new` classes are known ones without images, see `with_new_rows`."""
+        """The buffers' new values with images of `new` classes, or with further ones of known classes.
+
+        `images` are (n, d) unit features in float32. `labels` index all seen classes, of which the new ones are the
+        last, and each of these has an image. The buffers of texts hold those of the new classes already;
+        `with_new_rows` gives rows to the others. It is called without new classes where `updates` is set. It changes
+        nothing itself.
+        """
+        raise NotImplementedError
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
         raise NotImplementedError
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
@@ -154,14 +153,14 @@ class Classifier(GrowingState):
         return linear, {"weight": weight, "bias": bias}
 
     @classmethod
-    def follows_drift(cls, settings: Mapping[str, Any]) -> bool:
-        """Whether `move` changes what a classifier with these settings stores."""
+    def follows_drift(cls) -> bool:
+        """Whether `move` changes what is stored."""
         return cls.moved is not Classifier.moved
 
     @classmethod
     def check_update(cls) -> None:
         """Raise a ValueError where `update_classes` cannot take further images of known classes."""
-        if cls.learn_more is Classifier.learn_more and cls.added is Classifier.added:
+        if not cls.updates:
             raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
     @torch.no_grad()
@@ -203,7 +202,7 @@ class Classifier(GrowingState):
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
-        known, twin = len(self._class_names), self.fork()
+        indices, twin = indices + len(self._class_names), self.fork()  # of all seen classes
         with without_autocast(images):
             # The copy without held-back images goes before the other one comes: two of them may not fit.
             held = type(self).judge is Classifier.judge
@@ -212,7 +211,7 @@ class Classifier(GrowingState):
             twin.install(choices)
             twin._class_names = self._class_names + names
             if not held:
-                scores = twin.judge(images, indices + known)
+                scores = twin.judge(images, indices)
         self._adopt(twin, scores)
 
     @torch.no_grad()
@@ -228,7 +227,7 @@ class Classifier(GrowingState):
         if len(images):
             twin = self.fork()
             with without_autocast(images):
-                twin.install(twin.learn_more(images, indices))
+                twin.install(twin.added(images, indices, []))
                 scores = twin.judge(images, indices)
             self._adopt(twin, scores)
 
@@ -299,29 +298,29 @@ class Classifier(GrowingState):
         }
 
     def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
-        """Install the texts that this classifier keeps, and then what `learn` gives."""
+        """Install the texts that this classifier keeps, and then what `added` gives."""
         self.install({name: rows for name, rows in texts.items() if name in self.tensors()})
-        self.install(self.learn(names, images, labels, texts.get("text_embeds")))
+        self.install(self.added(images, labels, names))
 
     def _held_back(
         self, names: list[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
         """The choices of `choose` on held-back images of the new task, and their scores and labels."""
         held = hold_back(images, labels)
-        known, twin = len(self._class_names), self.fork()
-        if not held.any() or known + len(names) < 2:
+        classes, twin = len(self._class_names) + len(names), self.fork()
+        if not held.any() or classes < 2:
             return {}, None
         try:
             twin._take(names, images[~held], labels[~held], texts)
-            choices = twin.choose(images[held], labels[held] + known)
+            choices = twin.choose(images[held], labels[held])
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, None
         if choices:
             twin.install(choices)
         rows = held.nonzero()[:, 0]
-        if (step := len(rows) * (known + len(names)) // MOST_SCORES + 1) > 1:
+        if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
             rows = rows[ranking(images[rows]).argsort()][::step]
-        return choices, (twin.logits(images[rows]), labels[rows] + known)
+        return choices, (twin.logits(images[rows]), labels[rows])
 
     def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None) -> None:
         """Become what a fork has become, with a temperature for scores and labels of images it has not learned."""

@@ -30,18 +30,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier, linear
 from dulbe_peft.classifiers.calibration import places_among, ranking
-from dulbe_peft.classifiers.checks import check_directions, positive
+from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.lda import oas_shrinkage
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import Positive
 
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.3, 1.0, 3.0, 10.0, 30.0)
@@ -254,33 +255,23 @@ class BayesClassifier(Classifier):
         one weight for all classes; arXiv 2404.00312 has a text classifier as the prior mean of a Gaussian process.
     """
 
+    kappa: Positive | Literal["auto"] = "auto"
+    rho: Positive | Literal["auto"] = "auto"
+    exact_forgetting: bool = True
+    features: Annotated[int, Ge(0), Le(MOST_FEATURES)] = 500
+
     name = "bayes"
     needs_text = True
+    updates = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        kappa: float | Literal["auto"] = "auto",
-        rho: float | Literal["auto"] = "auto",
-        exact_forgetting: bool = True,
-        features: int = 500,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        self.features = check_int("features", features, 0, MOST_FEATURES)
-        self.kappa = kappa if kappa == "auto" else positive("kappa", kappa)
-        self.rho = rho if rho == "auto" else positive("rho", rho)
-        if not isinstance(exact_forgetting, bool):
-            raise TypeError(f"exact_forgetting must be True or False, got {exact_forgetting!r}")
-        self.exact_forgetting = exact_forgetting
-        self._random = features if "auto" in (kappa, rho) else 0
-        width = embed_dim + self._random
+    def register(self) -> None:
+        self._random = self.features if "auto" in (self.kappa, self.rho) else 0
+        width = self.embed_dim + self._random
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("text_embeds", embed_dim)
         self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
-        if exact_forgetting:
+        if self.exact_forgetting:
             self.register_rows("factor_rows", dtype=torch.int64)
             self.register_ragged("factors", width, dtype=torch.float64)
         self._kappas = KAPPAS if self.kappa == "auto" else (float(self.kappa),)
@@ -290,14 +281,7 @@ class BayesClassifier(Classifier):
         self.register_buffer("losses", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("judged", torch.zeros(2, dtype=torch.float64))
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        return self._added(images, labels + len(self._class_names), names) | {"text_embeds": texts}
-
-    def learn_more(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self._added(images, labels, [])
-
-    def _added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """With further images; each adds a row to the factor of its class, but for the first one of the class."""
         kept = self.with_new_rows(len(new))
         sums, counts = kept["sums"], kept["counts"]

@@ -1,14 +1,15 @@
 """BOFA's prototypes: every class's mean feature and text embedding, mixed with one weight that task 1 chooses."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
-from dulbe_peft.utils.checks import check_int
 
 
 class BofaClassifier(PrototypeClassifier):
@@ -26,19 +27,19 @@ class BofaClassifier(PrototypeClassifier):
         "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
     """
 
+    grid: Annotated[int, Ge(2)] = 21
+
     name = "bofa"
     needs_text = True
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0, grid: int = 21) -> None:
-        super().__init__(embed_dim, logit_scale)
-        self.grid = check_int("grid", grid, 2)
+    def register(self) -> None:
+        super().register()
         self.register_buffer("image_weight", torch.zeros(()))
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        changes = super().learn(names, images, labels, texts)
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        changes = super().added(images, labels, new)
         if not self._class_names:
-            by_text, by_image = images @ texts.T, images @ F.normalize(changes["sums"], dim=1).to(images).T
+            by_text, by_image = images @ self.text_embeds.T, images @ F.normalize(changes["sums"], dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
             best = (right == right.max()).nonzero()[:, 0]

@@ -7,19 +7,26 @@ With metric="whitened", z, v_c and e_c are taken to a space in which images of a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le, Len
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_directions, positive
+from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.lda import added_scatter, shrunk_covariance
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.classifiers.state import LogitScale
+from dulbe_peft.utils.checks import MOST
 
 MAX_DEPTHS = 1000
+if TYPE_CHECKING:
+    Depths = Any  # a setting until the buffer of this name is made of it
+else:
+    Depths = Annotated[Sequence[Annotated[float, Ge(0), Le(1)]], Len(1, MAX_DEPTHS)] | None
 
 
 def whitened_cosine(
@@ -29,7 +36,7 @@ def whitened_cosine(
     return torch.nn.functional.normalize((z - mean) @ whitening, dim=1) @ weight
 
 
-class BridgeEnsembleHead(Classifier):
+class BridgeEnsembleHead(Classifier, kw_only=False):
     """Reliability-guided bridge-prototype ensemble over a growing set of classes.
 
     Args:
@@ -49,37 +56,30 @@ class BridgeEnsembleHead(Classifier):
         Section "Reliability-Guided Bridge-Prototype Ensemble".
     """
 
+    logit_scale: LogitScale = field(default=100.0, kw_only=True)
+    num_depths: Annotated[int, Ge(2), Le(MAX_DEPTHS)] = 10
+    depths: Depths = None
+    reliability_temperature: Annotated[float, Gt(0), Le(MOST)] = 0.05
+    metric: Literal["cosine", "whitened"] = "cosine"
+
     name = "bridge"
     needs_text = True
+    updates = True
     file_stem = "head"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_depths: int = 10,
-        depths: Sequence[float] | Tensor | None = None,
-        reliability_temperature: float = 0.05,
-        logit_scale: float = 100.0,
-        metric: Literal["cosine", "whitened"] = "cosine",
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        if metric not in ("cosine", "whitened"):
-            raise ValueError(f"metric must be 'cosine' or 'whitened', got {metric!r}")
-        self.metric = metric
-        self.reliability_temperature = positive("reliability_temperature", reliability_temperature, tiny=True)
-        values = _depths(num_depths, depths)
-        self.register_rows("visual_prototypes", embed_dim)
-        self.register_rows("reliability", len(values))
+    def register(self) -> None:
+        values, given = torch.linspace(0, 1, self.num_depths), vars(self).pop("depths")
+        if given is not None:
+            values = torch.tensor(given, dtype=torch.float32)
+        self.num_depths = len(values)
+        self.register_rows("visual_prototypes", self.embed_dim)
+        self.register_rows("reliability", self.num_depths)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("lengths", dtype=torch.float64)
         self.register_buffer("depths", values)
-        if metric == "whitened":
-            self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+        if self.metric == "whitened":
+            self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
             self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
-
-    @property
-    def num_depths(self) -> int:
-        return len(self.depths)
 
     def settings(self) -> dict[str, Any]:
         """`depths` stand there, as a list, where they are not evenly spaced, and `num_depths` where they are."""
@@ -198,12 +198,3 @@ class BridgeEnsembleHead(Classifier):
     def expected_depth(self) -> Tensor:
         """sum_k pi_c(alpha_k) alpha_k, (C,), float32: 0 trusts the visual prototype, 1 the text embedding."""
         return (self.reliability.float() * self.depths.float()).sum(dim=1)
-
-
-def _depths(num_depths: int, depths: Sequence[float] | Tensor | None) -> Tensor:
-    if depths is None:
-        return torch.linspace(0, 1, check_int("num_depths", num_depths, 2, MAX_DEPTHS))
-    values = torch.tensor(list(depths), dtype=torch.float32)
-    if values.ndim != 1 or not 0 < len(values) <= MAX_DEPTHS or not ((values >= 0) & (values <= 1)).all():
-        raise ValueError(f"depths must be 1 to {MAX_DEPTHS} numbers in [0, 1], got {depths!r:.100}")
-    return values

@@ -1,27 +1,16 @@
-"""What a classifier asks of features, labels and maps that come in, and of its settings."""
-
-from __future__ import annotations
+"""What a classifier asks of features, labels and other classifiers that come in."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.utils.checks import check_number
-
-if TYPE_CHECKING:
-    from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import GrowingState
 
 SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
-
-
-def positive(name: str, value: Any, tiny: bool = False) -> float:
-    """`value` as a float, which must be positive and finite; `tiny` as for `check_number`."""
-    check_number(name, value, positive=True, tiny=tiny)
-    return float(value)
 
 
 def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
@@ -69,7 +58,7 @@ def check_directions(sums: Tensor, names: Sequence[str]) -> None:
         raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
 
 
-def check_alike(one: Classifier, other: Classifier) -> None:
+def check_alike(one: GrowingState, other: GrowingState) -> None:
     """Raise an error unless two classifiers are of one kind, with equal settings and texts, so that they can merge."""
     if type(other) is not type(one):
         raise TypeError(f"a {one.name!r} classifier merges with one of its kind, got {type(other).__name__}")

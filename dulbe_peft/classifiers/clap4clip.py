@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
-from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator, training_settings
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 HIDDEN = 2048  # width inside G
 LANGUAGE, PRIOR = 15.0, 0.001
@@ -48,37 +48,28 @@ class Clap4ClipClassifier(ReplayedMeans):
         2403.19137, and the authors' public code; settings from its command for CIFAR-100.
     """
 
+    epochs: AtLeastOne = 5
+    batch_size: AtLeastOne = 32
+    learning_rate: Positive = 1.6e-3
+    samples: AtLeastOne = 20
+    exemplars: AtLeastOne = 20
+    seed: Seed = 0
+
     name = "clap4clip"
     by_task = "adapters"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 5,
-        batch_size: int = 32,
-        learning_rate: float = 1.6e-3,
-        samples: int = 20,
-        exemplars: int = 20,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        self.samples = check_int("samples", samples, 1)
-        self.exemplars = check_int("exemplars", exemplars, 1)
-        self.register_buffer("guide", torch.zeros(sum(p.numel() for p in decoder(embed_dim).parameters())))
-        self.keep_means(2 * embed_dim * (embed_dim + 1))
+    def register(self) -> None:
+        self.register_buffer("guide", torch.zeros(sum(p.numel() for p in decoder(self.embed_dim).parameters())))
+        self.keep_means(2 * self.embed_dim * (self.embed_dim + 1))
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old = len(self._class_names)
-        changes = self.with_means(names, images, labels)
+        changes = self.with_means(images, labels, new)
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
-        rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels + old, classes])
+        rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
         generator = task_generator(self.seed, old)
         with gradients():
-            given = texts.clone(), changes["means"].clone(), changes["task"].clone()
+            given = self.text_embeds.float().clone(), changes["means"].clone(), changes["task"].clone()
             guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
             adapters = [*(row.float().clone() for row in self.adapters), started_adapter(given[0], generator)]
             self._descend(rows.clone(), classes, given, guide, adapters, generator)

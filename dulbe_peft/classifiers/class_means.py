@@ -24,14 +24,15 @@ class ReplayedMeans(Classifier):
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("task", dtype=torch.int64)
 
-    def with_means(self, names: Sequence[str], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def with_means(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """The rows of all classes with those of a new task's."""
+        labels = labels - len(self._class_names)
         means = class_means(images, labels)
-        check_directions(means, names)
+        check_directions(means, new)
         return {
             "means": torch.cat([self.means.float(), means.to(images)]),
             "counts": torch.cat([self.counts, labels.bincount()]),
-            "task": with_task(self.task, len(names)),
+            "task": with_task(self.task, len(new)),
         }
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,9 +30,9 @@ from dulbe_peft.classifiers.fitting import (
     minibatches,
     moved_gaussians,
     task_generator,
-    training_settings,
 )
-from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
 MILESTONES = (30, 40, 50)  # after these epochs the learning rate falls to a tenth
 SPARSITY, LASSO = 0.001, 0.99
@@ -59,36 +61,28 @@ class ClgCbmClassifier(Classifier):
         2503.23283; formulas and settings from the authors' public code and its configuration for CIFAR-100.
     """
 
+    epochs: AtLeastOne = 60
+    batch_size: AtLeastOne = 64
+    learning_rate: Positive = 1e-3
+    alignment: Weight = 1.0
+    draws: Annotated[int, Ge(0)] = 1
+    seed: Seed = 0
+
     name = "clg_cbm"
     needs_text = True
     needs_each_text = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 60,
-        batch_size: int = 64,
-        learning_rate: float = 1e-3,
-        alignment: float = 1.0,
-        draws: int = 1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        check_number("alignment", alignment, least=0)
-        self.alignment, self.draws = float(alignment), check_int("draws", draws, 0)
-        self.register_ragged("bottleneck", embed_dim, torch.float32)
+    def register(self) -> None:
+        self.register_ragged("bottleneck", self.embed_dim, torch.float32)
         self.register_across("weight", "each_text")
-        self.register_rows("means", embed_dim)
-        self.register_rows("factors", embed_dim, embed_dim)
+        self.register_rows("means", self.embed_dim)
+        self.register_rows("factors", self.embed_dim, self.embed_dim)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        means, factors = gaussians(images, labels, len(names), RIDGE)
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        labels = labels - len(self._class_names)
+        means, factors = gaussians(images, labels, len(new), RIDGE)
         means, factors = torch.cat([self.means.float(), means]), torch.cat([self.factors.float(), factors])
-        rows, classes = with_moved(images, labels, means, texts)
+        rows, classes = with_moved(images, labels, means, self.text_embeds.float())
         return {"means": means, "factors": factors} | self._trained(rows, classes, means, factors)
 
     def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, factors: Tensor) -> dict[str, Tensor]:

@@ -13,21 +13,16 @@ task's units. With pairs (i, j) of the batch and K(p, q) = mean over i of -log s
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import (
-    class_means,
-    descend,
-    gradients,
-    minibatches,
-    task_generator,
-    training_settings,
-)
-from dulbe_peft.utils.checks import check_number
+from dulbe_peft.classifiers.fitting import class_means, descend, gradients, minibatches, task_generator
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
 LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
 SHARPNESS = math.log(100)  # the authors' code multiplies by the logarithm of CLIP's scale
@@ -72,50 +67,38 @@ class EngineClassifier(Classifier):
         2503.08510; formulas and settings from the authors' public code and its configuration for CIFAR-100.
     """
 
+    epochs: AtLeastOne = 10
+    batch_size: AtLeastOne = 64
+    learning_rate: Positive = 0.05
+    text_loss: Weight = 2.0
+    image_loss: Weight = 0.5
+    noise: Weight = 0.25
+    discriminant: Annotated[float, Ge(0), Le(1)] = 0.8
+    seed: Seed = 0
+
     name = "engine"
     needs_text = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 10,
-        batch_size: int = 64,
-        learning_rate: float = 0.05,
-        text_loss: float = 2.0,
-        image_loss: float = 0.5,
-        noise: float = 0.25,
-        discriminant: float = 0.8,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        for name, value in (("text_loss", text_loss), ("image_loss", image_loss), ("noise", noise)):
-            check_number(name, value, least=0)
-        check_number("discriminant", discriminant, least=0, most=1)
-        self.text_loss, self.image_loss, self.noise = float(text_loss), float(image_loss), float(noise)
-        self.discriminant = float(discriminant)
+    def register(self) -> None:
         for name in ("image_unit", "text_unit"):  # [W b], s included
-            self.register_buffer(name, torch.zeros(embed_dim, embed_dim + 1))
-        self.register_rows("means", embed_dim, dtype=torch.float64)
-        self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+            self.register_buffer(name, torch.zeros(self.embed_dim, self.embed_dim + 1))
+        self.register_rows("means", self.embed_dim, dtype=torch.float64)
+        self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
         self.register_buffer("images", torch.zeros((), dtype=torch.int64))
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        rows, own = images.to(self.means), labels.to(self.means.device)
-        means = class_means(images, labels).to(rows)
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        rows, own = images.to(self.means), (labels - len(self._class_names)).to(self.means.device)
+        means = class_means(images, own).to(rows)
         spread = rows - means[own]
-        return self._trained(images, labels + len(self._class_names), texts) | {
+        return self._trained(images, labels) | {
             "means": torch.cat([self.means, means]),
             "scatter": self.scatter + spread.T @ spread,
             "images": self.images + len(images),
         }
 
-    def _trained(self, images: Tensor, labels: Tensor, texts: Tensor) -> dict[str, Tensor]:
+    def _trained(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The sums of units with the task's own; `labels` index all seen classes."""
-        old = len(self._class_names)
+        old, texts = len(self._class_names), self.text_embeds.float()
         generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
         sums = {name: self.tensors()[name].float() for name in ("image_unit", "text_unit")}
         with gradients():

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import ranking
-from dulbe_peft.classifiers.checks import positive
-from dulbe_peft.utils.checks import check_int
 
 
 @contextmanager
@@ -19,18 +17,6 @@ def gradients() -> Iterator[None]:
     """Gradients on, whatever surrounds it; a tensor made in inference mode must be cloned inside the block."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def training_settings(
-    epochs: int, batch_size: int, learning_rate: float, seed: int, least_epochs: int = 1
-) -> tuple[int, int, float, int]:
-    """The settings that they all have, checked."""
-    return (
-        check_int("epochs", epochs, least_epochs),
-        check_int("batch_size", batch_size, 1),
-        positive("learning_rate", learning_rate),
-        check_int("seed", seed, 0),
-    )
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.lda import LdaClassifier
+from dulbe_peft.utils.settings import Positive
 
 ALPHAS = [10.0 ** (exponent / 3) for exponent in range(-9, 7)]
 TEMPERATURES = [2.0**exponent for exponent in range(-2, 8)]
@@ -35,19 +35,13 @@ class GdaClassifier(LdaClassifier):
         images choose alpha.
     """
 
+    alpha: Positive | Literal["auto"] = "auto"
+
     name = "gda"
     needs_text = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        alpha: float | Literal["auto"] = "auto",
-        shrinkage: float | Literal["oas"] = "oas",
-        prior_images: float = 1.0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale, shrinkage, prior_images)
-        self.alpha = alpha if alpha == "auto" else positive("alpha", alpha)
+    def register(self) -> None:
+        super().register()
         self.register_buffer("losses", torch.zeros(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64))
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:

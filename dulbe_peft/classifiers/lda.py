@@ -6,15 +6,16 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.utils.checks import check_number, is_number
+from dulbe_peft.utils.settings import Weight
 
 MOST_JUDGED = 1000  # images of a task that are left out
 
@@ -41,24 +42,16 @@ class LdaClassifier(Classifier):
         exact sums; Chen et al., "Shrinkage Algorithms for MMSE Covariance Estimation", 2010, equation 23 (OAS).
     """
 
-    name = "lda"
+    shrinkage: Annotated[float, Gt(0), Le(1)] | Literal["oas"] = "oas"
+    prior_images: Weight = 1.0
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        shrinkage: float | Literal["oas"] = "oas",
-        prior_images: float = 1.0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        if shrinkage != "oas" and not (is_number(shrinkage) and 0 < shrinkage <= 1):
-            raise ValueError(f"shrinkage must be 'oas' or a number above 0 and at most 1, got {shrinkage!r}")
-        self.shrinkage = shrinkage
-        check_number("prior_images", prior_images, least=0)
-        self.prior_images = float(prior_images)
+    name = "lda"
+    updates = True
+
+    def register(self) -> None:
         self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("means", embed_dim, dtype=torch.float64)
-        self.register_buffer("scatter", torch.zeros(embed_dim, embed_dim, dtype=torch.float64))
+        self.register_rows("means", self.embed_dim, dtype=torch.float64)
+        self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:

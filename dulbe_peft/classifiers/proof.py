@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
-from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator, training_settings
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
 PROJECTIONS = ("image_map", "image_shift", "text_map", "text_shift")  # sums over the tasks
@@ -114,43 +114,32 @@ class ProofClassifier(ReplayedMeans):
         public code; settings from its configuration for CIFAR-100.
     """
 
+    epochs: AtLeastOne = 5
+    batch_size: AtLeastOne = 64
+    learning_rate: Positive = 1e-3
+    contexts: AtLeastOne = 3
+    exemplars: AtLeastOne = 20
+    seed: Seed = 0
+
     name = "proof"
     by_task = "prompts"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 5,
-        batch_size: int = 64,
-        learning_rate: float = 1e-3,
-        contexts: int = 3,
-        exemplars: int = 20,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        self.contexts = check_int("contexts", contexts, 1)
-        self.exemplars = check_int("exemplars", exemplars, 1)
+    def register(self) -> None:
         for name in NUMBERS:
-            self.register_buffer(name, torch.zeros((embed_dim,) * (1 if name.endswith("shift") else 2)))
-        self.keep_means(contexts * embed_dim)
+            self.register_buffer(name, torch.zeros((self.embed_dim,) * (1 if name.endswith("shift") else 2)))
+        self.keep_means(self.contexts * self.embed_dim)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
-        old = len(self._class_names)
-        changes = self.with_means(names, images, labels)
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        changes = self.with_means(images, labels, new)
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
-        rows, classes = torch.cat([images, rows]), torch.cat([labels + old, classes])
-        trained = self._trained(rows, classes, texts, changes["means"], task_generator(self.seed, old))
+        rows, classes = torch.cat([images, rows]), torch.cat([labels, classes])
+        trained = self._trained(rows, classes, changes["means"], task_generator(self.seed, len(self._class_names)))
         prompts = trained.pop("contexts").view(1, -1)
         return changes | trained | {"prompts": torch.cat([self.prompts.float(), prompts])}
 
-    def _trained(
-        self, rows: Tensor, labels: Tensor, texts: Tensor, means: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Projections, attention and the task's contexts after training; `labels` index all seen classes."""
+        texts = self.text_embeds.float()
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
         contexts = self.prompts.float().view(-1, self.embed_dim)
         started = self._started(generator, first=not len(contexts))

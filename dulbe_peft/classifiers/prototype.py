@@ -21,11 +21,11 @@ class PrototypeClassifier(Classifier):
     """
 
     name = "prototype"
+    updates = True
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
-        super().__init__(embed_dim, logit_scale)
+    def register(self) -> None:
         self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("sums", embed_dim, dtype=torch.float64)
+        self.register_rows("sums", self.embed_dim, dtype=torch.float64)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         kept, device = self.with_new_rows(len(new)), self.sums.device

@@ -5,14 +5,15 @@ logits = tau w_c h' W
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.ridge import RidgeRegression
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import Positive
 
 MOST_FEATURES = 50_000  # G then takes 9.3 GiB
 
@@ -47,21 +48,15 @@ class RanpacClassifier(RidgeRegression):
         features are not normalised, and the last task alone chooses lambda, by its own images and classes.
     """
 
+    features: Annotated[int, Ge(1), Le(MOST_FEATURES)] = 2000
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
+    ridge: Positive | Literal["auto"] = "auto"
+
     name = "ranpac"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        features: int = 2000,
-        seed: int = 0,
-        ridge: float | Literal["auto"] = "auto",
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        self.features = check_int("features", features, 1, MOST_FEATURES)
-        self.seed = check_int("seed", seed, 0, 2**32 - 1)
+    def register(self) -> None:
         self.unit = self.features
-        self._keep_sums(features, torch.float32, ridge)
+        self._keep_sums(self.features, torch.float32)
 
     def lifted(self, images: Tensor) -> Tensor:
         layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))

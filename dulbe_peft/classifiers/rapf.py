@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import (
     descend,
     drawn_features,
@@ -26,10 +25,9 @@ from dulbe_peft.classifiers.fitting import (
     minibatches,
     moved_gaussians,
     task_generator,
-    training_settings,
 )
 from dulbe_peft.classifiers.ridge import class_weights
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
@@ -65,56 +63,42 @@ class RapfClassifier(Classifier):
         2407.14143, and the authors' public code; settings from its configuration for CIFAR-100.
     """
 
+    epochs: AtLeastOne = 15
+    batch_size: AtLeastOne = 100
+    learning_rate: Positive = 1e-3
+    draws: Positive = 2.0
+    replayed: AtLeastOne = 2
+    pair_distance: Positive = 0.55
+    fusion_bias: Positive = 0.6
+    ridge: Positive = 1e-6
+    seed: Seed = 0
+
     name = "rapf"
     needs_text = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 15,
-        batch_size: int = 100,
-        learning_rate: float = 1e-3,
-        draws: float = 2.0,
-        replayed: int = 2,
-        pair_distance: float = 0.55,
-        fusion_bias: float = 0.6,
-        ridge: float = 1e-6,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        self.draws = positive("draws", draws)
-        self.replayed = check_int("replayed", replayed, 1)
-        self.pair_distance = positive("pair_distance", pair_distance)
-        self.fusion_bias = positive("fusion_bias", fusion_bias)
-        self.ridge = positive("ridge", ridge)
-        self.register_buffer("map", torch.zeros(embed_dim, embed_dim))
-        self.register_rows("means", embed_dim)
-        self.register_rows("factors", embed_dim, embed_dim)
+    def register(self) -> None:
+        self.register_buffer("map", torch.zeros(self.embed_dim, self.embed_dim))
+        self.register_rows("means", self.embed_dim)
+        self.register_rows("factors", self.embed_dim, self.embed_dim)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
-        assert texts is not None
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old = len(self._class_names)
         generator = task_generator(self.seed, old)
         start = self.map.float()
         if not old:  # entries uniform within 1 / sqrt(d) of 0, as a linear layer of PyTorch starts
             random = torch.rand(self.embed_dim, self.embed_dim, generator=generator)
             start = ((2 * random - 1) / math.sqrt(self.embed_dim)).to(images)
-        trained = self._trained(start, images, labels + old, texts, generator)
-        means, factors = gaussians(images, labels, len(names), self.ridge)
+        trained = self._trained(start, images, labels, generator)
+        means, factors = gaussians(images, labels - old, len(new), self.ridge)
         return {
             "map": fused(start, trained, self.fusion_bias) if old else trained,
             "means": torch.cat([self.means.float(), means]),
             "factors": torch.cat([self.factors.float(), factors]),
         }
 
-    def _trained(
-        self, start: Tensor, images: Tensor, labels: Tensor, texts: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def _trained(self, start: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
-        old = len(self._class_names)
+        old, texts = len(self._class_names), self.text_embeds.float()
         pairs = hard_pairs(texts, old, self.pair_distance)
         weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
         weights = torch.cat([weights.new_ones(old), weights]).to(texts)

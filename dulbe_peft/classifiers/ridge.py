@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
+from dulbe_peft.utils.settings import Positive
 
 RIDGES = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
 CHUNK = 4096  # images whose h is in memory at a time
@@ -26,11 +26,11 @@ def class_weights(counts: Tensor) -> Tensor:
 class RidgeRegression(Classifier):
     """Ridge regression from h to one-hot classes; a subclass says what h is. `unit` is the middle of lambda's grid."""
 
+    updates = True
     unit = 1.0
 
-    def _keep_sums(self, width: int, dtype: torch.dtype, ridge: float | str) -> None:
+    def _keep_sums(self, width: int, dtype: torch.dtype) -> None:
         """Register the empty sums, for an h of this width and a G of this type; G is added up in float64."""
-        self.ridge = ridge if ridge == "auto" else positive("ridge", ridge)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
@@ -113,11 +113,12 @@ class RidgeClassifier(RidgeRegression):
         identity in place of the random layer.
     """
 
+    ridge: Positive | Literal["auto"] = "auto"
+
     name = "ridge"
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0, ridge: float | Literal["auto"] = "auto") -> None:
-        super().__init__(embed_dim, logit_scale)
-        self._keep_sums(embed_dim, torch.float64, ridge)
+    def register(self) -> None:
+        self._keep_sums(self.embed_dim, torch.float64)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """G to M' G M and C to M' C, which is exact for a linear drift."""

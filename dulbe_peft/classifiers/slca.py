@@ -9,13 +9,14 @@ alignment:  from task 2 on, all rows, on x ~ N(a_c mu_c, Sigma_c), as many of ea
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import positive
 from dulbe_peft.classifiers.fitting import (
     descend,
     gaussians,
@@ -23,10 +24,9 @@ from dulbe_peft.classifiers.fitting import (
     minibatches,
     moved_gaussians,
     task_generator,
-    training_settings,
     with_task,
 )
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
 
@@ -53,45 +53,35 @@ class SlcaClassifier(Classifier):
         arXiv 2303.05118, and the authors' public code, of which the settings are.
     """
 
+    epochs: AtLeastOne = 20
+    batch_size: AtLeastOne = 128
+    learning_rate: Positive = 0.01
+    rounds: Annotated[int, Ge(0)] = 5
+    draws: AtLeastOne = 256
+    norm: Positive = 0.1
+    ridge: Positive = 1e-4
+    seed: Seed = 0
+
     name = "slca"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 20,
-        batch_size: int = 128,
-        learning_rate: float = 0.01,
-        rounds: int = 5,
-        draws: int = 256,
-        norm: float = 0.1,
-        ridge: float = 1e-4,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        self.rounds = check_int("rounds", rounds, 0)
-        self.draws = check_int("draws", draws, 1)
-        self.norm = positive("norm", norm)
-        self.ridge = positive("ridge", ridge)
-        self.register_rows("weight", embed_dim)
+    def register(self) -> None:
+        self.register_rows("weight", self.embed_dim)
         self.register_rows("bias")
-        self.register_rows("means", embed_dim)
-        self.register_rows("factors", embed_dim, embed_dim)
+        self.register_rows("means", self.embed_dim)
+        self.register_rows("factors", self.embed_dim, self.embed_dim)
         self.register_rows("task", dtype=torch.int64)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
-        generator = task_generator(self.seed, old)
-        means, factors = gaussians(x, labels, len(names), self.ridge)
-        new = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
-        new["task"] = with_task(self.task, len(names))
-        head = self._head(x, labels, len(names), generator)
+        generator, labels = task_generator(self.seed, old), labels - old
+        means, factors = gaussians(x, labels, len(new), self.ridge)
+        kept = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
+        kept["task"] = with_task(self.task, len(new))
+        head = self._head(x, labels, len(new), generator)
         head = [torch.cat([rows.float(), own]) for rows, own in zip((self.weight, self.bias), head, strict=True)]
         if old:
-            head = self._aligned(head, new["means"], new["factors"], new["task"], generator)
-        return new | {"weight": head[0], "bias": head[1]}
+            head = self._aligned(head, kept["means"], kept["factors"], kept["task"], generator)
+        return kept | {"weight": head[0], "bias": head[1]}
 
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:
         """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 import torch
+from annotated_types import Ge, Le
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
-from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.checks import LEAST
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
+from dulbe_peft.utils.settings import check_settings
 from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
 
 T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
-MOST_LOGIT_SCALE = 1e30  # logits stay finite in float32
+LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
 SOLVED = "solved."  # how the names of tensors in a file begin that follow from the others
 MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
 
@@ -56,30 +58,42 @@ class SavedClassifier(ExtraState):
     source: dict[str, str] | None
 
 
+@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
+@dataclass(eq=False, repr=False)
 class GrowingState(nn.Module):
     """A module whose state is class names, a calibration and buffers, of which some have one row a class.
 
-    A float64 buffer stays float64 whatever the module is converted to, and stays on the CPU where a device has no
-    float64.
+    Every subclass becomes a dataclass. Its fields are its settings, whose types say what is allowed; it has no
+    constructor of its own. A float64 buffer stays float64 whatever the module is converted to, and stays on the CPU
+    where a device has no float64.
     """
 
-    if TYPE_CHECKING:  # every attribute that is not set in a constructor is a buffer
+    if TYPE_CHECKING:  # every attribute that is no setting is a buffer
 
         def __getattr__(self, name: str) -> Tensor: ...
 
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    embed_dim: Annotated[int, Ge(2)]
+    logit_scale: LogitScale = 100.0
+
+    def __init_subclass__(cls, kw_only: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):  # its own parameters would not be saved
+            raise TypeError(
+                f"{cls.__name__} has an __init__: make its settings fields, and register buffers in register"
+            )
+        dataclass(eq=False, repr=False, kw_only=kw_only)(cls)
+        for entry in fields(cls):  # a default is no attribute of the class: a buffer may have the setting's name
+            if entry.name in vars(cls):
+                delattr(cls, entry.name)
         if "name" in vars(cls):
             cls.file_stem = vars(cls).get("file_stem", cls.name)
 
-    def __init__(self, embed_dim: int, logit_scale: float = 100.0) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        check_number("logit_scale", logit_scale, positive=True, most=MOST_LOGIT_SCALE)
-        self.embed_dim = check_int("embed_dim", embed_dim, 2)
-        self.logit_scale = float(logit_scale)
+        check_settings(self, owner=f"the {self.name!r} classifier")
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
@@ -90,9 +104,8 @@ class GrowingState(nn.Module):
 
     @classmethod
     def setting_defaults(cls) -> dict[str, Any]:
-        """The constructor's own parameters, those beside `embed_dim` and `logit_scale`, with their defaults."""
-        parameters = list(inspect.signature(cls).parameters.values())
-        return {p.name: p.default for p in parameters if p.name not in ("embed_dim", "logit_scale")}
+        """The class's own settings, those beside `embed_dim` and `logit_scale`, with their defaults."""
+        return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
 
     @classmethod
     def file_names(cls) -> tuple[str, str]:
@@ -100,7 +113,7 @@ class GrowingState(nn.Module):
         return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's own arguments as plain values; an attribute of the same name holds each of them."""
+        """The class's own settings and their values, plain data."""
         return {name: getattr(self, name) for name in self.setting_defaults()}
 
     @property

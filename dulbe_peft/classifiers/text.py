@@ -17,6 +17,7 @@ class TextClassifier(Classifier):
 
     name = "text"
     needs_text = True
+    updates = True
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return {}

@@ -4,21 +4,17 @@ p_c = (softmax_c(tau z . e_c) + w softmax_c(cos(z, V_c))) / (1 + w)          w =
 """
 
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.checks import check_directions, positive
-from dulbe_peft.classifiers.fitting import (
-    class_means,
-    descend,
-    gradients,
-    minibatches,
-    task_generator,
-    training_settings,
-)
+from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.fitting import class_means, descend, gradients, minibatches, task_generator
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 
 def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -39,28 +35,22 @@ class VisualAgentClassifier(Classifier):
         2507.09118; settings from the authors' configuration for CIFAR-100.
     """
 
+    epochs: Annotated[int, Ge(0)] = 3
+    batch_size: AtLeastOne = 64
+    learning_rate: Positive = 5e-4
+    weight: Positive = 4.0
+    seed: Seed = 0
+
     name = "visual_agent"
     needs_text = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        logit_scale: float = 100.0,
-        epochs: int = 3,
-        batch_size: int = 64,
-        learning_rate: float = 5e-4,
-        weight: float = 4.0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(embed_dim, logit_scale)
-        fixed = training_settings(epochs, batch_size, learning_rate, seed, least_epochs=0)
-        self.epochs, self.batch_size, self.learning_rate, self.seed = fixed
-        self.weight = positive("weight", weight)
-        self.register_rows("agents", embed_dim)
+    def register(self) -> None:
+        self.register_rows("agents", self.embed_dim)
 
-    def learn(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Tensor | None) -> dict[str, Tensor]:
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        labels = labels - len(self._class_names)  # the softmax is over the task's classes
         means = class_means(images, labels).to(images)
-        check_directions(means, names)
+        check_directions(means, new)
         return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)])}
 
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:

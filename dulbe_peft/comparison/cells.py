@@ -250,8 +250,10 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
 
 def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
     """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
-    cls, settings = parse_classifier(row.classifier, cell.bridge)
-    made = {"classifier": [cls.name, cell.logit_scale, settings], "drift": row.drift}
+    recipe = parse_classifier(row.classifier)
+    usual = {name: value for name, value in cell.bridge.items() if name in recipe.settings}
+    settings = recipe.settings | usual | recipe.chosen
+    made = {"classifier": [recipe.kind.name, cell.logit_scale, settings], "drift": row.drift}
     return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
 

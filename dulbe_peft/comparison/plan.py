@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS, make_classifier, parse_classifier
+from dulbe_peft.classifiers import METHOD_CLASSIFIERS, parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
@@ -105,8 +105,7 @@ class Plan:
         specs = [*self.classifiers, *(spec for spec in own if parse_spec(spec)[0] not in named)]
         rows = []
         for spec in specs:
-            cls, settings = parse_classifier(spec)
-            moves = strategy.adapts and cls.follows_drift(settings)
+            moves = strategy.adapts and parse_classifier(spec).kind.follows_drift()
             rows += [Row(method, spec, drift) for drift in (self.drifts if moves else ["none"])]
         return rows
 
@@ -210,7 +209,7 @@ def make_plan(content: dict[str, Any]) -> Plan:
     """The plan that the content of a YAML file asks for, checked."""
     file = _PlanFile.model_validate(content)
     for spec in file.classifiers:
-        make_classifier(spec, 8)
+        parse_classifier(spec)
     streams = {
         name: _split(f"stream {name!r}", entry, ("retention", "retention_scales"))
         for name, entry in file.streams.items()

@@ -151,8 +151,19 @@ def from_text(name: str, text: str, hint: Any) -> Any:
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
-    """The settings of a run as the three objects that check them."""
-    return pick(StreamArguments, settings), pick(AdapterSettings, settings), pick(LearnerArguments, settings)
+    """The settings of a run as the three objects that check them; strategy and classifiers are checked, too."""
+    stream = pick(StreamArguments, settings)
+    methods(stream)
+    return stream, pick(AdapterSettings, settings), pick(LearnerArguments, settings)
+
+
+def methods(stream: StreamArguments) -> tuple[Any, Any]:
+    """The strategy, and what is asked for as classifiers, or None."""
+    from dulbe_peft.classifiers import parse_classifiers
+    from dulbe_peft.strategies import make_strategy
+
+    asked = None if stream.classifiers is None else parse_classifiers(stream.classifiers)
+    return make_strategy(stream.strategy), asked
 
 
 def pick(kind: Any, settings: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.names import normalized
-from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
+from dulbe_peft.runs.settings import StreamArguments, methods, read_yaml, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -91,6 +91,7 @@ def frozen_learner(stream: StreamArguments, args: LearnerArguments) -> ClassIncr
 def set_up(settings: dict[str, Any]) -> Setup:
     """Open the data and load the model that the settings name."""
     stream, adapter, args = validated(settings)
+    strategy, classifiers = methods(stream)
     if stream.data and stream.output:
         check_run_folder(stream.data, stream.output)
     import torch
@@ -98,11 +99,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
     from dulbe_peft.adapter.config import DualModeLoraConfig
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.strategies import make_strategy
-    from dulbe_peft.utils.specs import split_specs
 
-    strategy = make_strategy(stream.strategy)
-    classifiers = None if stream.classifiers is None else split_specs(stream.classifiers)
     left_out: list[str] = []
     tasks = stream_tasks(stream, left_out) if stream.data else []
     base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)

@@ -52,7 +52,7 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
         return spec
     if isinstance(spec, str):
         name, texts = parse_spec(spec)
-        return _strategy_class(name)(**convert(_strategy_class(name), texts))
+        return _strategy_class(name)(**convert(_strategy_class(name), texts, f"the strategy {name!r}"))
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
         raise TypeError(f"strategy must be a name such as 'dulbe' or a Strategy, got {spec!r:.100}")
     kind = _strategy_class(spec["name"])

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
@@ -25,12 +24,9 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.utils.checks import MOST
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.settings import check_settings
 
-Weight = Annotated[float, Ge(0), Le(MOST)]
-Positive = Annotated[float, Gt(0), Le(MOST)]
 # What a strategy keeps between tasks: occupation statistics, or named tensors of its own.
 Memory = OccupationStatistics | dict[str, torch.Tensor]
 GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
@@ -115,7 +111,7 @@ class Strategy:
     """Base class. A strategy is a frozen dataclass: its fields are its settings, and are saved with the learner."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, owner=f"the strategy {self.name!r}")
 
     name: ClassVar[str]  # how users ask for it
     # What is measured before the first step, of "gradients", "inputs" and "teacher".

@@ -27,9 +27,10 @@ from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
-from dulbe_peft.strategies.base import Memory, NewTask, Positive, Step, Strategy, Weight, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_updates
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.settings import Positive, Weight
 
 WEIGHTS = "block_weights"
 

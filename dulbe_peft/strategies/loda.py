@@ -24,11 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask, Positive
+from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
 from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic, with_inputs
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.settings import Positive
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:

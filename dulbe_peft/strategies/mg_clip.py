@@ -23,10 +23,11 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Positive, Strategy, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_updates
 from dulbe_peft.strategies.lora import uniform_bases
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.utils.settings import Positive
 
 
 @dataclass(frozen=True)

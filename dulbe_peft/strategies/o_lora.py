@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import NewTask, Weight
+from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.strategies.lora import MergedLora
+from dulbe_peft.utils.settings import Weight
 
 
 @dataclass(frozen=True)

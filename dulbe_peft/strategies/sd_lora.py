@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import NewTask, Positive, replaced_updates
+from dulbe_peft.strategies.base import NewTask, replaced_updates
 from dulbe_peft.strategies.lora import MergedLora
+from dulbe_peft.utils.settings import Positive
 
 
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.strategies.base import TEACHER, NewTask, Positive, Step, Weight
+from dulbe_peft.strategies.base import TEACHER, NewTask, Step
 from dulbe_peft.strategies.lora import Lora
+from dulbe_peft.utils.settings import Positive, Weight
 
 START = "start_text"
 

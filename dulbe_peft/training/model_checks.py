@@ -1,6 +1,6 @@
 """What a learner asks of a model before it works with it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import Classifier, make_classifiers, without_text
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, Recipe, make_classifiers, parse_classifiers
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
@@ -134,18 +134,18 @@ def learner_classifiers(
     clip: Any,
     strategy: Strategy,
     args: LearnerArguments,
-    classifiers: str | Classifier | Sequence[str | Classifier] | None,
+    classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
     head: BridgeEnsembleHead | None,
     device: torch.device,
 ) -> dict[str, Classifier]:
     """A learner's classifiers by name, the strategy's own where None are given; `head` is the one called "bridge"."""
-    if classifiers is None:
-        classifiers = strategy.classifiers if loading.has_text(clip) else without_text(strategy.classifiers)
-    rows = [classifiers] if isinstance(classifiers, (str, Classifier)) else list(classifiers)
+    rows = parse_classifiers(strategy.classifiers if classifiers is None else classifiers)
+    if classifiers is None and not loading.has_text(clip):
+        rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}
     if head is not None and "bridge" not in rows:
-        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {rows}")
+        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {list(rows)}")
     made = make_classifiers(
-        [head if head is not None and row == "bridge" else row for row in rows],
+        [head if head is not None and name == "bridge" else row for name, row in rows.items()],
         loading.embed_dim(clip),
         loading.logit_scale(clip),
         {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},

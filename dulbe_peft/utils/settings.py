@@ -3,10 +3,21 @@
 pydantic checks them. It is imported with the first check, so that a command's flags are read without it.
 """
 
+import re
 from dataclasses import field, fields
 from functools import cache
-from numbers import Integral, Real
-from typing import Any, get_type_hints
+from numbers import Real
+from typing import Annotated, Any, get_type_hints
+
+from annotated_types import Ge, Le
+
+from dulbe_peft.utils.checks import LEAST, MOST
+
+# Types that several settings have. Numbers are such as float32 holds, in which nearly all is computed.
+Positive = Annotated[float, Ge(LEAST), Le(MOST)]
+Weight = Annotated[float, Ge(0), Le(MOST)]
+AtLeastOne = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0)]
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -21,10 +32,11 @@ def field_types(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def check_settings(settings: Any, kind: type | None = None) -> None:
-    """Give the fields of a dataclass, or of its base class `kind`, their declared types, or raise."""
+def check_settings(settings: Any, kind: type | None = None, owner: str = "") -> None:
+    """Give the fields of a dataclass, or of its base class `kind`, their declared types, or say whose is wrong."""
+    said = f"{owner}: " if owner else ""
     for name, hint in field_types(kind or type(settings)).items():
-        object.__setattr__(settings, name, check_value(name, hint, getattr(settings, name)))
+        object.__setattr__(settings, name, check_value(f"{said}{name}", hint, getattr(settings, name)))
 
 
 def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
@@ -35,10 +47,12 @@ def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
         return _reader(hint).validate_python(_plain(value), strict=strict)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-    wanted = " or ".join(dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in problems))
+    wanted = " or ".join(dict.fromkeys(problem["msg"].partition(" should ")[2] for problem in problems))
+    wanted = wanted.replace(" or be ", " or ").removesuffix(" after validation, not 0")
     wanted = wanted.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    message = f"{name} must be {wanted}, got {value!r:.200}"
-    limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern")
+    wanted = re.sub(r"at least 0\.0{30,}\d+", f"positive, {LEAST:.1e} at least", wanted)
+    message = f"{name} must {wanted}, got {value!r:.200}"
+    limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern", "too_")
     raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
 
 
@@ -50,12 +64,12 @@ def _reader(hint: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's own, also in a list or a tuple."""
+    """Numbers, arrays and tensors of NumPy and PyTorch as Python's own, also in a list or a tuple."""
     if type(value) in (list, tuple):
         return type(value)(_plain(entry) for entry in value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
 def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:

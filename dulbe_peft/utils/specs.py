@@ -6,12 +6,11 @@ bridge:depths=0/0.5/1           a list has slashes between its entries
 """
 
 import difflib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dulbe_peft.utils.settings import check_value
+from dulbe_peft.utils.settings import check_value, field_types
 
 
 def split_specs(text: str) -> list[str]:
@@ -49,18 +48,13 @@ def format_spec(name: str, values: Mapping[str, Any]) -> str:
     return f"{name}:{','.join(parts)}" if parts else name
 
 
-def convert(
-    target: Callable[..., Any], values: Mapping[str, str], hidden: Collection[str] = (), owner: str = ""
-) -> dict[str, Any]:
-    """Settings as texts, but for `hidden` ones, as what the type hints of a constructor or function ask for."""
-    owner = owner or target.__name__
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(target, eval_str=True).parameters.items()
-    hints = {name: p.annotation for name, p in parameters if p.kind in by_keyword and name not in hidden}
+def convert(kind: type, values: Mapping[str, str], owner: str, hidden: Collection[str] = ()) -> dict[str, Any]:
+    """Settings as texts as what the fields of a dataclass ask for, but for `hidden` ones; `owner` is for messages."""
+    hints = {name: hint for name, hint in field_types(kind).items() if name not in hidden}
     for key in values:
         if key not in hints:
             raise ValueError(f"{owner} has no setting {key!r}{closest(key, hints)}")
-    return {key: _read(f"{owner} setting {key}", hints[key], text) for key, text in values.items()}
+    return {key: _read(f"{owner}: {key}", hints[key], text) for key, text in values.items()}
 
 
 def _read(name: str, hint: Any, text: str) -> Any:
@@ -69,10 +63,18 @@ def _read(name: str, hint: Any, text: str) -> Any:
     for value in [*readings, text, text.split("/")]:
         with suppress(TypeError, ValueError):
             return check_value(name, hint, value, strict=False)
-    try:
-        return check_value(name, hint, text.split("/") if "/" in text else text, strict=False)
+    try:  # with the words that the value itself would get
+        return check_value(name, hint, [_number(part) for part in text.split("/")] if "/" in text else _number(text))
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+def _number(text: str) -> Any:
+    """A text that is a number as this number."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def closest(wrong: str, known: Iterable[str]) -> str:
