@@ -267,7 +267,7 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
     folder, _, _ = copied
     changes = {"methods": {"frozen": {"strategy": "frozen"}}, "classifiers": ["ridge", "prototype"], "reference": None}
     plan = read_plan(write(folder / "failing.yaml", content | changes))
-    monkeypatch.setattr(CLASSIFIERS["ridge"], "learn", lambda *_: 1 / 0)
+    monkeypatch.setattr(CLASSIFIERS["ridge"], "added", lambda *_: 1 / 0)
     with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
         compare(plan, folder / "out", jobs=1, log=quiet)
     assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
