@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import graphlib
 import pkgutil
 import re
 from pathlib import Path
@@ -40,17 +41,22 @@ def wing_of(name: str) -> str:
     return name.split("/")[0].removesuffix(".py")
 
 
-def imported(file: str) -> set[str]:
-    """The wings that a file imports, also inside functions."""
+def imported_names(file: str) -> set[str]:
+    """What a file imports of the package, also inside functions and for types alone: dotted names."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        parts = [name.split(".") for name in names if name.split(".")[0] == "dulbe_peft"]
-        found |= {part[1] if len(part) > 1 and part[1] in RANK else "__init__" for part in parts}
+        found |= {name for name in names if name.split(".")[0] == "dulbe_peft"}
     return found
+
+
+def imported(file: str) -> set[str]:
+    """The wings that a file imports."""
+    parts = [name.split(".") for name in imported_names(file)]
+    return {part[1] if len(part) > 1 and part[1] in RANK else "__init__" for part in parts}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -59,6 +65,18 @@ def test_imports_go_up_this_list(file):
     for wing in imported(file) - {own}:
         if (file, wing) not in DOWN:
             assert RANK[wing] < RANK[own], f"{file} imports {wing}, which stands beside or below {own}"
+
+
+def test_no_two_modules_import_each_other_by_whatever_way_round():
+    modules = {"dulbe_peft." + file.removesuffix(".py").replace("/", "."): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+
+    def module(name):
+        return name if name in modules else module(name.rpartition(".")[0])
+
+    graph = {name: {module(other) for other in imported_names(file)} - {name} for name, file in modules.items()}
+    graph["dulbe_peft.learner"] -= {"dulbe_peft.runs.run"}  # see DOWN
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
 def test_one_version_and_what_to_cite():

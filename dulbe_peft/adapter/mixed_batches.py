@@ -1,21 +1,17 @@
 """Batches whose rows have adapters of their own, as PEFT's LoRA takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
-
-if TYPE_CHECKING:
-    from dulbe_peft.adapter.model import DualModeLoraModel
 
 INPUTS = ("pixel_values", "input_ids")
 BASE = "__base__"
@@ -24,7 +20,7 @@ Rows = Sequence[str] | Mapping[str, Sequence[str]]
 
 
 @contextmanager
-def rows_with_adapters(tuner: DualModeLoraModel, names: Rows) -> Iterator[None]:
+def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
     """Give each row of a forward pass the adapter of its name, by one list, or one for each of INPUTS."""
     rows = names if isinstance(names, Mapping) else dict.fromkeys(INPUTS, names)
     if set(rows) != set(INPUTS):
@@ -35,7 +31,6 @@ def rows_with_adapters(tuner: DualModeLoraModel, names: Rows) -> Iterator[None]:
         raise ValueError(f"adapter_names has {unknown}, the model {known}")
     if tuner.training:
         raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
-    tuner.check_unmerged()
     if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
         raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
     with ExitStack() as hooks:

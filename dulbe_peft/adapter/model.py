@@ -116,7 +116,10 @@ class DualModeLoraModel(BaseTuner):
     def _enable_peft_forward_hooks(
         self, *args: Any, adapter_names: Rows | None = None, **kwargs: Any
     ) -> AbstractContextManager[None]:
-        return nullcontext() if adapter_names is None else rows_with_adapters(self, adapter_names)
+        if adapter_names is None:
+            return nullcontext()
+        self.check_unmerged()
+        return rows_with_adapters(self, adapter_names)
 
     def unload(self) -> nn.Module:
         """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""

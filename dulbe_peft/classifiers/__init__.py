@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.base import CLASSIFIERS, Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -25,7 +25,6 @@ from dulbe_peft.classifiers.text import TextClassifier
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec, split_specs
 
-CLASSIFIERS: dict[str, type[Classifier]] = {}
 Kind = TypeVar("Kind", bound=type[Classifier])
 
 

@@ -189,8 +189,6 @@ class Classifier(GrowingState):
         images = self._unit(image_embeds, "image_embeds")
         texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:
-            from dulbe_peft.classifiers import CLASSIFIERS
-
             others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
             raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
         if text_embeds is not None:
@@ -374,3 +372,6 @@ class Classifier(GrowingState):
 
     def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
+
+
+CLASSIFIERS: dict[str, type[Classifier]] = {}  # by name; `register_classifier` fills it
