@@ -1,4 +1,4 @@
-"""What the options that are approximations do to accuracy: a class-incremental stream with each, and with none.
+"""What an option that approximates does to accuracy: a class-incremental stream with it and without.
 
 Without `--data` the demo's stream of handwritten digits. With it, the stream that `dulbe-peft run` learns from that
 data set with the same number as `--seed` and `--order-seed`: 0, 1, ...
@@ -24,7 +24,6 @@ from dulbe_peft.streams.tasks import Task
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bf16 autocast": {"mixed_precision": "bf16"},
-    "sketches": {"statistics": "sketch"},
 }
 
 

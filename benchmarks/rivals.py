@@ -4,7 +4,7 @@ Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d)
 judge, (m, d), and gives scores, (m, C). It sees all classes at once. The first setting of its grid is for one image a
 class; else the one is taken that is right most often on a fifth of each class's images, which the rule has not seen.
 
-    python -m benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text nearest_images linear_probe
+    python -m benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text whitened_bridge linear_probe
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.calibration import hold_back
+from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
+from dulbe_peft.classifiers.lda import shrunk_covariance
 
 
 def tip_adapter(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, alpha: float, beta: float) -> Tensor:
@@ -46,6 +48,23 @@ def ranpac_and_text(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, 
     return classifier.probabilities(tests).log() + share * (tau * tests @ e.T).log_softmax(dim=1)
 
 
+def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: float) -> Tensor:
+    """The bridge ensemble of DuLBE on (z - m) Sigma^-1/2 at length 1, m the mean of what is turned: texts, or classes.
+
+    Sigma is the covariance within the classes, as `lda` estimates it. Every class needs an image.
+    """
+    lda = make_classifier("lda", z.shape[1], tau)
+    lda.add_classes([str(label) for label in range(len(e))], z, y)
+    covariance = shrunk_covariance(lda.scatter, int(lda.freedom), "oas", 1 / tau)
+    variances, directions = torch.linalg.eigh(covariance)
+    matrix, centre = (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T, lda.means.mean(dim=0)
+    pairs = (z, centre), (tests, centre), (lda.means, centre), (e, e.double().mean(dim=0))
+    z, tests, means, e = (F.normalize((rows.double() - mean) @ matrix, dim=1).float() for rows, mean in pairs)
+    bridges = bridge_prototypes(means, e, torch.linspace(0, 1, 10))
+    weights = (reliability(z, y, bridges, tau) / beta).softmax(dim=1)
+    return tau * tests @ (weights[:, :, None] * bridges).sum(dim=1).T
+
+
 def nearest_images(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, neighbours: int) -> Tensor:
     """The share of the k nearest images that each class has; nearer ones weigh more."""
     rule = KNeighborsClassifier(min(neighbours, len(z)), weights="distance", metric="cosine").fit(z.numpy(), y.numpy())
@@ -66,6 +85,7 @@ RIVALS: dict[str, tuple[Callable[..., Tensor], list[dict[str, Any]]]] = {
     "tip_adapter": (tip_adapter, _grid(alpha=(1.0, 0.3, 3.0, 10.0, 30.0), beta=(5.5, 1.0, 2.0, 10.0, 20.0, 40.0))),
     "proker": (proker, _grid(beta=(5.5, 1.0, 2.0, 10.0, 20.0), ridge=(1.0, 0.01, 0.1, 10.0, 100.0))),
     "ranpac_and_text": (ranpac_and_text, _grid(share=(0.3, 0.0, 0.1, 1.0, 3.0))),
+    "whitened_bridge": (whitened_bridge, _grid(beta=(0.05,))),
     "nearest_images": (nearest_images, _grid(neighbours=(1, 3, 5, 10, 20))),
     "linear_probe": (linear_probe, _grid(strength=(100.0, 1.0, 10.0, 1000.0))),
 }

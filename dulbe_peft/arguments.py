@@ -23,6 +23,8 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
+# Settings of 0.2.0 that are gone, each with the value that all learners have now.
+GONE = {"statistics": "exact"}
 AUGMENTATIONS = ("crop", "flip", "affine")
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
@@ -113,11 +115,6 @@ class LearnerArguments:
         "cached", "Teacher features from the probe pass, or computed at every step (for augmented data)."
     )
     statistics_tokens: Literal["all", "cls", "patch"] = setting("all", "Which tokens enter the input statistics.")
-    statistics: Literal["exact", "sketch"] = setting(
-        "exact",
-        "Input statistics in full, or an approximation: after each task, matrices wider than 2 K_h are cut to their 2 "
-        "K_h leading directions. A bound on what is lost is tracked.",
-    )
     prompt_template: str | tuple[str, ...] = setting(
         "a photo of a {}.",
         "Prompt; {} takes the class name. Of several (a list, a text file with one a line, or one flag each), "

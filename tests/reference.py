@@ -29,18 +29,6 @@ def support(statistic: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
     return vectors[:, order[:rank]], values[order]
 
 
-def cut_sum(tasks: list[torch.Tensor], rows: int) -> tuple[torch.Tensor, float]:
-    """S of several tasks, cut to `rows` eigenvectors after each, and the sum of the largest values left out."""
-    kept = torch.zeros(tasks[0].shape[-1], tasks[0].shape[-1], dtype=torch.float64)
-    error = 0.0
-    for tokens in tasks:
-        total = kept + occupation(tokens)
-        vectors, values = support(total, rows)
-        kept = sum(value * torch.outer(v, v) for value, v in zip(values[:rows], vectors.T, strict=True))
-        error += max(0.0, float(values[rows]))
-    return kept, error
-
-
 def first_task_bases(
     gradient: torch.Tensor, shared_rank: int, residual_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

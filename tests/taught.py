@@ -12,7 +12,6 @@ KEPT = {}  # what has been learned
 SPECS = {
     "text": "text",
     "bridge": "bridge",
-    "bridge whitened": "bridge:metric=whitened",
     "prototype": "prototype",
     "lda": "lda",
     "lda fixed": "lda:shrinkage=0.1",

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from reference import randn
 from torch.nn import functional as F
@@ -150,3 +151,23 @@ def test_tip_adapter_and_proker_are_the_literal_ones():
             assert float(tip[row, c]) == pytest.approx(20 * float(test @ e[c]) + 2 * cache, abs=1e-3)
             near = sum(math.exp(-3 * float((test - z[i]).square().sum()) / 2) * weights[i, c] for i in range(30))
             assert float(found[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
+
+
+def test_the_whitened_bridge_is_the_literal_one():
+    z, e, tests, tau = Z.double(), TEXTS.double(), QUERIES.double(), 20.0
+    means = torch.stack([z[c == LABELS].mean(dim=0) for c in range(3)])
+    pooled = sum(torch.outer(x - means[c], x - means[c]) for x, c in zip(z, LABELS.tolist(), strict=True)) / 27
+    share = reference.oas(pooled, 27)
+    sigma = (1 - share) * pooled + share * pooled.trace() / 8 * torch.eye(8, dtype=torch.float64)
+    variances, directions = torch.linalg.eigh(sigma)
+    matrix = directions @ torch.diag(variances**-0.5) @ directions.T
+    z, tests, visual = (reference.unit((rows - means.mean(dim=0)) @ matrix) for rows in (z, tests, means))
+    depths = [k / 9 for k in range(10)]
+    head = reference.Head(depths, logit_scale=tau)
+    head.visual, head.text = visual, reference.unit((e - e.mean(dim=0)) @ matrix)
+    found = rivals.whitened_bridge(Z, LABELS, TEXTS, tau, QUERIES, beta=0.05)
+    for c in range(3):
+        weights = reference.softmax([rho / 0.05 for rho in head.rho(z[c == LABELS], c)])
+        bridge = [reference.slerp(head.visual[c], head.text[c], depth) for depth in depths]
+        expected = tau * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True))
+        torch.testing.assert_close(found[:, c].double(), expected, rtol=0, atol=2e-3)

@@ -44,7 +44,7 @@ def test_head_equals_the_reference_over_two_tasks():
     expected = [sum(w * a for w, a in zip(row, literal.depths, strict=True)) for row in literal.weights]
     torch.testing.assert_close(head.expected_depth().tolist(), expected, rtol=0, atol=1e-4)
     assert (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all()
-    assert "embed_dim=8, num_depths=4, reliability_temperature=0.05, metric=cosine, classes=5" in repr(head)
+    assert "embed_dim=8, num_depths=4, reliability_temperature=0.05, classes=5" in repr(head)
     scales = torch.logspace(-30, 30, 20)[:, None]
     torch.testing.assert_close(head(TESTS * scales), head(TESTS), rtol=0, atol=1e-4)
 
@@ -125,76 +125,6 @@ def test_moving_keeps_the_weight_of_old_images_and_forgetting_drops_it():
     torch.testing.assert_close(head.visual_prototypes[3].double(), total / total.norm(), rtol=0, atol=1e-6)
     head.forget_class("bee")
     assert head.counts.tolist() == [6, 6, 14, 5] and len(head.lengths) == 4
-
-
-SPREAD = torch.linspace(0.1, 1.2, DIM)
-
-
-def whitened(increment=CLASSES):
-    head, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric="whitened"), all_photos()
-    for start in range(0, CLASSES, increment):
-        stop = min(start + increment, CLASSES)
-        rows = (labels >= start) & (labels < stop)
-        head.add_classes([str(c) for c in range(start, stop)], images[rows], labels[rows] - start, TEXTS[:stop])
-    return head
-
-
-def all_photos(each=6):
-    return photos(list(range(CLASSES)), each, 3, SPREAD)
-
-
-def test_whitened_scores_of_one_task_equal_the_reference():
-    images, labels = all_photos()
-    images, texts, tests = (reference.unit(rows) for rows in (images, TEXTS, TESTS))
-    means = torch.stack([images[labels == c].mean(dim=0) for c in range(CLASSES)])
-    scatter = sum(torch.outer(z - means[c], z - means[c]) for z, c in zip(images, labels.tolist(), strict=True))
-    pooled = scatter / (len(images) - CLASSES)
-    share = reference.oas(pooled, len(images) - CLASSES)
-    sigma = (1 - share) * pooled + share * pooled.trace() / DIM * torch.eye(DIM, dtype=torch.float64)
-    variances, directions = torch.linalg.eigh(sigma)
-    matrix = directions @ torch.diag(variances**-0.5) @ directions.T
-    images, visual, tests = (reference.unit((rows - means.mean(dim=0)) @ matrix) for rows in (images, means, tests))
-    texts = reference.unit((texts - texts.mean(dim=0)) @ matrix)
-    columns, literal = [], reference.Head(DEPTHS, logit_scale=SCALE)
-    literal.visual, literal.text = visual, texts
-    for c in range(CLASSES):
-        weights = reference.softmax([rho / BETA for rho in literal.rho(images[labels == c], c)])
-        bridge = [reference.slerp(visual[c], texts[c], depth) for depth in DEPTHS]
-        columns.append(SCALE * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True)))
-    torch.testing.assert_close(whitened().scatter, scatter, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(whitened()(TESTS).double(), torch.stack(columns, dim=1), rtol=0, atol=2e-3)
-
-
-def test_the_space_is_that_of_all_images_whatever_the_tasks_and_updates():
-    whole, parts = whitened(), whitened(increment=2)
-    late, (images, labels) = BridgeEnsembleHead(DIM, 4, logit_scale=SCALE, metric="whitened"), all_photos()
-    early = torch.arange(len(labels)) % 6 < 2
-    late.add_classes([str(c) for c in range(CLASSES)], images[early], labels[early], TEXTS)
-    for rows in (~early).nonzero()[:, 0].split(7):
-        late.update_classes(images[rows], labels[rows])
-    for other in (parts, late):
-        assert other.freedom == whole.freedom == len(labels) - CLASSES
-        torch.testing.assert_close(other.scatter, whole.scatter, rtol=1e-5, atol=1e-6)
-        # Only pi_c is of the time when a class came.
-        ends = [one.bridge_prototypes()[:, [0, -1]] for one in (other, whole)]
-        torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
-
-
-def test_whitened_single_images_and_classes_and_a_turn_of_all_features():
-    single = BridgeEnsembleHead(DIM, depths=[0.0], logit_scale=SCALE, metric="whitened")
-    single.add_classes(list("abcde"), *all_photos(each=1), TEXTS)
-    images, tests = reference.unit(all_photos(each=1)[0]), reference.unit(TESTS)
-    centre = images.mean(dim=0)
-    expected = SCALE * reference.unit(tests - centre) @ reference.unit(images - centre).T
-    torch.testing.assert_close(single(TESTS).double(), expected, rtol=0, atol=1e-4)
-    alone = BridgeEnsembleHead(DIM, logit_scale=SCALE, metric="whitened")
-    alone.add_classes(["a"], *photos([0], 6, 3), TEXTS[:1])
-    assert alone(TESTS).isfinite().all()
-    turned, turn = whitened(), torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
-    expected = turned(TESTS)
-    turned.move(turn)
-    turned.set_text_embeds(TEXTS @ turn)
-    torch.testing.assert_close(turned(TESTS @ turn), expected, rtol=0, atol=1e-3)
 
 
 few = settings(max_examples=25, deadline=None, derandomize=True)

@@ -192,7 +192,7 @@ def test_names_and_settings_make_classifiers_or_are_refused():
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
-        ("bridge:metric=euclid", "must be '?cosine'? or '?whitened"),
+        ("bridge:metric=whitened", "no setting 'metric'"),
         ("lda:shrinkage=0", "'lda' classifier: shrinkage must be greater than 0 or 'oas', got 0"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
         ("ridge:ridge=0", "'ridge' classifier: ridge must be positive, 1.2e-38 at least or 'auto', got 0"),

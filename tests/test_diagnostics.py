@@ -85,11 +85,6 @@ def test_accuracy_of_depths_equals_loops_over_images(head):
     profile, weights = reliability_profile(head), head.reliability.double().numpy()
     assert np.allclose(profile.mean, weights.mean(axis=0)) and np.allclose(profile.spread, weights.std(axis=0))
     assert np.allclose(profile.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
-    # A head with another metric has one depth, which is all there is in its own space.
-    whitened = BridgeEnsembleHead(8, depths=[0.3], logit_scale=10.0, metric="whitened")
-    whitened.add_classes(list("abcde"), features, labels, head.text_embeds)
-    only = depth_accuracy(whitened, features, labels)
-    assert only.alone.item() == only.uniform == only.weighted
 
 
 def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():

@@ -12,7 +12,6 @@ from stepping import adapted, begin, end, new_task, train, update
 from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.occupation_memory import old_statistic
 from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED, Subspace, directions_to_take, top_directions
 
 WIDTH = 12
@@ -285,14 +284,3 @@ def test_loda_s_three_tasks_plan_recalibrate_and_sum_up_what_they_measured(tiny_
         torch.testing.assert_close(update(layer), expected, rtol=1e-5, atol=1e-6)
         old = old + new
         torch.testing.assert_close(memory[name].double(), old, rtol=1e-5, atol=1e-3)
-
-
-def test_a_sketch_is_read_as_the_matrix_it_stands_for():
-    tokens = inputs(50, 0).float()
-    tokens[:, :2] *= 30
-    sketch = OccupationStatistics(sketch_rows=4)
-    sketch.update("k", tokens)
-    assert sketch["k"].shape == (4, FEW)
-    exact = tokens.double().T @ tokens.double()
-    assert (old_statistic(new_task(None, 1, sketch), "k") - exact).norm() < 0.1 * exact.norm()
-    assert old_statistic(new_task(None), "k") is None

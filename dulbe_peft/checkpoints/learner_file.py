@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
+from dulbe_peft.utils.settings import still_known
 
 
 class Update(Record):
@@ -56,4 +58,5 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 def read(folder: Path) -> LearnerFile:
     """What the file in a folder holds; else a `CheckpointError`."""
     with load_errors(folder):
-        return read_record(folder / LEARNER_FILE, LearnerFile)
+        found = read_record(folder / LEARNER_FILE, LearnerFile)
+        return found.model_copy(update={"arguments": still_known(found.arguments, GONE)})

@@ -172,9 +172,6 @@ def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory |
     memory: Memory | None = None
     if saving.STATISTICS_FILE in files:
         memory = OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
-        if memory and (memory.sketch_rows is None) != (state.args.statistics == "exact"):
-            kept = "exact" if memory.sketch_rows is None else "sketch"
-            raise ValueError(f"statistics are of the kind {kept!r}, the learner's settings: {state.args.statistics!r}")
     elif saving.MEMORY_FILE in files:
         memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
         if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:

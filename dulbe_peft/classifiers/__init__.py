@@ -95,7 +95,7 @@ def make_classifier(
     `defaults` are for settings that the text leaves out.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
-    BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, metric=cosine, classes=0)
+    BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
     """
     if isinstance(spec, Classifier):
         who = f"the {spec.name!r} classifier"

@@ -2,13 +2,11 @@
 
 v_c ----b_c(a_2)----b_c(a_3)---- ... ----e_c      K_b points on the great circle, pi_c says which to trust
 w_c = sum_k pi_c(a_k) b_c(a_k)                    one folded vector: logits = tau z W'
-
-With metric="whitened", z, v_c and e_c are taken to a space in which images of a class vary alike in all directions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -18,7 +16,6 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
-from dulbe_peft.classifiers.lda import added_scatter, shrunk_covariance
 from dulbe_peft.classifiers.state import LogitScale
 from dulbe_peft.utils.checks import MOST
 
@@ -29,13 +26,6 @@ else:
     Depths = Annotated[Sequence[Annotated[float, Ge(0), Le(1)]], Len(1, MAX_DEPTHS)] | None
 
 
-def whitened_cosine(
-    z: torch.Tensor, mean: torch.Tensor, whitening: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d), by their cosine in a whitened space."""
-    return torch.nn.functional.normalize((z - mean) @ whitening, dim=1) @ weight
-
-
 class BridgeEnsembleHead(Classifier, kw_only=False):
     """Reliability-guided bridge-prototype ensemble over a growing set of classes.
 
@@ -43,14 +33,12 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         num_depths: K_b, evenly spaced from 0 to 1, both ends included.
         depths: the depths themselves, each in [0, 1]; where given, `num_depths` has no effect.
         reliability_temperature: beta.
-        metric: "cosine", as in the paper; "whitened": cosines under the classes' shared covariance.
 
     Attributes:
         visual_prototypes, text_embeds: v_c and e_c, (C, d), unit vectors.
         reliability: pi_c, (C, K_b), rows sum to 1.
         counts, lengths: n_c, images of each class, and l_c, length of the sum of their unit features, (C,).
         depths: alpha_k, (K_b,); 0 is the visual end.
-        scatter, freedom: W, (d, d), and its degrees of freedom as in `LdaClassifier`; "whitened" alone.
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble".
@@ -60,12 +48,12 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
     num_depths: Annotated[int, Ge(2), Le(MAX_DEPTHS)] = 10
     depths: Depths = None
     reliability_temperature: Annotated[float, Gt(0), Le(MOST)] = 0.05
-    metric: Literal["cosine", "whitened"] = "cosine"
 
     name = "bridge"
     needs_text = True
     updates = True
     file_stem = "head"
+    gone = {"metric": "cosine"}
 
     def register(self) -> None:
         values, given = torch.linspace(0, 1, self.num_depths), vars(self).pop("depths")
@@ -77,9 +65,6 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("lengths", dtype=torch.float64)
         self.register_buffer("depths", values)
-        if self.metric == "whitened":
-            self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
-            self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
 
     def settings(self) -> dict[str, Any]:
         """`depths` stand there, as a list, where they are not evenly spaced, and `num_depths` where they are."""
@@ -87,7 +72,7 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         even = count > 1 and torch.equal(values, torch.linspace(0, 1, count))
         # The shortest decimals that give the same float32.
         depths = {"num_depths": count} if even else {"depths": [float(str(depth)) for depth in values.numpy()]}
-        return {**depths, "reliability_temperature": self.reliability_temperature, "metric": self.metric}
+        return {**depths, "reliability_temperature": self.reliability_temperature}
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """v_c and pi_c of the classes that have images here; the other classes stay as they are.
@@ -108,20 +93,10 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         visual = kept["visual_prototypes"].float().clone()
         visual[present] = F.normalize(sums, dim=1).to(visual)
         old, more = kept["counts"][present], torch.bincount(rows).to(self.counts)
-        changes = {
-            "visual_prototypes": visual,
-            "counts": kept["counts"].index_copy(0, present, old + more),
-            "lengths": kept["lengths"].index_copy(0, place, sums.norm(dim=1)),
-        }
-        if self.metric == "whitened":
-            means = sums / (old + more).to(device)[:, None]
-            scatter = added_scatter(features, own, self._means(kept)[place], means, old.to(device))
-            changes |= {"scatter": self.scatter + scatter, "freedom": self.freedom + len(images) - len(new)}
-        images, visual, texts = self._compared(images, changes)
         # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
         order = torch.cat([others.nonzero()[:, 0], present])
-        bridges = bridge_prototypes(visual[order], texts[order], self.depths.float())
+        bridges = bridge_prototypes(visual[order], self.text_embeds.float()[order], self.depths.float())
         first = len(order) - len(present)
         rho = reliability(images, rows + first, bridges, self.logit_scale, first_class=first)
         before = kept["reliability"][present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
@@ -131,55 +106,20 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         over = (rho - rho.amax(dim=1, keepdim=True)) / beta
         weights = kept["reliability"].float()
         weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
-        return changes | {"reliability": weights}
-
-    def _means(self, values: Mapping[str, Tensor]) -> Tensor:
-        """mu_c = l_c v_c / n_c, (C, d), float64."""
-        lengths = values["lengths"]
-        return values["visual_prototypes"].to(lengths) * (lengths / values["counts"].clamp_min(1).to(lengths))[:, None]
-
-    def _compared(self, images: Tensor, changes: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Unit images, visual prototypes and texts in the space where they are compared, with changed buffers."""
-        values = dict(self.tensors()) | dict(changes)
-        visual, texts = values["visual_prototypes"].float(), values["text_embeds"].float()
-        if self.metric == "cosine":
-            return images, visual, texts
-        image_mean, text_mean, matrix = self._space(values)
-        pairs = (images, image_mean), (self._means(values).float().to(images), image_mean), (texts, text_mean)
-        return tuple(F.normalize((rows - mean) @ matrix, dim=1) for rows, mean in pairs)
-
-    def _space(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The mean image and the mean text of the classes, (d,), and Sigma^-1/2, (d, d): images of a class vary alike.
-
-        Images and texts have a mean each, because they lie in different places of the joint space.
-        """
-        covariance = shrunk_covariance(values["scatter"], int(values["freedom"]), "oas", 1 / self.logit_scale)
-        variances, directions = torch.linalg.eigh(covariance)
-        matrix = (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T
-        image_mean, text_mean = self._means(values).mean(dim=0), values["text_embeds"].double().mean(dim=0)
-        if len(values["counts"]) == 1:  # a single class is its own mean
-            image_mean, text_mean = torch.zeros_like(image_mean), torch.zeros_like(text_mean)
-        return tuple(part.float().to(self.device) for part in (image_mean, text_mean, matrix))
+        return {
+            "visual_prototypes": visual,
+            "reliability": weights,
+            "counts": kept["counts"].index_copy(0, present, old + more),
+            "lengths": kept["lengths"].index_copy(0, place, sums.norm(dim=1)),
+        }
 
     def logits(self, images: Tensor) -> Tensor:
         """tau z . w_c: linear in z, so the sum over the depths is folded into one vector per class."""
-        if self.metric == "whitened":
-            return whitened_cosine(images, **self.formula()[1])
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        if self.metric == "cosine":
-            return super().formula()
-        mean, _, matrix = self.derived("space", lambda: self._space(self.tensors()))
-        weight = self.logit_scale * self.ensemble_prototypes.T
-        return whitened_cosine, {"mean": mean, "whitening": matrix, "weight": weight}
-
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to the direction of v_c M, and W to M' W M; texts, reliabilities, numbers of images and lengths stay."""
-        moved = {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
-        if self.metric == "whitened":
-            moved["scatter"] = matrix.T @ self.scatter.to(matrix.device) @ matrix
-        return moved
+        """v_c to the direction of v_c M; texts, reliabilities, numbers of images and lengths stay."""
+        return {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
 
     @property
     def ensemble_prototypes(self) -> Tensor:
@@ -190,9 +130,8 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
 
     @torch.no_grad()
     def bridge_prototypes(self) -> Tensor:
-        """b_c(alpha_k), (C, K_b, d), float32 unit vectors, in the space of the metric."""
-        _, visual, texts = self._compared(self.visual_prototypes.float(), {})
-        return bridge_prototypes(visual, texts, self.depths.float())
+        """b_c(alpha_k), (C, K_b, d), float32 unit vectors."""
+        return bridge_prototypes(self.visual_prototypes.float(), self.text_embeds.float(), self.depths.float())
 
     @torch.no_grad()
     def expected_depth(self) -> Tensor:

@@ -19,7 +19,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.checks import LEAST
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
-from dulbe_peft.utils.settings import check_settings
+from dulbe_peft.utils.settings import check_settings, still_known
 from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class GrowingState(nn.Module):
 
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
+    gone: ClassVar[dict[str, Any]] = {}  # settings of files of 0.2.0, see `still_known`
 
     embed_dim: Annotated[int, Ge(2)]
     logit_scale: LogitScale = 100.0
@@ -314,8 +315,9 @@ class GrowingState(nn.Module):
         if config.name != cls.name:
             raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
         shapes = tensor_shapes(tensors_file)
-        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
+        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale}
         try:
+            arguments |= still_known(config.settings, cls.gone)
             with torch.device("meta"):
                 cls(**arguments)._check_file(shapes, len(config.class_names))
             classifier = cls(**arguments)

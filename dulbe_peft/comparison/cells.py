@@ -248,11 +248,14 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     write_tensors(path, tensors, {"facts": facts.model_dump_json()})
 
 
-def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
-    """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
+def _answer_settings(cell: CellRecord, row: Row, gone: bool = False) -> dict[str, Any]:
+    """What tells the answers of a run and a row from those of others, and from those that other defaults gave.
+
+    With `gone`, as files of 0.2.0 have it.
+    """
     recipe = parse_classifier(row.classifier)
     usual = {name: value for name, value in cell.bridge.items() if name in recipe.settings}
-    settings = recipe.settings | usual | recipe.chosen
+    settings = recipe.settings | usual | recipe.chosen | (recipe.kind.gone if gone else {})
     made = {"classifier": [recipe.kind.name, cell.logit_scale, settings], "drift": row.drift}
     return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
@@ -265,7 +268,7 @@ def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers
         facts = AnswersFacts.model_validate_json(metadata["facts"])
         steps = range(1, len(cell.class_names) + 1)
         answers = [Answers(*(tensors[f"{name} {step}"] for name in _TYPES)) for step in steps]
-        if facts.settings != _answer_settings(cell, row):
+        if facts.settings not in (_answer_settings(cell, row), _answer_settings(cell, row, gone=True)):
             raise ValueError("it is of another run, classifier or version")
     except (ValueError, KeyError) as error:
         raise ValueError(f"{damage(path, error)}; remove the file, and it is asked again") from error

@@ -14,7 +14,6 @@ from scipy.stats import rankdata
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.geodesics import bridge_prototypes
 from dulbe_peft.classifiers.teaching import linear_map
 from dulbe_peft.metrics.features import TaskFeatures
 from dulbe_peft.subspaces.allocation import supports_and_modes
@@ -52,7 +51,7 @@ def layer_demands(
 ) -> dict[str, LayerDemand]:
     """The energy of each layer's gradient G, (d_out, d_in), and its parts along modes and occupied directions.
 
-    `stats` has S, (d_in, d_in), or a sketch of it; at most `support_rank` eigenvectors of S are called occupied.
+    `stats` has S, (d_in, d_in); at most `support_rank` eigenvectors of S are called occupied.
 
     Reference:
         Appendix "Gradient-space alignment", rho_S and rho_R, and figures "gradient-space diagnostics" and "Motivating
@@ -102,16 +101,15 @@ def depth_accuracy(head: BridgeEnsembleHead, features: torch.Tensor, labels: tor
         fixed bridge depth".
     """
     labels, features = labels.long().to(head.device), features.to(head.device, torch.float32)
-    images, visual, texts = head._compared(features, {})
-    bridges = bridge_prototypes(visual, texts, head.depths.float())  # (C, K, d)
-    answers = (images @ bridges.permute(1, 2, 0)).argmax(dim=2)
+    bridges = head.bridge_prototypes()  # (C, K, d)
+    answers = (features @ bridges.permute(1, 2, 0)).argmax(dim=2)
     right = labels[:, None] == answers.T
     classes = [right[labels == index].double().mean(dim=0) for index in range(len(head.class_names))]
     return DepthAccuracy(
         depths=head.depths.float().cpu(),
         alone=right.double().mean(dim=0).cpu(),
         classes=torch.stack(classes).cpu(),
-        uniform=float(((images @ bridges.mean(dim=1).T).argmax(dim=1) == labels).double().mean()),
+        uniform=float(((features @ bridges.mean(dim=1).T).argmax(dim=1) == labels).double().mean()),
         weighted=float((head(features).argmax(dim=1) == labels).double().mean()),
     )
 

@@ -17,9 +17,10 @@ import torch
 from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import GONE, LearnerArguments
 from dulbe_peft.checkpoints import layout, loading
 from dulbe_peft.checkpoints.base_models import digest
+from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.fingerprint import differences, fingerprint, listing
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -30,7 +31,7 @@ from dulbe_peft.utils import folders
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem, read_record
-from dulbe_peft.utils.settings import flat_settings
+from dulbe_peft.utils.settings import flat_settings, still_known
 
 DATA_FILE = "data.json"
 SPLITS = {"train": "training images", "test": "test images"}
@@ -182,6 +183,10 @@ def _newest_of_run(
         saved = Identity.model_validate(manifest.notes.get("identity"))
     except ValidationError as error:
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
+    with folders.load_errors(folder):
+        rules = {n: still_known(own, CLASSIFIERS[n].gone) for n, own in saved.classifiers.items() if n in CLASSIFIERS}
+        known = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
+        saved = saved.model_copy(update=known)
     current = identity_of(state)
     changed = _changes(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
     if changed:

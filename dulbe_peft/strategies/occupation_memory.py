@@ -10,24 +10,17 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def with_inputs(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
-    """S of the finished tasks + X'X, exact or cut to 2 K_h directions as `args.statistics` asks."""
-    old = task.memory if isinstance(task.memory, OccupationStatistics) else None
-    if task.args.statistics != "sketch":
-        if old:
-            inputs.merge(old)  # this way round the old sums stay as they are until the task is committed
-        return inputs
-    kept = OccupationStatistics(max(1, 2 * task.adapter.active_config.support_rank))
-    for part in (old, inputs) if old else (inputs,):
-        kept.merge(part)
-    return kept
+    """S of the finished tasks + X'X."""
+    if isinstance(task.memory, OccupationStatistics):
+        inputs.merge(task.memory)  # this way round the old sums stay as they are until the task is committed
+    return inputs
 
 
 def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
-    """S of the finished tasks at one layer, (d_in, d_in) in float64, from a sketch F as F'F; None before the first."""
+    """S of the finished tasks at one layer, (d_in, d_in) in float64; None before the first."""
     if not isinstance(task.memory, OccupationStatistics) or name not in task.memory:
         return None
-    matrix = to_float64(task.memory[name], f"statistics of layer {name!r}")
-    return matrix if len(matrix) == matrix.shape[1] else matrix.T @ matrix
+    return to_float64(task.memory[name], f"statistics of layer {name!r}")
 
 
 @dataclass(frozen=True)

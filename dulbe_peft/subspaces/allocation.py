@@ -31,8 +31,8 @@ def allocate_modes(
 
     Args:
         probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
-        stats: layer name -> S, (d_in, d_in), or a sketch F of it, (fewer than d_in, d_in), with F'F near S: an
-            `OccupationStatistics` or any mapping. A layer without an entry is planned as at the first task.
+        stats: layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
+            planned as at the first task.
         shared_rank: r_S.
         residual_rank: r_R, one for all layers or layer name -> r_R.
         support_rank: K_h; clamped to what a layer and its data allow.
@@ -75,9 +75,9 @@ def supports_and_modes(
             raise ValueError(f"{total} must be from 1 to its {width} input features")
         if stats and name in stats:
             matrix = stats[name]
-            if matrix.ndim != 2 or matrix.shape[1] != width or len(matrix) > width:
-                sizes = f"{(width, width)}, or a sketch of fewer rows, as its gradient says"
-                raise ValueError(f"statistic of layer {name!r} must be {sizes}, got {tuple(matrix.shape)}")
+            if matrix.shape != (width, width):
+                sizes = f"{(width, width)}, as its gradient says, got {tuple(matrix.shape)}"
+                raise ValueError(f"statistic of layer {name!r} must be {sizes}")
             if (id(matrix), rank) not in decomposed:
                 inputs = matrix.to(gradient.device), support_rank, rank, f"statistic of layer {name!r}"
                 decomposed[id(matrix), rank] = matrix, historical_support(*inputs)
@@ -101,24 +101,17 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
 def historical_support(
     statistic: torch.Tensor, support_rank: int, residual_rank: int, name: str = "S"
 ) -> torch.Tensor:
-    """Dominant eigenvectors U, (d_in, K_eff) in float32, of an occupation statistic: what earlier tasks used.
+    """Dominant eigenvectors U, (d_in, K_eff) in float32, of an occupation statistic S, (d_in, d_in): what was used.
 
-    The statistic is S, (d_in, d_in), or a factor F of fewer rows, which stands for S = F'F. K_eff is the smallest of
-    K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it may be 0.
+    K_eff is the smallest of K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it
+    may be 0.
 
     Reference:
         "Historical Visual-Mode Occupation", the eigendecomposition of S_<t.
     """
-    rows, width = statistic.shape
-    count = max(0, min(support_rank, width - residual_rank, rows))
-    floor = width * EPS32
-    if rows == width:
-        _, vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=floor)
-    else:
-        # F'F has the eigenvalues of the small matrix FF'; an eigenvector w of FF' gives F'w of F'F.
-        factor = to_float64(statistic, name)
-        _, small = top_eigenvectors(factor @ factor.T, count, name, relative=floor)
-        vectors = torch.linalg.qr(F.normalize(factor.T @ small, dim=0)).Q
+    width = len(statistic)
+    count = max(0, min(support_rank, width - residual_rank))
+    _, vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=width * EPS32)
     return fix_signs(vectors).to(statistic.device, torch.float32)
 
 

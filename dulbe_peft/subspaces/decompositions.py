@@ -48,17 +48,6 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
-def cut(matrix: torch.Tensor, rows: int, name: str) -> tuple[torch.Tensor, float]:
-    """The factor F, (rows, d), whose F'F comes nearest to a positive semi-definite S, (d, d), and what F'F lacks.
-
-    Row i of F is sqrt(l_i) v_i' with the eigenvalues l_1 >= l_2 >= ... of S and its eigenvectors. S - F'F has the
-    largest eigenvalue e = l_(rows + 1).
-    """
-    values, vectors = eigh(matrix, name, rows + 1)
-    values = values.clamp(min=0)
-    return (vectors[:, :rows] * values[:rows].sqrt()).T.contiguous(), float(values[rows])
-
-
 def second_moment(statistic: torch.Tensor, name: str) -> torch.Tensor:
     """A sum of X'X, (d, d), in float64 and exactly symmetric."""
     matrix = to_float64(statistic, name)

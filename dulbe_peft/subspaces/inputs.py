@@ -26,13 +26,13 @@ def collect_statistics(
 ) -> OccupationStatistics:
     """Add the input tokens of every adapted layer, over all batches, to the statistics.
 
-    A sketch is cut once, when the exact sum over the batches is added to it. The model runs in evaluation mode.
+    The model runs in evaluation mode.
 
     Args:
         model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module.
         batches: any iterable; each element is handed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to, exact or a sketch, which are also returned; on an error they are as they were.
+        into: statistics to add to, which are also returned; on an error they are as they were.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
             only the CLS token.
         mask_fn: `mask_fn(batch)` gives (n, tokens) in bool, False for padding, or None where a batch has none. Padding

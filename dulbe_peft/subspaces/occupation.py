@@ -1,10 +1,6 @@
 """What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
 
 Layers that read the same tensor (q, k and v of an attention block) share one matrix.
-
-A sketch, off by default, keeps of each wide S a factor F of fewer rows, with F'F near S. When a task's exact sums are
-added, F <- `cut`(F'F + X'X), and the largest eigenvalue e that the cut leaves out is added to the error. Each cut
-takes away between 0 and e in every direction: 0 <= x'(S - F'F)x <= error for every unit x, up to rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +9,8 @@ from typing import Annotated, Self
 
 import torch
 from annotated_types import MinLen
-from pydantic import NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import ValidationError
 
-from dulbe_peft.subspaces.decompositions import cut, to_float64
 from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.processes import on_main_process, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
@@ -25,11 +20,11 @@ FORMAT = "dulbe-occupation-statistics-1"
 
 
 class _Layout(Record):
-    """A file's metadata: the layers that share each matrix, and what a sketch lacks."""
+    """A file's metadata: the layers that share each matrix. The other fields are in files of 0.2.0 alone."""
 
     groups: list[Annotated[list[str], MinLen(1)]]
-    sketch_rows: PositiveInt | None
-    errors: dict[str, NonNegativeFloat]
+    sketch_rows: int | None = None
+    errors: dict[str, float] = {}
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
@@ -37,20 +32,12 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
 
-    Args:
-        sketch_rows: None keeps every S exactly. With a number, a factor F (sketch_rows, d_in), float32, stands for
-            every S wider than that; see the top of this file.
-
     Reference:
         "Historical Visual-Mode Occupation", S_<t.
     """
 
-    def __init__(self, sketch_rows: int | None = None) -> None:
-        if sketch_rows is not None and sketch_rows < 1:
-            raise ValueError(f"sketch_rows must be at least 1 or None, got {sketch_rows}")
-        self.sketch_rows = sketch_rows
+    def __init__(self) -> None:
         self._matrices: dict[str, torch.Tensor] = {}
-        self._errors: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._matrices[name]
@@ -78,11 +65,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return tuple(tuple(names) for names in groups.values())
 
     @property
-    def errors(self) -> dict[str, float]:
-        """Layer name -> the most by which x'Sx exceeds x'F'Fx for a unit x, up to rounding; 0 where S is exact."""
-        return {name: self._errors.get(name, 0.0) for name in self}
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the distinct matrices."""
         return sum(self._matrices[names[0]].nbytes for names in self.groups)
@@ -95,33 +77,19 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         self.add({group: mirrored(accumulate(None, tokens))})
 
     def merge(self, other: Self) -> None:
-        """Add another's sums, all or none: exact ones, or sketches of as many rows."""
-        if other.sketch_rows not in (None, self.sketch_rows):
-            raise ValueError(f"sketch_rows differ: {other.sketch_rows} cannot be added to {self.sketch_rows}")
+        """Add another's sums, all or none."""
         terms = {names: other[names[0]] for names in other.groups}
-        self.add({names: term if names[0] in self else term.clone() for names, term in terms.items()}, other.errors)
+        self.add({names: term if names[0] in self else term.clone() for names, term in terms.items()})
 
-    def add(self, terms: Mapping[tuple[str, ...], torch.Tensor], errors: Mapping[str, float] | None = None) -> None:
-        """Add sums X'X or factors with their errors, by the layers that share them, all or none; new ones are kept."""
+    def add(self, terms: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Add sums X'X, by the layers that share them, all or none; new ones are kept."""
         for names, term in terms.items():
             self._check(names, term)
-        rows, errors = self.sketch_rows, errors or {}
-        cuts: dict[tuple[str, ...], tuple[torch.Tensor, float]] = {}
         for names, term in terms.items():
-            old = self._matrices.get(names[0])
-            if rows and term.shape[1] > rows and not (old is None and _is_sketch(term)):
-                home = term if old is None else old
-                total = _square(term.to(home.device)) + (0 if old is None else _square(old))
-                factor, lost = cut(total, rows, f"input of layer {names[0]!r}")
-                cuts[names] = factor.to(home), lost
-        for names, term in terms.items():
-            old = self._matrices.get(names[0])
-            matrix, lost = cuts.get(names, (term if old is None else old, 0.0))
-            if old is not None and names not in cuts:
-                old += term.to(old.device)
-            error = self._errors.get(names[0], 0.0) + errors.get(names[0], 0.0) + lost
-            self._matrices.update(dict.fromkeys(names, matrix))
-            self._errors.update(dict.fromkeys(names, error))
+            if names[0] in self._matrices:
+                self._matrices[names[0]] += term.to(self._matrices[names[0]].device)
+            else:
+                self._matrices.update(dict.fromkeys(names, term))
 
     def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
         """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
@@ -132,14 +100,14 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if old is not None and old.shape[1] != term.shape[1]:
             raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
         # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
-        told = term if _is_sketch(term) else term.diagonal()
-        if old is not None and not _is_sketch(old):
+        told = term.diagonal()
+        if old is not None:
             told = told.to(old.device) + old.diagonal()
         if not torch.isfinite(told).all():
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
     def sum_over_processes(self, device: torch.device) -> None:
-        """Add exact sums over all processes; all of them call. One that had no image is empty, but not the first."""
+        """Add the sums of all processes; all of them call. One that had no image is empty, but not the first."""
         layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
         for names, shape in layout:
             if names[0] not in self._matrices:
@@ -149,10 +117,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
-        errors = {name: self._errors[name] for name, matrix in tensors.items() if _is_sketch(matrix)}
-        layout = _Layout(groups=[list(n) for n in self.groups], sketch_rows=self.sketch_rows, errors=errors)
-        # One entry: safetensors writes several in an order that changes from file to file.
-        write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
+        layout = _Layout(groups=[list(names) for names in self.groups])
+        write_tensors(path, tensors, {FORMAT: layout.model_dump_json(include={"groups"})})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
@@ -164,28 +130,18 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             layout = _Layout.model_validate_json(metadata[FORMAT])
         except ValidationError as error:
             raise ValueError(f"{path}: metadata is damaged or foreign: {first_problem(error)}") from error
+        if layout.sketch_rows is not None:
+            raise ValueError(f"{path} holds sketches: release 0.2.0 reads them, and later ones do not")
         if {group[0] for group in layout.groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {layout.groups}")
-        stats = cls(layout.sketch_rows)
+        stats = cls()
         for group in layout.groups:
             matrix = tensors[group[0]]
-            width = matrix.shape[-1] if matrix.ndim == 2 else 0
-            if not width or len(matrix) != min(width, layout.sketch_rows or width) or matrix.dtype != torch.float32:
-                kind = f"(d_in, d_in) or (sketch_rows, d_in), float32, got {tuple(matrix.shape)}, {matrix.dtype}"
+            if matrix.ndim != 2 or not 0 < len(matrix) == matrix.shape[1] or matrix.dtype != torch.float32:
+                kind = f"(d_in, d_in), float32, got {tuple(matrix.shape)}, {matrix.dtype}"
                 raise ValueError(f"{path}: matrix of {group[0]!r} must be {kind}")
             stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
-            stats._errors.update(dict.fromkeys(group, layout.errors.get(group[0], 0.0)))
         return stats
-
-
-def _is_sketch(matrix: torch.Tensor) -> bool:
-    return matrix.shape[0] < matrix.shape[1]
-
-
-def _square(matrix: torch.Tensor) -> torch.Tensor:
-    """S in float64, from S itself or from its factor."""
-    matrix = to_float64(matrix, "statistic")
-    return matrix.T @ matrix if _is_sketch(matrix) else matrix
 
 
 def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ pydantic checks them. It is imported with the first check, so that a command's f
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import field, fields
 from functools import cache
 from numbers import Real
@@ -70,6 +71,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
+
+
+def still_known(saved: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a file of 0.2.0 without those that are `gone`, whose one value that is left stands there."""
+    for name, value in gone.items():
+        if saved.get(name, value) != value:
+            raise ValueError(f"{name}={saved[name]!r} is gone: release 0.2.0 reads this, and later ones do not")
+    return {name: value for name, value in saved.items() if name not in gone}
 
 
 def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
