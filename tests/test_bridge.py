@@ -61,7 +61,7 @@ def test_depths_can_be_chosen():
         with pytest.raises(ValueError, match="logit_scale must be"):
             BridgeEnsembleHead(DIM, logit_scale=scale)
     by_place = BridgeEnsembleHead(DIM, 3, torch.tensor([0.25, 0.5]), 0.1, logit_scale=9)
-    assert by_place.settings() == {"depths": [0.25, 0.5], "reliability_temperature": 0.1, "metric": "cosine"}
+    assert by_place.settings() == {"depths": [0.25, 0.5], "reliability_temperature": 0.1}
     assert by_place.num_depths == 2 and by_place.logit_scale == 9.0
 
 
