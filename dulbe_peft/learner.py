@@ -68,6 +68,7 @@ class ClassIncrementalLearner(TakesTurns):
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
         folder: where it was loaded from, or the last task folder that its run wrote.
+        checksum: of the manifest that it was loaded with; None where it was not loaded.
         log: called with the figures of each epoch and the number of steps so far, where it is not None.
 
     Raises:
@@ -122,6 +123,7 @@ class ClassIncrementalLearner(TakesTurns):
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
+        self.checksum: str | None = None
         self.log: Log | None = None
         super().__init__()
 
@@ -453,5 +455,5 @@ class ClassIncrementalLearner(TakesTurns):
             learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=kind)
             classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
             learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
-        learner.folder = None if origin else folder.resolve()
+        learner.folder, learner.checksum = None if origin else folder.resolve(), manifest.sha256
         return learner

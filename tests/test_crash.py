@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from lives import content
@@ -70,15 +72,15 @@ def ended(child):
 
 @pytest.fixture(scope="module")
 def reference(start, tmp_path_factory):
-    """What a run that nothing disturbs writes, and the seconds it takes."""
+    """What a run that nothing disturbs writes, the seconds it takes, and its folder."""
     folder = tmp_path_factory.mktemp("reference")
     started = time.monotonic()
     assert ended(start(folder / "run")) == 0, (folder / "log").read_text()
-    return content(folder / "run"), time.monotonic() - started
+    return content(folder / "run"), time.monotonic() - started, folder / "run"
 
 
 def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start, reference, tmp_path):
-    expected, seconds = reference
+    expected, seconds, _ = reference
     generator = random.Random(0)
     output, kills = tmp_path / "run", 0
     while kills < KILLS:
@@ -95,6 +97,43 @@ def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start,
         assert ended(child) == 0, (tmp_path / "log").read_text()
         assert content(output) == expected
         output = tmp_path / f"run-{kills}"
+
+
+def test_a_killed_table_loses_at_most_its_last_image_and_ends_byte_for_byte_alike(
+    processes, reference, arguments, tmp_path
+):
+    """After each kill the rows before stand there still, and every whole image has its copy."""
+    photos, generator = Path(arguments[arguments.index("--data") + 1]), random.Random(0)
+
+    def predict(folder):
+        folder.mkdir(exist_ok=True)
+        argv = ["predict", str(reference[2]), str(photos), "--csv", str(folder / "t.csv"), "--top-k", "2"]
+        argv += ["--sort-into", str(folder / "sorted"), "--eval-batch-size", "2", "--num-workers", "0"]
+        child = processes.Process(target=child_main, args=([*argv, "--device", "cpu"], folder.with_name("log")))
+        child.start()
+        return child
+
+    started = time.monotonic()
+    assert ended(predict(tmp_path / "whole")) == 0, (tmp_path / "log").read_text()
+    seconds, expected = time.monotonic() - started, content(tmp_path / "whole")
+    folder, kills, before = tmp_path / "killed", 0, list[bytes]()
+    partial = folder / "t.csv.partial"
+    while kills < KILLS:
+        child = predict(folder)
+        child.join(generator.uniform(0, seconds))
+        child.kill()
+        if ended(child) == 0 or (folder / "t.csv").exists():
+            assert (folder / "t.csv").read_bytes() == expected["t.csv"]
+            shutil.rmtree(folder)
+            before = []
+            continue
+        kills += 1
+        rows, kept = partial.read_bytes().split(b"\n")[:-1] if partial.exists() else [], before[:-2]
+        assert rows[: len(kept)] == kept
+        copies = {path.read_bytes() for path in (folder / "sorted").glob("*/[!.]*")}
+        assert copies.issuperset(Path(os.fsdecode(row.split(b",")[0])).read_bytes() for row in rows[2:])
+        before = rows
+    assert ended(predict(folder)) == 0 and content(folder) == expected
 
 
 def every_commit_that_dies(folder):

@@ -19,6 +19,7 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.metrics.labels import doubtful_labels
 from dulbe_peft.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
+from dulbe_peft.utils.files import read_csv
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -122,6 +123,20 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     again.save(photos / "test" / "three" / "again.jpg", quality=60)
     (photos / "train" / "rare").mkdir()
     large.rotate(90).save(photos / "train" / "rare" / "1.png")
+    (photos / "test" / "one" / "notes.txt").write_text("x")
+    (photos / "test" / "one" / "bad\x1b.png").write_bytes(b"x")
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html"), "--csv", str(tmp_path / "t.csv")]) == 2
+    header, bad, *rows = read_csv(tmp_path / "t.csv")
+    assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
+    assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
+        ["", f"{photos}/test/one/notes.txt", "left out", "files ending in .txt are not read"],
+        ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
+        ["test", f"{photos}/test/three/again.jpg", "near copy", f"of train: {photos}/train/three/large.png"],
+        ["train", rf"{photos}/train/zero/copy\x1b[2J.png", "duplicate", f"of train: {photos}/train/two/2.png"],
+    ]
+    for name in ("notes.txt", "bad\x1b.png"):
+        (photos / "test" / "one" / name).unlink()
+    capsys.readouterr()
     assert main(["check", str(photos), "--page", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
@@ -244,8 +259,12 @@ def test_the_command_names_them_and_shows_them(doubted, tmp_path, capsys):
     moved = {"one": ("train/two/1.png", "train/one/x.png"), "zero": ("test/three/14.png", "test/zero/y\x1b.png")}
     for source, target in moved.values():
         (doubted / source).rename(doubted / target)
-    page = tmp_path / "page.html"
-    assert check_labels(doubted, "--page", str(page)) == 0
+    page, table = tmp_path / "page.html", tmp_path / "t.csv"
+    assert check_labels(doubted, "--page", str(page), "--csv", str(table)) == 0
+    assert {tuple(row[:3]) for row in read_csv(table)} >= {
+        ("train", f"{doubted}/train/one/x.png", "looks like another class"),
+        ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
+    }
     said = capsys.readouterr().out
     lines = said[said.index("look like another class") :].split("\n\n")[0].splitlines()[1:]
     assert 2 <= len(lines) <= 10

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
-from dulbe_peft.commands.outputs import check_outputs
+from dulbe_peft.commands.outputs import claim
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
@@ -44,11 +44,11 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / name
     with pytest.raises((ValueError, OSError), match=message):
-        check_outputs(("--x", str(path), path.suffix), inputs=[str(tmp_path / "data.csv")])
+        claim(("--x", str(path), path.suffix), reads=[str(tmp_path / "data.csv")])
     for path in ("-", str(tmp_path / "answers")):
         with pytest.raises(ValueError, match="--csv and --json both name"):
-            check_outputs(("--csv", path, ".csv"), ("--json", path, ".json"))
-    check_outputs(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
+            claim(("--csv", path, ".csv"), ("--json", path, ".json"))
+    claim(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

@@ -193,7 +193,7 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
     ):
         assert main(command) == 2
         said = capsys.readouterr().err
-        words = ("saved learner", "'task of a run'", "never changed: name another folder", "lies in --data")
+        words = ("saved learner", "'task of a run'", "never changed: name another folder")
         assert any(word in said for word in words), said
     assert content(june) == before
     shutil.copytree(second, tmp_path / "copy")  # what stands beside a copy is no part of a run

@@ -1,12 +1,15 @@
 """`predict` and `evaluate` on the command line: answers that come one by one, tables that go on, images sorted."""
 
 import csv
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,147 @@ def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_p
     found = table(file)
     assert main([*command, "2", "--overwrite"]) == 0 and table(file) == found and len(found) == 1 + 2 * 12
     assert main([*command, "2", "--coverage", "0.75"]) == 2 and "give one of them" in capsys.readouterr().err
+
+
+@pytest.fixture
+def begun(learner, folders, tmp_path, monkeypatch, capsys):
+    """A command whose table and copies were stopped after the fifth of twelve images, by an error of the disk."""
+    images = shutil.copytree(folders / "test", tmp_path / "images")
+    shutil.copytree(learner, tmp_path / "out")
+    command = ["predict", str(tmp_path / "out"), str(images), "--csv", str(tmp_path / "t.csv")]
+    command += ["--sort-into", str(tmp_path / "sorted"), "--eval-batch-size", "4", *MACHINE]
+    copyfileobj, calls = shutil.copyfileobj, []
+
+    def copy(*files):
+        calls.append(1)
+        if len(calls) == 6:
+            raise OSError(28, "No space left on device")
+        return copyfileobj(*files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", copy)
+        assert main(command) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    return command
+
+
+def test_a_row_comes_after_its_copy_and_what_goes_on_ends_alike(begun, tmp_path, capsys):
+    partial, sort = tmp_path / "t.csv.partial", tmp_path / "sorted"
+    assert len(table(partial)) == 2 + 5 and len(list(sort.rglob("*.png"))) == 5
+    kept = partial.read_bytes()
+    assert main(begun) == 0 and "8 images, 4 were answered before" in capsys.readouterr().err
+    assert (tmp_path / "t.csv").read_bytes().startswith(kept[kept.index(b"\n") + 1 :])
+    whole = [*begun]
+    for flag, name in (("--csv", "whole.csv"), ("--sort-into", "whole")):
+        whole[whole.index(flag) + 1] = str(tmp_path / name)
+    assert main(whole) == 0
+    assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "t.csv").read_bytes()
+    found = [{p.relative_to(root): p.read_bytes() for p in root.rglob("*.png")} for root in (sort, tmp_path / "whole")]
+    assert found[0] == found[1] and len(found[0]) == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "images",
+        "out",
+        "sorted",
+        "t.csv",
+        "whole",
+        "whole.csv",
+    ]
+
+
+def relearned(root, command):
+    """Another learner at the same path."""
+    shutil.rmtree(root / "out")
+    forget = ["forget", str(root / "other"), "zero", "--output", str(root / "out"), "--device", "cpu", "--no-progress"]
+    assert main(forget) == 0
+
+
+def elsewhere(root, command):
+    command[command.index("--sort-into") + 1] = str(root / "elsewhere")
+
+
+def edited(root, command):
+    """Another photograph under the name of one that was answered, with an old date as `cp -p` gives it."""
+    time.sleep(0.05)  # times of files are not exact
+    shutil.copy(next((root / "images" / "zero").iterdir()), root / "images" / "one" / "10.png")
+    os.utime(root / "images" / "one" / "10.png", (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (relearned, "was begun with other settings (learner '"),
+        (elsewhere, "was begun with other settings (sort into '"),
+        (lambda root, command: command.insert(2, str(root / "images" / "one")), "other settings (images '"),
+        (edited, "10.png has changed since"),
+    ],
+)
+def test_what_would_mix_two_tables_is_refused(begun, learner, tmp_path, capsys, change, words):
+    shutil.copytree(learner, tmp_path / "other")
+    before = (tmp_path / "t.csv.partial").read_bytes()
+    change(tmp_path, begun)
+    capsys.readouterr()
+    assert main(begun) == 2
+    said = capsys.readouterr().err
+    assert words in said and "--overwrite" in said and (tmp_path / "t.csv.partial").read_bytes() == before
+
+
+def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path, capsys):
+    images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
+    command = ["predict", str(learner), str(images), str(images / "8.png"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
+    assert main(command) == 0 and len(table(tmp_path / "t.csv")) == 1 + 3
+    for name in ("a\nb.png", r"a\nb.png", "\udcff.png"):
+        shutil.copy(images / "8.png", images / name)
+    assert main(command) == 2 and r"would call two images" in capsys.readouterr().err
+    (images / "a\nb.png").unlink()
+    assert main(command) == 0 and b"/\xff.png,one," in (tmp_path / "t.csv").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["images", "images/sorted"])
+def test_copies_are_no_further_images(learner, folders, tmp_path, capsys, place):
+    images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
+    command = ["predict", str(learner), str(images), "--sort-into", str(tmp_path / place), *MACHINE]
+    assert main(command) == 2 and "which is never changed: name another folder" in capsys.readouterr().err
+
+
+def test_an_image_on_standard_input_is_no_file_to_copy(learner, folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("standard input").write_text("another file")
+    with (folders / "test" / "one" / "8.png").open("rb") as file:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
+        assert main(["predict", str(learner), "-", "--sort-into", "sorted", *MACHINE]) == 2
+    assert "the image on standard input is none" in capsys.readouterr().err and not Path("sorted").exists()
+
+
+OUTPUTS = {
+    "predict --csv": ["predict", "{learner}", "{photos}", "--csv"],
+    "predict --json": ["predict", "{learner}", "{photos}", "--json"],
+    "report --output": ["report", "{learner}", "--output"],
+    "report --csv": ["report", "{learner}", "--csv"],
+    "report --latex": ["report", "{learner}", "--latex"],
+    "check --page": ["check", "{photos}", "--page"],
+    "check --csv": ["check", "{photos}", "--csv"],
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_pipe_and_standard_output_are_written_to(learner, folders, tmp_path, capfd, output):
+    command = [word.format(learner=learner, photos=folders) for word in OUTPUTS[output]]
+    machine = MACHINE if command[0] == "predict" else []
+    suffix = {"--json": "json", "--latex": "tex", "--csv": "csv"}.get(command[-1], "html")
+    file = tmp_path / f"file.{suffix}"
+    assert main([*command, str(file), *machine]) == 0
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main([*command, str(pipe), *machine]) == 0 and pipe.is_fifo()
+    reader.join(20)
+    assert found == [file.read_bytes()] and found[0]
+    for name in ("-", "/dev/stdout"):
+        capfd.readouterr()
+        assert main([*command, name, *machine]) == 0
+        assert capfd.readouterr().out.encode() == found[0]
+    assert sorted(tmp_path.iterdir()) == [file, pipe]
 
 
 def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders, tmp_path, capsys):

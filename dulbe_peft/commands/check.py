@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import argument, command, field_options, load_learner, option
-from dulbe_peft.commands.outputs import as_flags, check_outputs, data_name, overwrite_option, say_next
+from dulbe_peft.commands.outputs import as_flags, claim, data_name, overwrite_option, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
-    from dulbe_peft.data.inventory import Duplicate
+    from dulbe_peft.data.inventory import Duplicate, Inventory
     from dulbe_peft.learner import ClassIncrementalLearner
 
+Doubt = tuple[str, str, str, tuple[Any, int]]  # the split, the name, what it looks like, where the image is
 STRIP = 8  # thumbnails of a class
 PAIRS = 100  # duplicates on the page
 DOUBTFUL = 10  # images that look like another class
@@ -30,6 +31,7 @@ SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 @command()
 @argument("data", "images, as for run")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
+@option("--csv", metavar="FILE", help="write split, path, finding, detail of all that is found; - is standard output")
 @option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")
 @option("--model", metavar="MODEL", help="whose eyes --check-labels looks with, as for run")
 @option("--device", metavar="TEXT", help="where that model runs")
@@ -38,6 +40,7 @@ SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 def check(
     data: str,
     page: str | None,
+    csv: str | None,
     check_labels: bool,
     model: str | None,
     device: str | None,
@@ -45,14 +48,15 @@ def check(
     **splits: str | None,
 ) -> int:
     """examples:
-      dulbe-peft check photos --page photos.html
+      dulbe-peft check photos --page photos.html --csv photos.csv
       dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
 
     It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
     class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-    most like another class than that of their folder. The exit status is 2 where images cannot be read.
+    most like another class than that of their folder; the table has all. The exit status is 2 where images cannot be
+    read.
     """
-    check_outputs(("--page", page, ".html"), overwrite=overwrite)
+    claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.inventory import find_duplicates
@@ -63,11 +67,12 @@ def check(
     train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
-    sizes = _sizes(parts.values())
-    print("\n".join([found.format(), *sizes]))
+    sizes, words = _sizes(parts.values()), words_of(page, csv)
+    print("\n".join([found.format(), *sizes]), file=words)
     doubtful = [] if learner is None else _doubtful(parts, learner)
     if learner is not None:
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *(f"  {name}: {why}" for name, why, _ in doubtful)]))
+        doubts = [f"  {name}: looks like {why}" for _, name, why, _ in doubtful[:DOUBTFUL]]
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
         from dulbe_peft.report.html import write_page
 
@@ -77,23 +82,41 @@ def check(
             "problems": [*found.problems(), *sizes],
             "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
             "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
-            "doubtful": [(name, why, _picture(*place)) for name, why, place in doubtful],
+            "doubtful": [(name, f"looks like {why}", _picture(*at)) for _, name, why, at in doubtful[:DOUBTFUL]],
         }
-        write_page(Path(page).resolve(), "check.html", content)
-        print(f"\nwritten: {page}")
-    print()
+        write_page(Path(page), "check.html", content)
+    if csv is not None:
+        from dulbe_peft.utils.files import output_file, write_rows
+
+        with output_file(csv) as file:
+            write_rows(file, ["split", "path", "finding", "detail"], _findings(found, doubtful))
+    if page or csv:
+        print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
+    print(file=words)
     more = as_flags({name: split for name, split in splits.items() if split is not None})
     more += ["--test-fraction", "0.2"] if test is None else []
     more += ["--skip-unreadable"] if found.unreadable else []
     model = model or "openai/clip-vit-base-patch16"
-    say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}")
+    say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}", to=words)
     return 2 if found.unreadable else 0
 
 
-def _doubtful(
-    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner
-) -> list[tuple[str, str, tuple[LabelledImages, int]]]:
-    """The images that look most like another class: the name, what they look like, and where they are."""
+def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
+    """The rows of the table: split, path, finding, detail."""
+    splits = [split for split, places in found.positions.items() for _ in places]
+    for split, (name, why) in zip(splits, found.unreadable, strict=True):
+        yield [split, printable(name), "unreadable", printable(why)]
+    for name, why in found.left_out:
+        yield ["", printable(name), "left out", why]
+    for row in found.duplicates:
+        what, of = "duplicate" if row.exact else "near copy", f"of {row.splits[0]}: {row.names[0]}"
+        yield [row.splits[1], printable(row.names[1]), what, printable(of)]
+    for split, name, why, _ in doubtful:
+        yield [split, name, "looks like another class", why]
+
+
+def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> list[Doubt]:
+    """The images that look like another class, the least likely label first."""
     import numpy as np
 
     from dulbe_peft.encoders.loading import has_text
@@ -103,13 +126,13 @@ def _doubtful(
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
     labels = np.concatenate([part.labels for part in parts.values()])
     texts = learner.text_embeds(names).cpu().numpy() if has_text(learner.clip) else None
-    places = [(part, index) for part in parts.values() for index in range(len(part))]
+    places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     rows = []
-    for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale)[:DOUBTFUL]:
-        part, index = places[number]
+    for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale):
+        split, part, index = places[number]
         own, taken = printable(names[labels[number]]), printable(names[other])
-        why = f"looks like {taken!r}, not like {own!r} (probability {share:.1%})"
-        rows.append((printable(part.item_name(index)), why, (part, index)))
+        why = f"{taken!r}, not like {own!r} (probability {share:.1%})"
+        rows.append((split, printable(part.item_name(index)), why, (part, index)))
     return rows
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 
 @command(kept="finished runs are kept")
@@ -39,7 +39,7 @@ def compare(
         more_words = f", and at least {more} whose settings are chosen" if more else ""
         print(f"{len(missing)} runs are missing{more_words}")
         return 0
-    check_folder(output, file, overwrite=overwrite)
+    claim(("--output", output, FOLDER), reads=[file], overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)
     print(format_summary(entries))
     print(f"written: {folder / 'comparison.json'} and {folder / 'comparison.csv'}")

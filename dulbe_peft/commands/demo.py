@@ -1,7 +1,7 @@
 """`dulbe-peft demo`: a whole stream in half a minute, offline."""
 
 from dulbe_peft.commands.options import command, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 
 @command(kept="finished tasks are kept")
@@ -9,7 +9,7 @@ from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
 @option("--seed", type=int, default=0, help="seed of the learner (0)")
 @overwrite_option
 def demo(output: str, seed: int, overwrite: bool) -> int:
-    check_folder(output, overwrite=overwrite)
+    claim(("--output", output, FOLDER), overwrite=overwrite)
     from dulbe_peft.demo import run_demo
 
     run_demo(output, seed)

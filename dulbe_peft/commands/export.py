@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 FORMATS = ("lora", "transformers", "onnx", "transformers.js")
 PRECISIONS = ("float32", "float16", "int8")
@@ -36,7 +36,7 @@ def export(
 
     Each format holds the learner's classifier, and a README.md with the lines of code that use it.
     """
-    check_folder(output, learner, overwrite=overwrite, flag="folder")
+    claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE

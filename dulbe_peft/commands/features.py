@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -51,11 +51,9 @@ def features(
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     from dulbe_peft.data.inventory import counted, unreadable_lines
     from dulbe_peft.runs.encoding import write_features
-    from dulbe_peft.runs.setup import check_run_folder
     from dulbe_peft.runs.sources import open_source, open_split
 
-    check_run_folder(data, output)
-    check_folder(output, learner, data, overwrite=overwrite)
+    claim(("--output", output, FOLDER), reads=[learner], apart=[data], overwrite=overwrite)
     if split is None:
         given = {"data": data, "skip_unreadable": skip_unreadable, "class_names": class_names}
         train, test = open_source({**given, "train_split": "train", "test_split": "test"})

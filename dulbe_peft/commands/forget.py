@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 
 @command()
@@ -18,8 +18,7 @@ def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], outp
 
     No image is called by a forgotten class any more. The model stays as it is. june stays, too.
     """
-    check_other_folder(learner, output)
-    check_folder(output, learner, overwrite=overwrite)
+    claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)

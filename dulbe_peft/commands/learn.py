@@ -7,10 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, field_options, learner_options, option
-from dulbe_peft.commands.outputs import check_folder, check_other_folder, overwrite_option
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen_tests, source_of
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def learn(
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world
 
-    check_other_folder(learner, output)
-    check_run_folder(data, output)
-    check_folder(output, learner, data, overwrite=overwrite)
+    claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}

@@ -1,11 +1,10 @@
 """What a person names for a command's answers: what must not be overwritten, and how it is written."""
 
-import itertools
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,98 +13,101 @@ from dulbe_peft.commands.options import option
 overwrite_option = option(
     "--overwrite", is_flag=True, help="begin anew where something else stands, which becomes NAME.old"
 )
+FOLDER = "folder"  # the kind of an output that is no file
 
 
-def check_outputs(
-    *files: tuple[str, str | None, str], inputs: Sequence[str | None] = (), overwrite: bool = False
+def claim(
+    *outputs: tuple[str, str | None, str],
+    reads: Sequence[str | None] = (),
+    apart: Sequence[str | None] = (),
+    overwrite: bool = False,
 ) -> None:
-    """Refuse files that were most likely named by mistake; each is its flag, path, None or -, and suffix."""
-    read = {Path(path).resolve() for path in inputs if path}
-    flags: dict[Path, str] = {}
-    for flag, path, suffix in files:
+    """Refuse outputs that cannot be written or were most likely named by mistake, before any work is done.
+
+    An output is its flag, its path or None, and its kind: a file's suffix, or `FOLDER`. None may be a file that the
+    command `reads`, or lie in what it reads and shall stay `apart`. With `overwrite` what is in the way steps aside.
+    """
+    from dulbe_peft.utils.files import is_stream
+
+    read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
+    for flag, path, kind in outputs:
         if path is None:
             continue
-        file = Path(path) if path == "-" else Path(path).resolve()
-        if file in read:
-            raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
-        if file in flags:
-            raise ValueError(f"{flags[file]} and {flag} both name {path}: give each a file of its own")
-        flags[file] = flag
-        if path == "-":
+        place = Path(path).resolve()
+        if not path or (kind != FOLDER and place.is_dir()):
+            raise ValueError(f"{flag} is {path!r}, expected the path of a {kind}{'' if kind == FOLDER else ' file'}")
+        if place in flags:
+            raise ValueError(f"{flags[place]} and {flag} both name {path}: give each a file of its own")
+        flags[place] = flag
+        if is_stream(path):
             continue
-        _check_answer_file(path, file, suffix)
-        _check_writable(path, flag)
-        if file.is_file() and file.suffix.lower() != suffix:
-            if not overwrite:
-                raise FileExistsError(f"{path} exists and is no {suffix} file: choose another name, or --overwrite")
-            _step_aside(path, inputs)
+        for own in filter(None, apart):
+            if _lies_in(place, Path(own)):
+                raise ValueError(f"{flag} {path!r} lies in {own!r}, which is never changed: name another folder")
+        if kind != FOLDER:
+            _check_file(flag, path, place, read)
+        existing = next(parent for parent in (place, *place.parents) if parent.exists())
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(f"{existing} cannot be written to: choose another {flag}")
+        if kind == FOLDER or (place.is_file() and place.suffix.lower() != kind):
+            if overwrite:
+                _step_aside(path, read)
+            elif kind != FOLDER:
+                raise FileExistsError(f"{path} exists and is no {kind} file: choose another name, or --overwrite")
 
 
-def _check_answer_file(path: str, file: Path, suffix: str) -> None:
+def _lies_in(place: Path, folder: Path) -> bool:
+    """Whether a path is a folder, or lies in it; the folder of a run's task stands for the run."""
+    from dulbe_peft.checkpoints.layout import TASK_FOLDER
+
+    folder = folder.resolve()
+    if re.fullmatch(TASK_FOLDER, folder.name):  # not a copy of a task under another name
+        folder = folder.parent
+    return folder.is_dir() and folder in (place, *place.parents)
+
+
+def _check_file(flag: str, path: str, place: Path, read: set[Path]) -> None:
     """Raise where a path can never be that of an answer."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
-    if not path or file.is_dir():
-        raise ValueError(f"{path!r} is no file's name: expected the path of a {suffix} file")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: the folder {file.parent} does not exist")
-    check_outside_saved(file.parent, f"write {path}")
+    if place in read:
+        raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {place.parent} does not exist")
+    check_outside_saved(place.parent, f"write {path}")
     kept = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
     kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
-    of_a_run = file.name == "predictions.csv" and (file.parent / layout.RESULTS_FILE).is_file()
-    if file.name in kept or of_a_run:
+    of_a_run = place.name == "predictions.csv" and (place.parent / layout.RESULTS_FILE).is_file()
+    if place.name in kept or of_a_run:
         raise FileExistsError(f"{path} is where a run or a model keeps its own file: choose another name")
 
 
-def check_folder(output: str, *inputs: str | None, overwrite: bool = False, flag: str = "--output") -> None:
-    """Refuse a folder that cannot be written to; what stands there steps aside where the user says `overwrite`."""
-    if overwrite:
-        _step_aside(output, inputs)
-    _check_writable(output, flag)
-
-
-def _check_writable(path: str, flag: str) -> None:
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        raise PermissionError(f"{place} cannot be written to: choose another {flag}")
-
-
-def _step_aside(path: str, inputs: Sequence[str | None]) -> None:
+def _step_aside(path: str, read: set[Path]) -> None:
     """Give what stands at a path the name NAME.old, so that nothing is lost."""
+    from dulbe_peft.utils.files import step_aside
+
     place = Path(path)
     if not os.path.lexists(place):
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"--overwrite is for a single process: move {path} away before the launch")
-    for other in (".", *filter(None, inputs)):
-        if place.resolve() in (Path(other).resolve(), *Path(other).resolve().parents):
+    for other in (Path.cwd(), *read):
+        if place.resolve() in (other, *other.parents):
             raise ValueError(f"--overwrite would move {path}, in which the command works: choose another name")
-    names = (f"{place.name}.old{number or ''}" for number in itertools.count())
-    aside = next(place.with_name(name) for name in names if not os.path.lexists(place.with_name(name)))
-    place.rename(aside)
-    print(f"what was in {path} is now in {aside}", file=sys.stderr)
-
-
-def check_other_folder(learner: str, output: str) -> None:
-    """Raise a ValueError where the output is the learner's own folder, its run's, or inside them."""
-    from dulbe_peft.checkpoints.layout import task_folders
-
-    own, other = Path(learner).resolve(), Path(output).resolve()
-    if own.is_dir() and own in task_folders(own.parent):  # not a copy of a task under another name
-        own = own.parent
-    if own.is_dir() and own in (other, *other.parents):
-        raise ValueError(
-            f"--output {output!r} is where the learner {learner!r} is, which is never changed: name another folder "
-            "(where classes were added to a run's own data, the same `dulbe-peft run` goes on in its folder)"
-        )
+    step_aside(place)
 
 
 def data_name(data: str) -> str:
     """What outputs are named after: the folder of the data, or its name on the Hub."""
     return data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
+
+
+def words_of(*outputs: str | None) -> IO[str]:
+    """Where a command speaks to people: standard error where standard output is one of its outputs."""
+    from dulbe_peft.utils.files import is_standard_output
+
+    return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 
 def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
@@ -116,17 +118,3 @@ def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
     """The settings as one would type them."""
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-@contextmanager
-def output_file(path: str) -> Iterator[IO[str]]:
-    """A text file to write, which is whole or not there; "-" is standard output. A pipe or a device is written to."""
-    if path == "-":
-        yield sys.stdout
-        return
-    from dulbe_peft.utils.files import replacing
-
-    file = Path(path).resolve()
-    whole = nullcontext(file) if file.exists() and not file.is_file() else replacing(file)
-    with whole as place, place.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
-        yield opened

@@ -8,17 +8,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import as_flags, check_folder, check_outputs, output_file, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, overwrite_option, say_next
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
+    from dulbe_peft.utils.tables import GrowingTable
 
 NONE = "none of these"
 HEADER = ["path", "class", "probability"]
@@ -60,32 +63,33 @@ def predict(
     --coverage 0.95, each image gets all classes that it may be of; the right one is among them for
     95 of 100 images of known classes.
     """
-    from dulbe_peft.commands.tables import copy_into, growing_table
+    from dulbe_peft.utils.files import output_file
 
     if coverage is not None and top_k != 1:
         raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
-    check_outputs(("--csv", csv, ".csv"), ("--json", json_file, ".json"), inputs=paths, overwrite=overwrite)
-    if sort_into is not None:
-        check_folder(sort_into, flag="--sort-into")
+    claim(("--csv", csv, ".csv"), ("--json", json_file, ".json"), reads=paths, overwrite=overwrite)
+    claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty: neither an image nor a path is there")
+    piped = any(not isinstance(image, str) for image in images)
+    if piped and sort_into is not None:
+        raise ValueError("--sort-into copies files, and the image on standard input is none: give its path")
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
+    how = {"top_k": top_k, "reject": reject, "coverage": coverage}
     rows: list[Prediction] = []  # what goes into the JSON file
-    done, write, counts = set[str](), None, Counter[str]()
-    with ExitStack() as opened:
-        if csv:
-            settings = [str(loaded.folder or learner), loaded.classifier.name, top_k, reject, coverage]
-            write, done = opened.enter_context(growing_table(csv, HEADER, settings, anew=overwrite or bool(json_file)))
-        for found in _answers(loaded, images, done, top_k, reject, coverage):
+    counts = Counter[str]()
+    with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file)) as (table, copy):
+        done = set[str]() if table is None else table.done
+        for found in _answers(loaded, images, table, how):
             counts.update(_tell(found, quiet=bool(csv or json_file)))
-            good = [row for row in found if row.error is None]
-            if write is not None:
-                write([line for row in good for line in _lines(row)])
-            for row in good if sort_into else ():
-                copy_into(Path(row.image), row.classes[0] if row.known else NONE, Path(sort_into or ""))
+            for row in found:
+                if row.error is None and copy is not None:  # before its row, which stands for the copy, too
+                    copy(Path(row.image), row.classes[0] if row.known else NONE)
+                if row.error is None and table is not None:
+                    table.add(_lines(row))
             rows += found if json_file else []
     if json_file:
         with output_file(json_file) as file:
@@ -97,6 +101,30 @@ def predict(
         which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
         say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
     return 0 if counts["known"] or counts["refused"] or done else 2
+
+
+@contextmanager
+def _outputs(
+    learner: ClassIncrementalLearner,
+    paths: tuple[str, ...],
+    how: dict[str, Any],
+    csv: str | None,
+    sort_into: str | None,
+    anew: bool,
+) -> Iterator[tuple[GrowingTable | None, Callable[[Path, str], None] | None]]:
+    """The table, and the function that copies an image, where they are asked for."""
+    from dulbe_peft.utils.folders import json_sha256
+    from dulbe_peft.utils.tables import growing_table, sorted_folder
+
+    settings = {"learner": learner.checksum, "classifier": learner.classifier.name, **how}
+    settings["images"] = json_sha256([(path, os.path.abspath(path)) for path in paths])
+    settings["sort into"] = sort_into and os.path.realpath(sort_into)
+    with ExitStack() as opened:
+        copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
+        table = opened.enter_context(growing_table(csv, HEADER, settings, anew)) if csv else None
+        if table is not None and table.grows:
+            click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
+        yield table, copy
 
 
 def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
@@ -144,16 +172,40 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
 
 
 def _answers(
-    learner: ClassIncrementalLearner, images: list[Any], done: set[str], *how: Any
+    learner: ClassIncrementalLearner, images: list[Any], table: GrowingTable | None, how: dict[str, Any]
 ) -> Iterator[list[Prediction]]:
-    """The answers of a batch of images for each reading process after another."""
+    """The answers, a batch of images for each reading process at once; an image that is named twice has one.
+
+    Which images are answered together may change the last bits of a probability. So a call that goes on answers again
+    for all of a batch that was begun, and gives those of its answers that are missing.
+    """
     from dulbe_peft.data.unlabelled import unlabelled_images
 
     every = unlabelled_images(images)
-    left = [index for index in range(len(every)) if not done or printable(every.item_name(index)) not in done]
-    size = learner.args.eval_batch_size * max(1, learner.args.num_workers)
-    for start in range(0, len(left), size):
-        yield learner.predictions(every.at(left[start : start + size]), *how)
+    places: dict[str, int] = {}
+    for index in range(len(every)):
+        places.setdefault(every.item_name(index), index)
+    shown = Counter(map(printable, places))
+    if table is not None and len(shown) < len(places):
+        name = max(shown, key=shown.__getitem__)
+        raise ValueError(f"--csv would call two images {name!r}, for it writes some characters as others: rename one")
+    done = set() if table is None else {name for name in places if _is_done(name, table)}
+    names, size = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    for batch in (names[start : start + size] for start in range(0, len(names), size)):
+        if not done.issuperset(batch):
+            rows = learner.predictions(every.at([places[name] for name in batch]), **how)
+            yield [row for row in rows if row.image not in done]
+
+
+def _is_done(image: str, table: GrowingTable) -> bool:
+    """Whether an earlier call answered for an image; raises where it is another one by now."""
+    if printable(image) not in table.done:
+        return False
+    with suppress(FileNotFoundError):
+        facts = os.stat(image)
+        if max(facts.st_mtime, facts.st_ctime) > table.since:
+            raise ValueError(f"{image} has changed since {table.path} was written: begin anew with --overwrite")
+    return True
 
 
 def _line(row: Prediction) -> str:
@@ -164,9 +216,9 @@ def _line(row: Prediction) -> str:
 
 
 def _lines(row: Prediction) -> list[list[Any]]:
-    """The lines of a table for one image: one for each class, and for an unknown image one without a class."""
+    """The rows of a table for one image: one for each class, and for an unknown image one without a class."""
     answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-    return [[printable(row.image), printable(name), f"{probability:.6f}"] for name, probability in answers]
+    return [[row.image, name, f"{probability:.6f}"] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import check_folder, check_outputs, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next, words_of
 
 
 @command()
@@ -35,13 +35,8 @@ def report(
     from dulbe_peft.report import read_run, write_figures, write_report
     from dulbe_peft.report.verdict import clearly_better
 
-    named = (output, csv, latex)
-    flags, suffixes = ("--output", "--csv", "--latex"), (".html", ".csv", ".tex")
-    check_outputs(*zip(flags, named, suffixes, strict=True), inputs=runs, overwrite=overwrite)
-    if figures is not None:
-        check_folder(figures, *runs, overwrite=overwrite, flag="--figures")
-    # Where a link is named, what it leads to is written.
-    files = tuple(None if path is None else Path(path).resolve() for path in named)
+    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
     if comparisons and len(folders) > 1:
@@ -54,15 +49,17 @@ def report(
         raise ValueError(f"--figures is about one run, got {got}")
     if columns is not None and not (comparisons and latex):
         raise ValueError("--columns is about the --latex table of a comparison: name both, or leave --columns out")
+    files = (output, csv, latex)
     page = write_comparison_page(folders[0], *files, columns=columns) if comparisons else write_report(folders, *files)
     pictures = [] if figures is None else write_figures(folders[0], figures)
+    to = words_of(*files)
     for path in (output or page, csv, latex, *pictures):
         if path is not None:
-            print(f"written: {path}")
+            print(f"written: {path}", file=to)
     if comparisons or len(folders) > 1:
-        say_next("report", *folders, "--latex", f"{folders[0]}.tex")
+        say_next("report", *folders, "--latex", f"{folders[0]}.tex", to=to)
     else:
         better = clearly_better(read_run(folders[0]))
         which = ["--classifier", better[0]] if better else []
-        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which)
+        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which, to=to)
     return 0

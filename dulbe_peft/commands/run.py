@@ -10,7 +10,7 @@ import click
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.options import command, setting_options
-from dulbe_peft.commands.outputs import check_folder, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 from dulbe_peft.runs.settings import given_settings, validated
 from dulbe_peft.utils.settings import field_types
 
@@ -38,7 +38,8 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
             raise ValueError(f"--{name} is required")
     stream, *_ = validated(settings)
     if not stream.dry_run:
-        check_folder(stream.output, stream.data, stream.model, config, overwrite=overwrite)
+        output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
+        claim(output, reads=reads, apart=[stream.data], overwrite=overwrite)
     if not stream.resume:
         click.get_current_context().meta["to go on"] = ["--resume"]
     from dulbe_peft.commands.dry_run import describe

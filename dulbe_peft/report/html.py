@@ -6,7 +6,7 @@ from typing import Any
 
 from dulbe_peft.metrics import accuracy
 from dulbe_peft.report.table import best, filled, shown
-from dulbe_peft.utils.files import replacing
+from dulbe_peft.utils.files import output_file
 
 
 def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
@@ -30,8 +30,8 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     environment.globals |= {"shown": shown, "filled": filled, "best_cells": best}
     style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = environment.get_template(template).render(content, style=style, script=script)
-    with replacing(path) as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files need not be UTF-8
+    with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
+        file.write(page)
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:

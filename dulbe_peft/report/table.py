@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dulbe_peft.utils.files import replacing, write_csv
+from dulbe_peft.utils.files import output_file, write_rows
 
 Row = TypeVar("Row")
 _LATEX = {
@@ -87,7 +87,8 @@ def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
     """Write the values of the columns in full."""
     values = {name: value for column in columns for name, value in column.values.items()}
-    write_csv(path, list(values), [[value(row) for value in values.values()] for row in rows])  # None: an empty cell
+    with output_file(path) as file:
+        write_rows(file, list(values), ([value(row) for value in values.values()] for row in rows))  # None: empty
 
 
 def write_table_latex(
@@ -103,8 +104,8 @@ def write_table_latex(
         texts = [cell.translate(_LATEX_NUMBER) if column.number else latex_text(cell) for column, cell in pairs]
         written = [rf"\textbf{{{text}}}" if top else text for text, top in zip(texts, bold, strict=True)]
         lines.append(" & ".join(written) + r" \\")
-    with replacing(path) as temporary:
-        temporary.write_text("\n".join([*lines, r"\hline", r"\end{tabular}", ""]), encoding="utf-8")
+    with output_file(path) as file:
+        file.write("\n".join([*lines, r"\hline", r"\end{tabular}", ""]))
 
 
 def latex_text(text: str) -> str:

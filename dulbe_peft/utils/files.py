@@ -7,10 +7,11 @@ import csv
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,7 +77,7 @@ def damage(path: str | Path, error: Exception) -> str:
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table, whole or not at all; a text that a spreadsheet would take for a formula gets an apostrophe."""
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with output_file(path, errors="strict") as file:
         write_rows(file, header, rows)
 
 
@@ -101,10 +102,15 @@ def read_csv(path: Path) -> list[list[str]]:
     """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
-            rows = list(csv.reader(file))
+            return list(read_rows(file))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from error
-    return [[cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell for cell in row] for row in rows]
+
+
+def read_rows(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The rows that `write_rows` wrote."""
+    for row in csv.reader(lines):
+        yield [cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell for cell in row]
 
 
 def _guarded(cell: Any) -> Any:
@@ -112,12 +118,53 @@ def _guarded(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
 
 
+def is_standard_output(path: str | Path) -> bool:
+    """Whether standard output goes there anyway: "-", /dev/stdout, or the file to which a shell sends it."""
+    with suppress(OSError, ValueError, AttributeError):  # there is no such file, or a program replaced standard output
+        return str(path) == "-" or os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
+    return False
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether what is written there is gone: standard output, a pipe or a device. It is never replaced."""
+    return is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
+@contextmanager
+def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[IO[str]]:
+    """A text file that somebody named: whole or not there, where a link leads; a stream is written to."""
+    if is_standard_output(path):
+        yield sys.stdout
+        return
+    with replacing(path if is_stream(path) else Path(path).resolve()) as place, open_text(place, errors) as file:
+        yield file
+
+
+def open_text(path: str | Path, errors: str = "surrogateescape") -> AbstractContextManager[IO[str]]:
+    """A text file, or standard output, opened to write; names of files need not be UTF-8."""
+    stdout = is_standard_output(path)
+    return nullcontext(sys.stdout) if stdout else open(path, "w", newline="", encoding="utf-8", errors=errors)
+
+
+def step_aside(path: Path) -> None:
+    """Give what stands at a path the name NAME.old, or NAME.old1 and so on, and say so."""
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in count())
+    aside = path.rename(next(name for name in names if not os.path.lexists(name)))
+    print(f"what was in {path} is now in {aside}", file=sys.stderr)
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
+
+    A pipe or a device is itself what the block writes to.
+    """
     path = Path(path)
     with write_errors(path):
-        folder = temporary_folder(path)
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        folder = temporary_folder(path.with_name(path.name[:50]))  # the longest name leaves no room for a mark
         temporary = folder / path.name
         try:
             temporary.touch()

@@ -200,7 +200,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         try:
             held = FileLock(path).acquire(blocking=False)
         except Timeout:
-            raise CheckpointError(f"{what} is in use by another process or thread: choose another folder") from None
+            raise CheckpointError(f"{what} is in use by another process or thread: choose another name") from None
     with held:
         try:
             yield
