@@ -54,6 +54,19 @@ def test_a_table_goes_on_from_every_byte_at_which_it_may_be_cut(tmp_path):
         assert len(done) == (max(rows, 1) - 1) // 2, "the last image alone may lack a row"
 
 
+def test_the_rows_of_an_image_that_is_gone_give_way_to_the_next_ones(tmp_path):
+    with pytest.raises(Killed):
+        write(tmp_path / "t.csv", stop=NAMES[2])
+    with pytest.raises(Killed), growing_table(tmp_path / "t.csv", HEADER, SETTINGS) as table:
+        table.add([["x", "y"]])
+        raise Killed
+    rows = (tmp_path / "t.csv.partial").read_bytes().splitlines()
+    assert len(rows) == 5 and rows[-1] == b"x,y"
+    with growing_table(tmp_path / "t.csv", HEADER, SETTINGS) as table:
+        pass  # nor is x there any more
+    assert (tmp_path / "t.csv").read_bytes().splitlines() == rows[1:4] and table.done == {NAMES[0]}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"learner": "b2", "top_k": 2}, "(learner 'a1', now 'b2')"), ({"learner": "a1", "top_k": 3}, "(top_k 2, now 3)")],
