@@ -149,6 +149,11 @@ class ClassIncrementalLearner(TakesTurns):
         """Where the time of the last task went."""
         return self.encoder.profile
 
+    def change_settings(self, args: LearnerArguments) -> None:
+        """Go on with other settings on the same device; what was learned stays."""
+        self.state = replace(self.state, args=args)
+        self.encoder = Encoder(self.clip, self.processor, args, self.device)
+
     # ------------------------------------------------------------------ learning
 
     @in_turn

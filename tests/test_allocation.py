@@ -9,6 +9,7 @@ from reference import randn
 from scipy import linalg
 
 import dulbe_peft.subspaces.decompositions
+from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.subspaces.allocation import allocate_layer, allocate_modes, historical_support
 from dulbe_peft.subspaces.decompositions import orthonormal_complement
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -189,6 +190,18 @@ def test_modes_equal_the_reference(probe, stats, ranks):
         whole = gradient.double().square().sum().item()
         assert found.shared_capture == pytest.approx(energy(gradient, shared) / whole, rel=1e-4)
         assert found.residual_capture == pytest.approx(energy(gradient, residual) / whole, rel=1e-4)
+
+
+def test_ranks_come_from_the_configuration_where_they_are_not_given(probe, stats):
+    config = DualModeLoraConfig(shared_rank=2, residual_rank=3, support_rank=5, rank_pattern={"fc2": 4})
+    for own in ({}, {"support_rank": 6, "shared_rank": 1}):
+        modes = allocate_modes(probe, stats, config=config, **own)
+        wanted = {"shared_rank": 2, "support_rank": 5} | own
+        for name, found in modes.items():
+            assert found.shared.shape[1] == wanted["shared_rank"] and found.support_rank == wanted["support_rank"]
+            assert found.residual.shape[1] == (4 if name == "fc2" else 3)
+    plain = allocate_modes({"fc2": randn(5, 20)}, None)["fc2"]
+    assert (plain.shared.shape[1], plain.residual.shape[1]) == (1, 8)
 
 
 @pytest.mark.parametrize("partial", [None, {}, {"fc2": torch.eye(20), "elsewhere": torch.eye(3)}])

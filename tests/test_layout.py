@@ -23,6 +23,7 @@ WINGS = [
     {"training", "metrics"},
     {"checkpoints"},
     {"learner"},
+    {"dual_mode_trainer"},
     {"deployment"},
     {"runs"},
     {"report"},

@@ -9,6 +9,7 @@ from dulbe_peft.utils.folders import CheckpointError, Manifest, read_manifest
 LEARNER_FILE = "learner.json"
 PROGRESS_FILE = "progress.json"  # in the folder of a run's task
 RESULTS_FILE = "results.json"
+TASK_FILE = "task.safetensors"  # in a checkpoint that a DualModeTrainer writes in the middle of a task
 TIMINGS_FILE = "timings.json"
 TASK_FOLDER = r"task-\d{3,}"  # regular expression of the name that a run gives to a finished task's folder
 

@@ -93,6 +93,11 @@ def loaded_state(
     if other:
         raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(MACHINE_SETTINGS)}")
     files = _listed(folder, manifest)
+    if layout.TASK_FILE in files:
+        raise CheckpointError(
+            f"{folder} is a checkpoint in the middle of a task, with which "
+            "DualModeTrainer.train(resume_from_checkpoint=...) goes on"
+        )
     saved = learner_file.read(folder)
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)

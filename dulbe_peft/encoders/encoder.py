@@ -144,20 +144,22 @@ class Encoder:
             yield send_to_device(batch, self.device, non_blocking=True)
 
     def _load(self, images: PixelDataset | ReadablePixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
-        workers = min(self.args.num_workers, len(batches))  # a further one would have nothing to read
-        processes.check_open_files(workers)
-        decoding.one_at_a_time()  # the processes that read images share it
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
-        loader: Any = DataLoader(
-            images,
-            batch_sampler=batches,
-            num_workers=workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_leave_signals_to_the_main_process,
-        )
+        loader: Any = DataLoader(images, batch_sampler=batches, **self.loader_settings(len(batches)))
         hidden = not self.args.progress or processes.world()[0] > 0
         bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
         return _alive(cast(Iterable[Any], bar))
+
+    def loader_settings(self, batches: int) -> dict[str, Any]:
+        """How a `DataLoader` reads so many batches: with which processes, and into which memory."""
+        workers = min(self.args.num_workers, batches)  # a further one would have nothing to read
+        processes.check_open_files(workers)
+        decoding.one_at_a_time()  # the processes that read images share it
+        return {
+            "num_workers": workers,
+            "pin_memory": self.device.type == "cuda",
+            "worker_init_fn": _leave_signals_to_the_main_process,
+        }
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""

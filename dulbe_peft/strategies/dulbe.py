@@ -26,9 +26,7 @@ class Dulbe(OccupationStrategy):
     needs = frozenset({GRADIENTS, TEACHER})
 
     def plan(self, task: NewTask) -> dict[str, ModeBases]:
-        config = task.adapter.active_config
-        residual_ranks = {name: config.ranks_of(name)[1] for name in task.gradients}
-        return allocate_modes(task.gradients, task.memory, config.shared_rank, residual_ranks, config.support_rank)
+        return allocate_modes(task.gradients, task.memory, config=task.adapter.active_config)
 
     def loss(self, task: NewTask, step: Step) -> torch.Tensor:
         structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight

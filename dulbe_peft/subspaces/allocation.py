@@ -1,6 +1,7 @@
 """Where each layer of a new task may write: its historical support, and the frozen bases of its modes beside it."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -20,12 +21,22 @@ from dulbe_peft.utils.checks import check_int
 EPS32 = torch.finfo(torch.float32).eps
 
 
+class Ranks(Protocol):
+    """What an adapter's configuration says of ranks."""
+
+    shared_rank: int
+    support_rank: int
+
+    def ranks_of(self, layer: str) -> tuple[int, int]: ...
+
+
 def allocate_modes(
     probe: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
-    shared_rank: int = 1,
-    residual_rank: int | Mapping[str, int] = 8,
-    support_rank: int = 128,
+    shared_rank: int | None = None,
+    residual_rank: int | Mapping[str, int] | None = None,
+    support_rank: int | None = None,
+    config: Ranks | None = None,
 ) -> dict[str, ModeBases]:
     """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
 
@@ -33,9 +44,10 @@ def allocate_modes(
         probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
         stats: layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
             planned as at the first task.
-        shared_rank: r_S.
-        residual_rank: r_R, one for all layers or layer name -> r_R.
-        support_rank: K_h; clamped to what a layer and its data allow.
+        shared_rank: r_S; None takes it from `config`, without one 1.
+        residual_rank: r_R, one for all layers or layer name -> r_R; None: from `config`, without one 8.
+        support_rank: K_h, clamped to what a layer and its data allow; None: from `config`, without one 128.
+        config: the adapter's configuration, `model.peft_config["default"]`.
 
     Returns:
         Layer name -> [`ModeBases`], in the order of `probe`, on each gradient's device.
@@ -47,6 +59,12 @@ def allocate_modes(
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
     """
+    if shared_rank is None:
+        shared_rank = 1 if config is None else config.shared_rank
+    if residual_rank is None:
+        residual_rank = 8 if config is None else {name: config.ranks_of(name)[1] for name in probe}
+    if support_rank is None:
+        support_rank = 128 if config is None else config.support_rank
     return supports_and_modes(probe, stats, shared_rank, residual_rank, support_rank)[1]
 
 

@@ -34,6 +34,12 @@ def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]]
         raise ValueError(f"modes must hold every adapted layer and no other: missing {missing}, unknown {unknown}")
     for name, expected in shapes.items():
         got = tuple(modes[name].shared.shape), tuple(modes[name].residual.shape)
+        if len(got[0]) == len(got[1]) == 2 and [g[0] for g in got] == [e[0] for e in expected] and got != expected:
+            ranks, own = ((shapes[0][1], shapes[1][1]) for shapes in (got, expected))
+            raise ValueError(
+                f"modes of layer {name!r} have shared_rank {ranks[0]} and residual_rank {ranks[1]}, the adapter's "
+                f"configuration has {own[0]} and {own[1]}: allocate_modes(..., config=...) takes them from there"
+            )
         if got != expected:
             raise ValueError(f"bases of layer {name!r} have shapes {got}, expected {expected}")
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()

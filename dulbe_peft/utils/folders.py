@@ -83,6 +83,29 @@ def commit_folder(
             raise
 
 
+def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
+    """Let `write` add files and a manifest to a folder; files of their names are replaced, all others stay.
+
+    The manifest goes first and comes last: a folder that was not written to its end has none.
+    """
+    folder = folder.resolve()
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_folder(folder)
+        try:
+            write(temporary)
+            _seal(temporary, kind, {})
+            (folder / MANIFEST).unlink(missing_ok=True)
+            paths = [path for path in paths_below(temporary) if path.is_file() and path.name != MANIFEST]
+            for path in (*paths, temporary / MANIFEST):
+                target = folder / path.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+            sync(folder)
+        finally:
+            remove_temporary(temporary)
+
+
 def check_outside_saved(folder: Path, what: str) -> None:
     """Raise a `FileExistsError` where `folder` is one that `commit_folder` wrote, or lies inside one."""
     for place in (folder.resolve(), *folder.resolve().parents):

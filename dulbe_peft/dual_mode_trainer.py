@@ -1,0 +1,428 @@
+"""transformers' `Trainer` as the training loop of a task; around it stand the probe, the allocation and the close."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.checkpoints import loading, saving, unfinished
+from dulbe_peft.checkpoints.layout import TASK_FILE
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.data.images import named_images
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.dulbe import Dulbe
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.batches import EpochLoader, EvaluationImages, Order, WholeBatches
+from dulbe_peft.training.state import set_adapter_state
+from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
+from dulbe_peft.utils.tensors import read_tensors
+
+# Settings of a learner that TrainingArguments has under names of its own.
+_NAMES = {
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "learning_rate": "learning_rate",
+    "lr_schedule": "lr_scheduler_type",
+    "seed": "seed",
+    "num_workers": "dataloader_num_workers",
+    "device": "use_cpu",
+    "log_with": "report_to",
+    "progress": "disable_tqdm",
+}
+# What TrainingArguments offers and this loop does not do; nothing is left out in silence.
+_REFUSED = (
+    "auto_find_batch_size",
+    "bf16_full_eval",
+    "dataloader_drop_last",
+    "deepspeed",
+    "fp16_full_eval",
+    "fsdp",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "torch_compile",
+    "use_liger_kernel",
+)
+
+
+class DualModeTrainer(Trainer):
+    """A `transformers.Trainer` whose `train()` learns one task: probe, allocate, train with routed gradients, close.
+
+    What transformers does stays as it is: epochs, optimizer, schedule, clipping, gradient accumulation, mixed
+    precision, callbacks, logs, evaluation and checkpoints. Under `torchrun` the loss is that of the batches of all
+    processes together. A checkpoint holds all that the task needs to go on, also in a fresh process.
+
+    Args:
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`; or a learner that has learned before, as
+            `ClassIncrementalLearner.from_pretrained(folder)` loads it.
+        args: transformers' own; None takes their defaults, which are not the paper's.
+        train_dataset: the new task's images: len and getitem of {"image", "label"} or (image, label). Set the
+            attribute anew before the `train()` of the next task.
+        eval_dataset: images of any seen classes, for `evaluate` and for evaluation while a task is trained.
+        processing_class: the model's processor; not needed beside a learner.
+        class_names: what the labels of `train_dataset` index; None takes the names that it carries. An attribute too.
+        compute_metrics: None gives the accuracy.
+        settings: fields of [`LearnerArguments`] that TrainingArguments lacks, such as `prompt_template`,
+            `structure_weight` or `teacher`.
+
+    Attributes:
+        learner: the [`ClassIncrementalLearner`] that all of this is about; it predicts, evaluates and exports.
+
+    Raises:
+        ValueError: the model does not fit, or `args` ask for what this loop does not do.
+        TypeError: a setting belongs into `args`.
+
+    Example:
+        >>> trainer = DualModeTrainer(model, args, train_dataset=june, processing_class=processor)
+        >>> trainer.train()
+        >>> trainer.save_model("out-june")
+
+    Reference:
+        Appendix "Complete Procedure", Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | ClassIncrementalLearner,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        class_names: Sequence[str] | None = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **settings: Any,
+    ) -> None:
+        args = args or TrainingArguments(output_dir="tmp_trainer")
+        _check_arguments(args, settings)
+        self.learner = _learner(model, processing_class, args, settings)
+        self.class_names = class_names
+        self._task: _LoopTask | None = None
+        self._output: Any = None
+        self._eval_head: Any = None
+        super().__init__(
+            self.learner.model,
+            args,
+            data_collator=default_data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics or accuracy,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.learner.encoder.autocast = self.accelerator.autocast  # type: ignore[method-assign]
+        # The loss is a mean over a batch: transformers divides it by the number of batches in a step.
+        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, False
+        self._given_optimizers = tuple(optimizers) != (None, None)
+
+    @property
+    def head(self) -> BridgeEnsembleHead:
+        """The bridge ensemble over all seen classes."""
+        return self.learner.head
+
+    @property
+    def statistics(self) -> OccupationStatistics:
+        """S of the finished tasks; empty before the first."""
+        memory = self.learner.memory
+        return memory if isinstance(memory, OccupationStatistics) else OccupationStatistics()
+
+    # ------------------------------------------------------------------ training
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Learn the classes of `train_dataset` as one more task; on any error the learner is as it was before.
+
+        Args:
+            resume_from_checkpoint: a checkpoint of the same task, or True for the newest one in `args.output_dir`. It
+                brings adapter, classifiers and statistics along, whatever the model has learned.
+            trial, ignore_keys_for_eval: as transformers has them.
+
+        Returns:
+            transformers' TrainOutput.
+
+        Raises:
+            ValueError: as `ClassIncrementalLearner.learn_task`; or the checkpoint is of another task.
+        """
+        if self._given_optimizers and self.optimizer is None:
+            raise ValueError("the given optimizers are of an earlier task: set .optimizer and .lr_scheduler anew")
+        more = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
+        with self.learner.transaction():
+            found = self._checkpoint(resume_from_checkpoint)
+            if found is not None:
+                self._restore(found)
+            loop = partial(_LoopTask, self, found, more)
+            self.learner.learn_task(self.train_dataset, self.class_names, trainer=loop)
+        return self._output
+
+    def _loop(self, task: "_LoopTask", checkpoint: Path | None, more: dict[str, Any]) -> Any:
+        """transformers' whole loop, for one task."""
+        self._task = task
+        try:
+            self._output = super().train(None if checkpoint is None else str(checkpoint), **more)
+        finally:
+            self._task = None
+            self.optimizer = self.lr_scheduler = None  # a task has its own
+        return self._output
+
+    def _checkpoint(self, asked: str | bool | None) -> Path | None:
+        """The checkpoint to go on with, of the task that `train_dataset` is."""
+        if not asked:
+            return None
+        wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names))
+        if asked is not True:
+            found = unfinished.read(Path(asked))[1]
+            if found != wanted:
+                raise ValueError(
+                    f"{asked} is a checkpoint of another task, with {found['images']} images of the classes "
+                    f"{found['class_names']!r:.200}; train_dataset has {wanted['images']} of "
+                    f"{wanted['class_names']!r:.200}"
+                )
+            return Path(asked)
+        folders = [path.parent for path in self._folder().glob(f"checkpoint-*/{TASK_FILE}")]
+        own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
+        if not own:
+            raise ValueError(f"{self.args.output_dir} has no checkpoint of this task: call train() without resuming")
+        return max(own, key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+    def _restore(self, checkpoint: Path) -> None:
+        learned, state = self.learner.tasks, loading.restore(self.learner.state, checkpoint)
+        if learned and learned != state.tasks:
+            raise ValueError(
+                f"{checkpoint} goes on after the tasks {state.tasks!r:.200}, and this learner has learned "
+                f"{learned!r:.200}: start with a model that has learned nothing"
+            )
+        self.learner.state = state
+
+    def _load_from_checkpoint(self, *_: Any) -> None:
+        """Nothing: `train` has loaded the adapter before the task's weights were held."""
+
+    def _load_best_model(self) -> None:
+        tensors, _ = read_tensors(Path(str(self.state.best_model_checkpoint)) / saving.ADAPTER_FILE)
+        set_adapter_state(self.learner.model, tensors)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Whole batches of the task in the order that a learner takes them: pixels of this process's rows alone."""
+        task = self._current
+        order = Order(len(task.images), self._train_batch_size * world()[1], task.args.seed, task.index)
+        batches = WholeBatches(task)
+        return EpochLoader(batches, order, task.encoder.loader_settings(len(order)) | {"collate_fn": itemgetter(0)})
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with raise_in_all():  # an image that one process cannot read ends all
+            return super().get_batch_samples(*args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The routed loss of a batch: its `backward()` gives the structure loss to the shared modes alone."""
+        task, scaler = self._current, self.accelerator.scaler
+        step = task.step_of((inputs["pixel_values"], inputs["labels"], inputs["index"]))
+        step.gradient_scale = 1.0 if scaler is None else scaler.get_scale()
+        return task.strategy.loss(task.task, step)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            # Each process has the gradient through its own rows. No wrapper averages: its forward is never called.
+            sum_over_processes(p.grad for p in model.parameters() if p.grad is not None)
+        return loss
+
+    @property
+    def _current(self) -> "_LoopTask":
+        if self._task is None:
+            raise ValueError("no task is being trained: call train()")
+        return self._task
+
+    # ------------------------------------------------------------------ evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        data, own = eval_dataset, cast(Any, self.eval_dataset)
+        if data is None or isinstance(data, str):
+            data = own if data is None else own[data]
+        return super().get_eval_dataloader(self._tests(data))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return super().get_test_dataloader(self._tests(test_dataset))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers': by the first classifier; while a task is trained, by the texts of old and new classes."""
+        self._eval_head = self.learner.classifier
+        if self._task is not None:
+            text = self.learner.encoder.text_embeds(self._seen, self._task.state.class_texts)
+            self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
+        resting = nullcontext() if self._task is not None else self._adapter.without_idle_modes()
+        with resting:
+            return super().evaluation_loop(*args, **kwargs)
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        inputs = self._prepare_inputs(inputs)
+        logits = self._eval_head(self.learner.encoder.image_embeds(inputs["pixel_values"]))
+        loss = F.cross_entropy(logits, inputs["labels"])
+        return (loss, None, None) if prediction_loss_only else (loss, logits, inputs["labels"])
+
+    @property
+    def _adapter(self) -> DualModeLoraModel:
+        adapter = self.learner.state.adapter
+        assert adapter is not None
+        return adapter
+
+    @property
+    def _seen(self) -> tuple[str, ...]:
+        return self.learner.class_names + (() if self._task is None else self._task.names)
+
+    def _tests(self, dataset: Any) -> EvaluationImages:
+        if not self._seen:
+            raise ValueError("no task has been learned yet: call train first")
+        images = named_images(dataset, None, default=self._seen)
+        place = {name: index for index, name in enumerate(self._seen)}
+        unknown = [images.class_names[label] for label in np.unique(images.labels).tolist()]
+        unknown = [name for name in unknown if name not in place]
+        if unknown:
+            raise ValueError(f"classes have not been learned, the first are {unknown[:5]}")
+        labels = [place[images.class_names[label]] for label in images.labels.tolist()]
+        return EvaluationImages(self.learner.encoder.images(images), labels)
+
+    # ------------------------------------------------------------------ saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what `ClassIncrementalLearner.from_pretrained` reads: adapter, classifiers, statistics, processor.
+
+        While a task is trained, it is a checkpoint, with which `train(resume_from_checkpoint=...)` goes on.
+        """
+        if self.args.should_save:
+            saving.write_into(self.learner.state, self._folder(output_dir), self._write_task)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _folder(self, asked: str | None = None) -> Path:
+        return Path(asked or self.args.output_dir or ".")
+
+    def _write_task(self, folder: Path) -> None:
+        if self._task is None:
+            return
+        tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
+        unfinished.write(folder, self._task.images.images, tensors)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `save_model` writes a card of its own."""
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload the learner to `args.hub_model_id`, as its own `push_to_hub` does, and wait for it."""
+        args = self.args
+        return self.learner.push_to_hub(
+            args.hub_model_id or self._folder().absolute().name,
+            commit_message=commit_message,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+            private=args.hub_private_repo if private is None else private,
+            **kwargs,
+        )
+
+    def _push_from_checkpoint(self, *_: Any) -> None:
+        """Nothing: an unfinished task is not published."""
+
+
+class _LoopTask(TaskTrainer):
+    """One task, whose steps the loop of a `DualModeTrainer` takes, from its beginning or from a checkpoint."""
+
+    task: NewTask
+
+    def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, more: dict[str, Any], *args: Any) -> None:
+        super().__init__(*args)
+        self.owner, self.checkpoint, self.more = owner, checkpoint, more
+
+    def begin(self, adapter: DualModeLoraModel) -> NewTask:
+        if self.checkpoint is None:
+            return super().begin(adapter)
+        tensors = {
+            name: tensor.to(self.encoder.device) for name, tensor in unfinished.read(self.checkpoint)[0].items()
+        }
+        self.teacher, self.old_text = tensors.get("teacher"), tensors.get("old_text")
+        return self.new_task(adapter)
+
+    def train(self, task: NewTask) -> None:
+        self.task = task
+        with self.strategy.training(task):
+            try:
+                output = self.owner._loop(self, self.checkpoint, self.more)
+            finally:
+                self.model.eval()
+        self.record.loss = [output.training_loss]
+        self.step += output.global_step
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    """The share of images whose highest score is that of their class; what `evaluate` gives by itself."""
+    return {"accuracy": float((found.predictions.argmax(axis=1) == found.label_ids).mean())}
+
+
+def _check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
+    misplaced = [name for name in settings if name in _NAMES]
+    if misplaced:
+        raise TypeError(f"{misplaced[0]} is {_NAMES[misplaced[0]]} of TrainingArguments here: set it there")
+    refused = [name for name in _REFUSED if getattr(args, name, None)]
+    if refused:
+        raise ValueError(f"{refused[0]}={getattr(args, refused[0])!r}: DualModeTrainer does not do this, leave it out")
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        raise ValueError(f"train_sampling_strategy={args.train_sampling_strategy!r}: images come in random order here")
+    if args.n_gpu > 1:  # one process on several GPUs would be wrapped in DataParallel: one of them works
+        args._n_gpu = 1
+    if args.device.type == "cpu":  # torch would warn that there is no other memory
+        args.dataloader_pin_memory = False
+
+
+def _learner(model: Any, processor: Any, args: TrainingArguments, settings: dict[str, Any]) -> ClassIncrementalLearner:
+    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
+    given = {
+        "epochs": max(1, math.ceil(args.num_train_epochs)),
+        "batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size),
+        "eval_batch_size": args.per_device_eval_batch_size,
+        "learning_rate": args.learning_rate,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "num_workers": args.dataloader_num_workers,
+        "device": args.device.type,
+        "progress": not args.disable_tqdm,
+        **settings,
+    }
+    if not isinstance(model, ClassIncrementalLearner):
+        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
+        if learner.model.history_rank or any(layer.is_trained("default") for layer in learner.state.layers.values()):
+            raise ValueError(
+                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
+                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
+            )
+        return learner
+    if not isinstance(model.strategy, Dulbe):
+        raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
+    if model.device.type != args.device.type:
+        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
+    model.change_settings(replace(model.args, **given))
+    return model

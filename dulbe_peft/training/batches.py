@@ -1,0 +1,75 @@
+"""A task's batches as `torch.utils.data.DataLoader` reads them, in the order that a learner takes them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.training.trainer import TaskTrainer, epoch_order
+from dulbe_peft.utils.processes import padded_shard
+
+
+class Order:
+    """Batches of a task's images by index, as a batch sampler: the epoch, this process's rows, and the whole batch."""
+
+    def __init__(self, size: int, batch_size: int, seed: int, task: int) -> None:
+        self.size, self.batch_size, self.seed, self.task, self.epoch = size, batch_size, seed, task, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(self.size / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, list[int], list[int]]]]:
+        order = epoch_order(self.size, self.seed, self.task, self.epoch)
+        for start in range(0, self.size, self.batch_size):
+            batch = order[start : start + self.batch_size]
+            yield [(self.epoch, padded_shard(batch), batch)]
+
+
+class EpochLoader(DataLoader[Any]):
+    """A loader that tells its order which epoch begins."""
+
+    def __init__(self, batches: Dataset[Any], order: Order, settings: dict[str, Any]) -> None:
+        super().__init__(batches, batch_sampler=order, **settings)
+
+    def set_epoch(self, epoch: int) -> None:
+        order: Any = self.batch_sampler
+        order.set_epoch(epoch)
+
+
+class WholeBatches(Dataset[dict[str, torch.Tensor]]):
+    """A batch as `Order` names it: pixels of this process's rows, labels and indices of the whole."""
+
+    def __init__(self, task: TaskTrainer) -> None:
+        self.images, self.seed, self.task = task.images, task.args.seed, task.index
+        self.augment = task.args.augment
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
+        epoch, rows, batch = key
+        images = self.images
+        if self.augment != "none":
+            images = images.view(self.augment, self.seed, self.task, epoch + 1)
+        pixels = torch.stack([images[row][0] for row in rows])
+        labels = torch.as_tensor(self.images.labels[batch])
+        return {"pixel_values": pixels, "labels": labels, "index": torch.tensor(batch)}
+
+
+class EvaluationImages(Dataset[dict[str, Any]]):
+    """Images and their places among the seen classes, as transformers' collator takes them."""
+
+    def __init__(self, images: PixelDataset, labels: list[int]) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixel_values": self.images[index][0], "label": self.labels[index]}

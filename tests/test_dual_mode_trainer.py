@@ -1,0 +1,294 @@
+"""transformers' loop learns what the learner learns, goes on in the middle of a task, and refuses all else."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import write_saved
+from hub_stub import on_this_process
+from lives import differences, everything, images_of, tiny_base, tiny_learner
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import TrainerCallback, TrainingArguments
+
+from dulbe_peft import (
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    DualModeTrainer,
+    LearnerArguments,
+    class_incremental_tasks,
+)
+from dulbe_peft.dual_mode_trainer import accuracy
+
+PROMPT = {"prompt_template": "the digit {}."}
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """Tasks of two digits, nine images each to learn from: the last batch of eight has two."""
+    return class_incremental_tasks(write_saved.digits(0, 9), write_saved.digits(9, 12), increment=2)[:3]
+
+
+def adapted(base):
+    clip, processor = copy.deepcopy(base[0]), base[1]
+    torch.manual_seed(0)
+    return get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8)), processor
+
+
+def arguments(folder, **fields):
+    given = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 64}
+    given |= {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.0, "optim": "adamw_torch"}
+    given |= {"use_cpu": True, "seed": 0, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return TrainingArguments(str(folder), **given | fields)
+
+
+def trainer_of(base, folder, settings=PROMPT, **fields):
+    model, processor = adapted(base)
+    return DualModeTrainer(model, arguments(folder, **fields), processing_class=processor, **settings)
+
+
+def learn(trainer, tasks):
+    for task in tasks:
+        trainer.train_dataset = task.train
+        trainer.train()
+    return trainer
+
+
+def learner_after(base, tasks, **fields):
+    model, processor = adapted(base)
+    args = LearnerArguments(batch_size=8, device="cpu", progress=False, **PROMPT | fields)
+    learner = ClassIncrementalLearner(model, processor, args=args)
+    for task in tasks:
+        learner.learn_task(task.train)
+    return learner
+
+
+def tensors(learner):
+    """All that a learner keeps: adapter, head, statistics."""
+    found = {name: value for name, value in learner.model.state_dict().items() if "dulbe_" in name}
+    found |= {f"head.{name}": value for name, value in learner.head.tensors().items()}
+    return found | {f"statistics.{name}": value for name, value in learner.memory.items()}
+
+
+def assert_equal(left, right):
+    left, right = tensors(left), tensors(right)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, tmp_path):
+    """Three tasks, and each its own trainer, which takes over what the one before has learned."""
+    expected = learner_after(base, tasks)
+    model, processor = adapted(base)
+    for task in tasks:
+        trained = (model.model if isinstance(model, ClassIncrementalLearner) else model).parameters()
+        optimizer = torch.optim.Adam([p for p in trained if p.requires_grad], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * 3)
+        trainer = DualModeTrainer(
+            model, arguments(tmp_path), task.train, task.test, processor, optimizers=(optimizer, schedule), **PROMPT
+        )
+        assert trainer.train().global_step == 6
+        model = trainer.learner
+    assert_equal(trainer.learner, expected)
+    assert trainer.head is trainer.learner.head and trainer.statistics is trainer.learner.memory
+    assert trainer.learner.tasks == expected.tasks and trainer.learner.state.step == expected.state.step
+    assert trainer.evaluate()["eval_accuracy"] == expected.evaluate(tasks[-1].test)["accuracy"]
+    scores = trainer.predict(tasks[0].test).predictions
+    assert scores.argmax(1).tolist() == [expected.class_names.index(name) for name in expected.predict(tasks[0].test)]
+
+
+def test_one_trainer_for_all_tasks_and_its_own_schedule(base, tasks, tmp_path):
+    """transformers' cosine is the learner's up to rounding."""
+    trainer, expected = learn(trainer_of(base, tmp_path), tasks[:2]), learner_after(base, tasks[:2])
+    ours, theirs = tensors(trainer.learner), tensors(expected)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * max(1.0, float(value.abs().max())))
+
+
+def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path):
+    settings = PROMPT | {"augment": "crop", "copies": 1}
+    trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
+    expected = learner_after(base, tasks[:2], epochs=1, augment="crop", copies=1)
+    assert_equal(trainer.learner, expected)
+
+
+class Stop(TrainerCallback):
+    """Ends training after a step, by an error."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_task_that_was_stopped_goes_on_from_a_checkpoint(base, tasks, tmp_path, index):
+    """In the first and the second epoch; a new trainer over a pristine model gets all from the checkpoint."""
+    for step in (2, 5):
+        folder = tmp_path / str(step)
+        first = trainer_of(base, folder, save_strategy="steps", save_steps=step)
+        learn(first, tasks[:index])
+        before = everything(first.learner)
+        first.add_callback(Stop(step + 1))
+        first.train_dataset = tasks[index].train
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+        assert differences(everything(first.learner), before) == []
+        again = trainer_of(base, folder, save_strategy="no")
+        again.train_dataset = tasks[index].train
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 6
+        assert_equal(again.learner, learn(trainer_of(base, tmp_path / "whole"), tasks[: index + 1]).learner)
+
+
+def test_a_checkpoint_is_of_its_task_alone(base, tasks, tmp_path):
+    trainer = learn(trainer_of(base, tmp_path, save_strategy="steps", save_steps=2), tasks[:1])
+    folder = tmp_path / "checkpoint-2"
+    with pytest.raises(CheckpointError, match="in the middle of a task.*resume_from_checkpoint"):
+        ClassIncrementalLearner.from_pretrained(folder)
+    trainer.train_dataset = tasks[1].train
+    before = everything(trainer.learner)
+    with pytest.raises(ValueError, match=r"another task, with 18 images .*'zero', 'one'.*'two', 'three'"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    with pytest.raises(ValueError, match="has no checkpoint of this task"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"is no checkpoint of a DualModeTrainer: it holds no task\.safetensors"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+    assert differences(everything(trainer.learner), before) == []
+    trainer.train()  # writes checkpoint-2 of this task over the other one
+    assert trainer.learner.tasks == [tasks[0].class_names, tasks[1].class_names]
+    other = learn(trainer_of(base, tmp_path / "other"), tasks[2:])
+    other.train_dataset, before = tasks[1].train, everything(other.learner)
+    with pytest.raises(ValueError, match=r"goes on after the tasks .*'zero', 'one'.*has learned .*'four', 'five'"):
+        other.train(resume_from_checkpoint=str(folder))
+    assert differences(everything(other.learner), before) == []
+
+
+def test_it_saves_a_learner_also_beside_checkpoints(base, tasks, tmp_path):
+    trainer = learn(trainer_of(base, tmp_path, save_strategy="epoch"), tasks[:2])
+    trainer.save_model()
+    assert {"checkpoint-3", "checkpoint-6", "adapter_model.safetensors", "statistics.safetensors"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert not list(tmp_path.glob("*.bin")), "no pickle"
+    found = ClassIncrementalLearner.from_pretrained(tmp_path)
+    assert_equal(found, trainer.learner)
+    third = DualModeTrainer(found, arguments(tmp_path / "next"), train_dataset=tasks[2].train, **PROMPT)
+    third.train()
+    assert_equal(third.learner, learn(trainer, tasks[2:]).learner)
+
+
+def test_batches_in_parts_give_the_gradient_of_their_mean(base, tasks, tmp_path):
+    """Without a structure loss, whose softmax over a batch's images knows the parts."""
+    settings = PROMPT | {"structure_weight": 0.0}
+    parts = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    ours = learn(trainer_of(base, tmp_path, settings, **parts), tasks[:2])
+    whole = learn(trainer_of(base, tmp_path, settings, per_device_train_batch_size=6), tasks[:2])
+    assert ours.state.global_step == whole.state.global_step == 6
+    left, right = tensors(ours.learner), tensors(whole.learner)
+    for name, value in right.items():
+        torch.testing.assert_close(left[name], value, rtol=1e-3, atol=2e-5 * max(1.0, float(value.abs().max())))
+    routed = learn(trainer_of(base, tmp_path, **parts), tasks[:2])
+    assert any(not torch.equal(left[name], value) for name, value in tensors(routed.learner).items())
+
+
+def test_half_precision_trains_float32_weights(base, tasks, tmp_path):
+    half, whole = (learn(trainer_of(base, tmp_path, bf16=on), tasks[:2]) for on in (True, False))
+    left, right = tensors(half.learner), tensors(whole.learner)
+    assert all(left[name].dtype == value.dtype for name, value in right.items())
+    trained = [name for name in right if "history_B" in name]
+    assert all(0 < (left[name] - right[name]).norm() < 0.5 * right[name].norm() for name in trained)
+
+
+def test_it_evaluates_while_it_trains_and_takes_the_best(base, tasks, tmp_path):
+    """By the texts of old and new classes, as the head does not know the new ones yet."""
+    often = {"eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "constant"}
+    often |= {"load_best_model_at_end": True, "metric_for_best_model": "first"}
+    trainer = trainer_of(base, tmp_path, {**PROMPT, "eval_dataset": tasks[0].test}, **often)
+    trainer.compute_metrics = lambda found: accuracy(found) | {"first": -trainer.state.global_step}
+    learn(trainer, tasks[:1])
+    found = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert len(found) == 2 and all(0.5 <= value <= 1 for value in found)
+    once = trainer_of(base, tmp_path / "once", max_steps=3, lr_scheduler_type="constant")
+    assert_equal(trainer.learner, learn(once, tasks[:1]).learner)  # what it was after the first epoch
+
+
+def test_two_datasets_to_test_on_and_unknown_classes(base, tasks, tmp_path):
+    trainer = trainer_of(base, tmp_path, num_train_epochs=1)
+    with pytest.raises(ValueError, match="no task has been learned yet"):
+        trainer.evaluate(tasks[0].test)
+    learn(trainer, tasks[:2])
+    found = trainer.evaluate({"old": tasks[0].test, "new": tasks[1].test})
+    assert {"eval_old_accuracy", "eval_new_accuracy"} <= found.keys()
+    with pytest.raises(ValueError, match=r"classes have not been learned, the first are \['four', 'five'\]"):
+        trainer.evaluate(tasks[2].test)
+
+
+def test_what_it_does_not_do_is_refused(base, tmp_path):
+    for name, value in {"label_smoothing_factor": 0.1, "torch_compile": True, "dataloader_drop_last": True}.items():
+        with pytest.raises(ValueError, match=f"{name}={value}: DualModeTrainer does not do this, leave it out"):
+            trainer_of(base, tmp_path, **{name: value})
+    with pytest.raises(ValueError, match="train_sampling_strategy=.*random order"):
+        trainer_of(base, tmp_path, train_sampling_strategy="sequential")
+    with pytest.raises(TypeError, match="epochs is num_train_epochs of TrainingArguments here: set it there"):
+        trainer_of(base, tmp_path, {"epochs": 3})
+    with pytest.raises(TypeError, match="'prompt'"):
+        trainer_of(base, tmp_path, {"prompt": "a {}"})
+    several = arguments(tmp_path)
+    several._n_gpu = 2
+    assert DualModeTrainer(adapted(base)[0], several, processing_class=base[1]).args.n_gpu == 1
+
+
+def test_an_adapter_that_has_learned_needs_what_it_learned(tmp_path):
+    learner = tiny_learner(classifiers=("bridge",))
+    learner.learn_task(images_of(0, 1, 0, 1), ["a", "b"])
+    with pytest.raises(ValueError, match="brings no statistics and no classes: pass ClassIncrementalLearner"):
+        DualModeTrainer(learner.model, arguments(tmp_path), processing_class=learner.processor)
+    with pytest.raises(ValueError, match="the strategy 'lora', expected 'dulbe'"):
+        DualModeTrainer(tiny_learner("lora"), arguments(tmp_path))
+    optimizers = torch.optim.Adam(learner.model.base_model.shared_parameters()), None
+    trainer = DualModeTrainer(learner, arguments(tmp_path, num_train_epochs=1), optimizers=optimizers)
+    trainer.train_dataset, trainer.class_names = images_of(0, 1, 0, 1, seed=1), ["c", "d"]
+    trainer.train()
+    assert learner.class_names == ("a", "b", "c", "d"), "the learner that was given is the one that learns"
+    with pytest.raises(ValueError, match="given optimizers are of an earlier task"):
+        trainer.train()
+
+
+def test_it_publishes_a_learner(tmp_path, monkeypatch):
+    learner = tiny_learner(classifiers=("bridge",))
+    with on_this_process(monkeypatch, tmp_path) as hub:
+        args = arguments(tmp_path / "out", push_to_hub=True, hub_model_id="someone/birds", save_strategy="epoch")
+        trainer = DualModeTrainer(learner, args, images_of(0, 1, 0, 1), class_names=["a", "b"])
+        trainer.train()
+        assert set(hub.files("someone/birds")) <= {".gitattributes"}, "no unfinished task"
+        trainer.save_model()
+        clip = copy.deepcopy(tiny_base()[0])
+        found = ClassIncrementalLearner.from_pretrained("someone/birds", base_model=clip)
+    assert_equal(found, learner)
+    assert "class-incremental-learning" in hub.files("someone/birds")["README.md"].decode()
+
+
+SCRIPT = Path(__file__).with_name("distributed_trainer.py")
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_ends(tmp_path):
+    """Steps of eight images in two batches of four, here or in pairs; the second task is stopped and resumed."""
+    for folder, processes in (("one", 1), ("two", 2)):
+        launch = [*LAUNCH, str(processes)] if processes > 1 else [sys.executable]
+        done = subprocess.run([*launch, str(SCRIPT), str(tmp_path / folder)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+    first, second, alone = (load_file(tmp_path / name) for name in ("two/state-0", "two/state-1", "one/state-0"))
+    assert first.keys() == second.keys() == alone.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    for key, value in alone.items():
+        error = (first[key] - value).abs().max() / value.abs().max() if value.any() else first[key].abs().sum()
+        assert error < 1e-3, key
