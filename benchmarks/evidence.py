@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS
+from dulbe_peft.classifiers import CLASSIFIERS
 
 Row = dict[str, str]
 
@@ -72,7 +72,7 @@ def own(results: Path, file: str, stream: str) -> list[list[str]]:
     """A_last of the classifiers that methods bring along."""
     rows = compared(results, file)
     found = {name: percent(row["last"]) for (each, _, name), row in rows.items() if each == stream}
-    names = [name for name in found if name in METHOD_CLASSIFIERS]
+    names = [name for name in found if name in CLASSIFIERS and CLASSIFIERS[name].belongs_to]
     return [names, [found[name] for name in names]]
 
 

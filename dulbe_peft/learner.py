@@ -90,6 +90,7 @@ class ClassIncrementalLearner(TakesTurns):
     args: LearnerArguments = _of_state("args")
     strategy: Strategy = _of_state("strategy")
     classifiers: dict[str, Classifier] = _of_state("classifiers")
+    classifier: Classifier = _of_state("classifier")  # the one that answers
     memory: Memory | None = _of_state("memory")
     tasks: list[tuple[str, ...]] = _of_state("tasks")
     class_names: tuple[str, ...] = _of_state("class_names")
@@ -126,11 +127,6 @@ class ClassIncrementalLearner(TakesTurns):
         self.checksum: str | None = None
         self.log: Log | None = None
         super().__init__()
-
-    @property
-    def classifier(self) -> Classifier:
-        """The first classifier, which `predict` uses."""
-        return next(iter(self.state.classifiers.values()))
 
     @property
     def head(self) -> BridgeEnsembleHead:

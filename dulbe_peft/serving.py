@@ -51,7 +51,7 @@ class App:
         """The classes, whether new ones can be added here, and what an undo would take back."""
         return {
             "classes": list(self.learner.class_names),
-            "classifier": next(iter(self.learner.classifiers)),
+            "classifier": self.learner.classifier.name,
             "teachable": not self.learner.strategy.adapts,
             "undo": self.before[-1][0] if self.before else None,
             "most_bytes": MOST_BYTES,

@@ -4,6 +4,7 @@ import math
 
 import torch
 from drawn import DIM, features, normal
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import rapf
@@ -187,27 +188,31 @@ def literal_alignment(weight, bias, gaussians, sizes, generator):
     return descend(weight, bias, batches(), lambda number: 0.05 * (1 + math.cos(math.pi * number / 2)) / 2)
 
 
-def test_slca_s_two_tasks_equal_the_literal_version():
-    classifier, gaussians, sizes = SlcaClassifier(DIM, seed=2, **SETTINGS), [], [3, 2]
-    weight, bias = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-    for number, (classes, names) in enumerate([(3, "abc"), (2, "de")]):
+def test_slca_s_three_tasks_equal_the_literal_version(tmp_path):
+    classifier, gaussians, sizes = SlcaClassifier(DIM, seed=2, **SETTINGS), [], [3, 2, 2]
+    trained = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    for number, (classes, names) in enumerate([(3, "abc"), (2, "de"), (2, "fg")]):
         images, labels = features(classes, 13, 5 * number)
         x = math.sqrt(DIM) * torch.nn.functional.normalize(images, dim=1).double()
-        generator = torch.Generator().manual_seed(2 * 1_000_003 + 3 * number)
+        generator = torch.Generator().manual_seed(2 * 1_000_003 + sum(sizes[:number]))
         own = literal_head(x, labels, classes, generator)
-        weight, bias = torch.cat([weight, own[0]]), torch.cat([bias, own[1]])
+        weight, bias = trained = torch.cat([trained[0], own[0]]), torch.cat([trained[1], own[1]])
         gaussians += [
             (x[labels == c].mean(dim=0), torch.cov(x[labels == c].T) + 0.01 * torch.eye(DIM)) for c in range(classes)
         ]
         if number:
-            before = weight
-            weight, bias = literal_alignment(weight, bias, gaussians, sizes, generator)
-            assert (weight - before).abs().max() > 0.1
+            weight, bias = literal_alignment(*trained, gaussians, sizes[: number + 1], generator)
+            assert (weight - trained[0]).abs().max() > 0.1
         classifier.add_classes(list(names), images, labels)
     torch.testing.assert_close(classifier.weight.double(), weight, rtol=0, atol=1e-4)
     torch.testing.assert_close(classifier.bias.double(), bias, rtol=0, atol=1e-4)
     expected = x @ weight.T + bias
     torch.testing.assert_close(classifier(images).double(), expected, rtol=1e-4, atol=1e-3)
+    classifier.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "slca.safetensors")
+    save_file({n: t for n, t in tensors.items() if "trained" not in n}, tmp_path / "slca.safetensors")  # as of 0.2.0
+    old = SlcaClassifier.from_pretrained(tmp_path)
+    assert torch.equal(old(images), classifier(images)) and torch.equal(old.trained_weight, classifier.weight)
 
 
 def test_a_class_that_is_forgotten_leaves_its_task_s_norm():

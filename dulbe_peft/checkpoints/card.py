@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.classifiers import answering
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
@@ -65,7 +66,7 @@ def model_card(
         source=repr(source),
         model_type=None if state.adapter is None else type(state.base).__name__,
         base_source=repr(base),
-        classifier_type=type(next(iter(state.classifiers.values()))).__name__,
+        classifier_type=type(state.classifier).__name__,
         tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
         results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
         dataset_name=dataset_name,
@@ -78,7 +79,7 @@ def _header(
 ) -> str:
     """What the Hub reads: a YAML block, with the first classifier's accuracies."""
     base = state.base_name[0]
-    figures = {} if results is None else next(iter(results["classifiers"].values()))
+    figures = {} if results is None else results["classifiers"][answering(results["classifiers"])]
     measured = [
         EvalResult(
             task_type="image-classification",

@@ -120,6 +120,11 @@ def make_classifiers(
     return {name: make_classifier(one, embed_dim, logit_scale, defaults) for name, one in parsed.items()}
 
 
+def answering(by_name: Mapping[str, Any]) -> str:
+    """The name of the classifier that answers, of those of a learner or of results: the first one."""
+    return next(iter(by_name))
+
+
 def spec(classifier: Classifier) -> str:
     """The text that makes a classifier like this one: its name, and the settings that differ from the defaults.
 
@@ -131,8 +136,6 @@ def spec(classifier: Classifier) -> str:
     return format_spec(classifier.name, changed)
 
 
-# Of one strategy each.
-METHOD_CLASSIFIERS = ("visual_agent", "rapf", "bofa", "slca", "engine", "proof", "clap4clip", "clg_cbm")
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,

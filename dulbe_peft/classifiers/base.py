@@ -64,12 +64,16 @@ class Classifier(GrowingState):
         needs_each_text: whether the rows `each_text` hold each text of each class, of which a class has `num_texts`.
         updates: whether `added` takes further images of known classes.
         file_stem: how the names of its files begin; usually the name.
+        summary: what it is, in one line for somebody who has not read the paper; a report shows it.
+        belongs_to: the strategy whose own rule it is, or "".
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
     """
 
     needs_text: ClassVar[bool] = False
     needs_each_text: ClassVar[bool] = False
     updates: ClassVar[bool] = False
+    summary: ClassVar[str] = ""
+    belongs_to: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

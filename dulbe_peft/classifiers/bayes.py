@@ -261,6 +261,7 @@ class BayesClassifier(Classifier):
     features: Annotated[int, Ge(0), Le(MOST_FEATURES)] = 500
 
     name = "bayes"
+    summary = "discriminant analysis with the text as its prior: a class is its name until its images say otherwise"
     needs_text = True
     updates = True
 

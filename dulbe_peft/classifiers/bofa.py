@@ -30,6 +30,8 @@ class BofaClassifier(PrototypeClassifier):
     grid: Annotated[int, Ge(2)] = 21
 
     name = "bofa"
+    summary = "BOFA's rule: class means and text classifier, mixed"
+    belongs_to = "bofa"
     needs_text = True
 
     def register(self) -> None:

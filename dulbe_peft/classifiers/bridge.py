@@ -50,6 +50,10 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
     reliability_temperature: Annotated[float, Gt(0), Le(MOST)] = 0.05
 
     name = "bridge"
+    summary = (
+        "bridge-prototype head: between the mean of a class's training images and its name, at the depth "
+        "that told its training images best"
+    )
     needs_text = True
     updates = True
     file_stem = "head"

@@ -56,6 +56,8 @@ class Clap4ClipClassifier(ReplayedMeans):
     seed: Seed = 0
 
     name = "clap4clip"
+    summary = "CLAP4CLIP's rule: names that have seen the class means, and to each the mean of a learned Gaussian"
+    belongs_to = "clap4clip"
     by_task = "adapters"
 
     def register(self) -> None:

@@ -69,6 +69,8 @@ class ClgCbmClassifier(Classifier):
     seed: Seed = 0
 
     name = "clg_cbm"
+    summary = "CLG-CBM's rule: how much an image looks like each text of each class, and a sparse sum of that"
+    belongs_to = "clg_cbm"
     needs_text = True
     needs_each_text = True
 

@@ -77,6 +77,8 @@ class EngineClassifier(Classifier):
     seed: Seed = 0
 
     name = "engine"
+    summary = "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images"
+    belongs_to = "engine"
     needs_text = True
 
     def register(self) -> None:

@@ -38,6 +38,7 @@ class GdaClassifier(LdaClassifier):
     alpha: Positive | Literal["auto"] = "auto"
 
     name = "gda"
+    summary = "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight"
     needs_text = True
 
     def register(self) -> None:

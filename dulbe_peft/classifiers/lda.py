@@ -46,6 +46,10 @@ class LdaClassifier(Classifier):
     prior_images: Weight = 1.0
 
     name = "lda"
+    summary = (
+        "linear discriminant analysis: class means, measured by how much the images of one class differ "
+        "among each other"
+    )
     updates = True
 
     def register(self) -> None:

@@ -122,6 +122,8 @@ class ProofClassifier(ReplayedMeans):
     seed: Seed = 0
 
     name = "proof"
+    summary = "PROOF's rule: projected features, names and class means, compared before and after they see one another"
+    belongs_to = "proof"
     by_task = "prompts"
 
     def register(self) -> None:

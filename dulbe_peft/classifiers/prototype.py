@@ -21,6 +21,7 @@ class PrototypeClassifier(Classifier):
     """
 
     name = "prototype"
+    summary = "class means: each class is the mean of its training images; an image goes to the nearest mean"
     updates = True
 
     def register(self) -> None:

@@ -53,6 +53,7 @@ class RanpacClassifier(RidgeRegression):
     ridge: Positive | Literal["auto"] = "auto"
 
     name = "ranpac"
+    summary = "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders"
 
     def register(self) -> None:
         self.unit = self.features

@@ -74,6 +74,8 @@ class RapfClassifier(Classifier):
     seed: Seed = 0
 
     name = "rapf"
+    summary = "RAPF's rule: names against image features that pass a linear map, which every task trains further"
+    belongs_to = "rapf"
     needs_text = True
 
     def register(self) -> None:

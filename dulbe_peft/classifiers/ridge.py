@@ -116,6 +116,7 @@ class RidgeClassifier(RidgeRegression):
     ridge: Positive | Literal["auto"] = "auto"
 
     name = "ridge"
+    summary = "analytic ridge: a linear map from images to classes, solved in one go and added to with every task"
 
     def register(self) -> None:
         self._keep_sums(self.embed_dim, torch.float64)

@@ -2,7 +2,7 @@
 
 x = sqrt(d) z,  score = W x + b
 head:       rows of a task's classes, trained on the task's features by the cross-entropy over these classes
-alignment:  from task 2 on, all rows, on x ~ N(a_c mu_c, Sigma_c), as many of each class
+alignment:  from task 2 on, all rows, from what their task has trained, on x ~ N(a_c mu_c, Sigma_c), as many of each
             a_c = 0.9 + 0.1 (t_c + 1) / T             t_c: the class's task of T, from 0
             cross-entropy of scores / (h n),  n = mean over tasks of |scores of the task's classes|,  h = 0.1
 """
@@ -32,8 +32,9 @@ MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configurati
 
 
 class SlcaClassifier(Classifier):
-    """A linear head and one Gaussian a class, 4 d (d + 1) bytes; it draws features, and keeps no image.
+    """A linear head and one Gaussian a class, 4 d (d + 3) bytes; it draws features, and keeps no image.
 
+    The head is kept twice, aligned for the scores, and as trained for the next alignment.
     The authors' features have passed a LayerNorm, which gives them a norm near sqrt(d); unit features get it here.
     Learning runs twice for each task, because the temperature of the probabilities needs held-back images. Every task
     aligns all classes, so its time grows with their square.
@@ -63,10 +64,15 @@ class SlcaClassifier(Classifier):
     seed: Seed = 0
 
     name = "slca"
+    summary = "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes"
+    belongs_to = "slca"
+    came_later = {"trained_weight": "weight", "trained_bias": "bias"}
 
     def register(self) -> None:
-        self.register_rows("weight", self.embed_dim)
-        self.register_rows("bias")
+        for name in ("weight", "trained_weight"):
+            self.register_rows(name, self.embed_dim)
+        for name in ("bias", "trained_bias"):
+            self.register_rows(name)
         self.register_rows("means", self.embed_dim)
         self.register_rows("factors", self.embed_dim, self.embed_dim)
         self.register_rows("task", dtype=torch.int64)
@@ -77,10 +83,13 @@ class SlcaClassifier(Classifier):
         means, factors = gaussians(x, labels, len(new), self.ridge)
         kept = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
         kept["task"] = with_task(self.task, len(new))
-        head = self._head(x, labels, len(new), generator)
-        head = [torch.cat([rows.float(), own]) for rows, own in zip((self.weight, self.bias), head, strict=True)]
+        own = self._head(x, labels, len(new), generator)
+        before = self.trained_weight, self.trained_bias
+        trained = [torch.cat([rows.float(), more]) for rows, more in zip(before, own, strict=True)]
+        head = trained
         if old:
-            head = self._aligned(head, kept["means"], kept["factors"], kept["task"], generator)
+            head = self._aligned(trained, kept["means"], kept["factors"], kept["task"], generator)
+        kept |= zip(("trained_weight", "trained_bias"), trained, strict=True)
         return kept | {"weight": head[0], "bias": head[1]}
 
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:

@@ -16,6 +16,7 @@ class TextClassifier(Classifier):
     """
 
     name = "text"
+    summary = "text classifier: the model after learning, which chooses by the names of the classes alone"
     needs_text = True
     updates = True
 

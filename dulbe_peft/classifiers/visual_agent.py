@@ -42,6 +42,8 @@ class VisualAgentClassifier(Classifier):
     seed: Seed = 0
 
     name = "visual_agent"
+    summary = "MG-CLIP's rule: class means that are trained further, mixed with the text classifier"
+    belongs_to = "mg_clip"
     needs_text = True
 
     def register(self) -> None:

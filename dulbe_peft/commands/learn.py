@@ -77,7 +77,7 @@ def learn(
         write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
         if before:
             _say_gain(before, known_tasks(loaded)[-1].row)
-        say_results(results, output, next(iter(loaded.classifiers)))
+        say_results(results, output, loaded.classifier.name)
     leave()
     return 0
 

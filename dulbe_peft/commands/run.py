@@ -65,7 +65,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     results = setup.run(learner, stream.output, resume=stream.resume)
     if world()[0] == 0:
         write_pictures(stream.output, [task.test for task in setup.tasks], results, setup.left_out)
-        say_results(results, stream.output, next(iter(learner.classifiers)))
+        say_results(results, stream.output, learner.classifier.name)
     leave()
     return 0
 

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from dulbe_peft.classifiers import METHOD_CLASSIFIERS, parse_classifier
+from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
-from dulbe_peft.utils.specs import closest, parse_spec
+from dulbe_peft.utils.specs import closest
 
 DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
@@ -100,13 +100,13 @@ class Plan:
     def rows(self, method: str) -> list[Row]:
         """The rows of a method: the plan's classifiers and the method's own, with every drift that means something."""
         strategy = self.strategy(method)
-        own = [spec for spec in strategy.classifiers if parse_spec(spec)[0] in METHOD_CLASSIFIERS]
-        named = {parse_spec(spec)[0] for spec in self.classifiers}
-        specs = [*self.classifiers, *(spec for spec in own if parse_spec(spec)[0] not in named)]
+        asked = {text: parse_classifier(text).kind for text in (*self.classifiers, *strategy.classifiers)}
+        named = {asked[text].name for text in self.classifiers}
+        own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
         rows = []
-        for spec in specs:
-            moves = strategy.adapts and parse_classifier(spec).kind.follows_drift()
-            rows += [Row(method, spec, drift) for drift in (self.drifts if moves else ["none"])]
+        for text in (*self.classifiers, *own):
+            moves = strategy.adapts and asked[text].follows_drift()
+            rows += [Row(method, text, drift) for drift in (self.drifts if moves else ["none"])]
         return rows
 
     @property

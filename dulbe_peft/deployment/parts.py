@@ -58,7 +58,7 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
         raise ValueError("the learner has learned no class yet: there is nothing to export")
     if name is not None and name not in state.classifiers:
         raise ValueError(f"the learner has no classifier {name!r}; its classifiers are {', '.join(state.classifiers)}")
-    return state.classifiers[name or next(iter(state.classifiers))]
+    return state.classifier if name is None else state.classifiers[name]
 
 
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:

@@ -12,35 +12,20 @@ from typing import Any
 
 import numpy as np
 
-_NEAREST_MEAN = "class means: each class is the mean of its training images; an image goes to the nearest mean"
-# What each row of a table is, for somebody who has not read the paper; a report says it once.
-METHODS = {
+from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.text import TextClassifier
+
+# What the rows of a table are that no classifier of the learner gives, as `Classifier.summary`; a report says it once.
+BESIDE_CLASSIFIERS = {
     "zero_shot": "zero-shot: the model before it learned anything, which chooses by the names of the classes alone",
-    "text": "text classifier: the model after learning, which chooses by the names of the classes alone",
-    "class_means": _NEAREST_MEAN,
-    "bridge": "bridge-prototype head: between the mean of a class's training images and its name, at the depth that "
-    "told its training images best",
-    "lda": "linear discriminant analysis: class means, measured by how much the images of one class differ among each "
-    "other",
-    "gda": "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight",
-    "ridge": "analytic ridge: a linear map from images to classes, solved in one go and added to with every task",
-    "ranpac": "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders",
-    "bayes": "discriminant analysis with the text as its prior: a class is its name until its images say otherwise",
-    "prototype": _NEAREST_MEAN,
-    "visual_agent": "MG-CLIP's rule: class means that are trained further, mixed with the text classifier",
-    "rapf": "RAPF's rule: names against image features that pass a linear map, which every task trains further",
-    "slca": "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes",
-    "engine": "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images",
-    "proof": "PROOF's rule: projected features, names and class means, compared before and after they see one another",
-    "clap4clip": "CLAP4CLIP's rule: names that have seen the class means, and to each the mean of a learned Gaussian",
-    "clg_cbm": "CLG-CBM's rule: how much an image looks like each text of each class, and a sparse sum of that",
-    "bofa": "BOFA's rule: class means and text classifier, mixed",
+    "text": TextClassifier.summary,
+    "class_means": PrototypeClassifier.summary,
 }
 
 
 def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The rows of a table of results, name and figures: the model before learning first, then every classifier."""
-    whole = {key: results[key] for key in ("zero_shot", "text", "class_means") if key in results}
+    whole = {key: results[key] for key in BESIDE_CLASSIFIERS if key in results}
     return list((whole | results.get("classifiers", {})).items())
 
 

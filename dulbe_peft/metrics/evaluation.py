@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers import Classifier, answering
 from dulbe_peft.utils.files import read_csv, write_csv
 
 PREDICTIONS_FILE = "predictions.csv"
@@ -39,8 +39,8 @@ class Evaluation:
         """Top-1 accuracies, see `ClassIncrementalLearner.evaluate`."""
         accuracies = {name: self.accuracy(rows) for name, rows in self.classifiers.items()}
         figures = {f"{name}_accuracy": self.accuracy(rows) for name, rows in self.baselines.items()}
-        first, number = next(iter(accuracies.values())), float(len(self.truth))
-        return {"accuracy": first, "classifiers": accuracies, "num_images": number, **figures}
+        first, number = answering(accuracies), float(len(self.truth))
+        return {"accuracy": accuracies[first], "classifiers": accuracies, "num_images": number, **figures}
 
     def accuracy(self, predicted: torch.Tensor) -> float:
         """The share of images whose prediction, (n,), is right."""
@@ -72,7 +72,7 @@ def evaluate_features(
             rows[name] = kept.to(features)
     said: dict[str, list[torch.Tensor]] = {name: [] for name in classifiers}
     beside: dict[str, list[torch.Tensor]] = {name: [] for name in rows}  # `text` may be among both
-    sure, first = [], next(iter(classifiers))
+    sure, first = [], answering(classifiers)
     for part in features.split(max(1, MOST_SCORES // len(class_names))):
         for name, classifier in classifiers.items():
             scores = classifier(part)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.metrics.accuracy import METHODS, result_rows
+from dulbe_peft.classifiers import CLASSIFIERS, answering
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import ClassRow, Share
 
@@ -52,7 +53,7 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
     words = {"xlabel": "classes seen", "ylabel": "right, of all seen classes (%)"}
     figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)), ylim=(0, 100), xticks=_thinned(classes), **words)
     # What is known by name looks the same in every picture.
-    places = [*METHODS, *(name for name, _ in rows if name not in METHODS)]
+    places = list(dict.fromkeys([*BESIDE_CLASSIFIERS, *CLASSIFIERS, *(name for name, _ in rows)]))
     for name, block in rows:
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
@@ -73,7 +74,7 @@ def line_style(place: int) -> dict[str, str]:
 def matrix_figure(results: dict[str, Any]) -> Any:
     """The first classifier's task matrix; what was not tested stays empty."""
     _check_tested(results)
-    rows = next(iter(results["classifiers"].values()))["matrix"]
+    rows = results["classifiers"][answering(results["classifiers"])]["matrix"]
     size = len(rows)
     values = [_percents(row) + [math.nan] * (size - len(row)) for row in rows]
     figure, axes = new_figure(4.8, xlabel="tested on the classes of task", ylabel="after learning task")

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
+from dulbe_peft.classifiers import answering
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import stream_results
@@ -114,7 +115,7 @@ class RunFolder:
     @property
     def first(self) -> str:
         """The classifier that `predict` uses."""
-        return next(iter(self.results["classifiers"]))
+        return answering(self.results["classifiers"])
 
     @property
     def strategy(self) -> str:

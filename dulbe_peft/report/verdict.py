@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.teaching import TEACHING
-from dulbe_peft.metrics.accuracy import METHODS, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
 from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share
 
@@ -53,8 +53,13 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
         Share(round(right * number), number) if number and right is not None else None,
         sum(seconds) if seconds else None,
         min(sizes, default=None),
-        [METHODS[name] for name in names if name in METHODS],
+        [words for name in names if (words := summary(name))],
     )
+
+
+def summary(name: str) -> str:
+    """What a row of the results is; "" for a classifier from elsewhere that does not say it."""
+    return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].summary if name in CLASSIFIERS else "")
 
 
 def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
+from dulbe_peft.classifiers import answering
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
@@ -164,7 +165,7 @@ def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     text = f"task {number}/{total}: {classes} classes"
     if not row.classifiers:
         return text
-    by_task = next(iter(row.classifiers.values())).by_task
+    by_task = row.classifiers[answering(row.classifiers)].by_task
     tested = [str(task) for task, value in enumerate(by_task, 1) if value is not None]
     if len(tested) < len(by_task):
         listed = ", ".join(tested) if len(tested) <= LINE else f"{tested[0]} to {tested[-1]}"

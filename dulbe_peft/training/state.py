@@ -12,7 +12,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers import Classifier, answering
 from dulbe_peft.strategies import Memory, Strategy
 
 
@@ -45,6 +45,11 @@ class LearnerState:
     incomplete: bool = False
     updates: list[dict[str, Any]] = field(default_factory=list)
     class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def classifier(self) -> Classifier:
+        """The classifier that answers."""
+        return self.classifiers[answering(self.classifiers)]
 
     @property
     def class_names(self) -> tuple[str, ...]:
