@@ -44,7 +44,7 @@ def refused(features: dict[str, Any], images: int, increment: int, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
     known = order[: int(len(order) * KNOWN)]
-    classifiers = make_classifiers(SPECS, features["train"].shape[1], features["scale"], {})
+    classifiers = make_classifiers(SPECS, features["train"].shape[1], features["scale"])
     seen: list[int] = []
     for group in known.split(increment):
         rows = [(features["y"] == label).nonzero()[:, 0] for label in group]

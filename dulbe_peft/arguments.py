@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from dulbe_peft.utils.checks import LEAST, MOST
 from dulbe_peft.utils.settings import check_settings, setting
@@ -23,8 +23,8 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
-# Settings of 0.2.0 that are gone, each with the value that all learners have now.
-GONE = {"statistics": "exact"}
+# Settings of 0.2.0 that are gone, each with the value that all learners have now, or ... where another file has it.
+GONE = {"statistics": "exact", "num_depths": ..., "reliability_temperature": ...}
 AUGMENTATIONS = ("crop", "flip", "affine")
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
@@ -144,8 +144,6 @@ class LearnerArguments:
     drift: Literal["none", "linear"] = setting(
         "none", "When a task closes: leave what classifiers store as it is, or move it along by a linear map."
     )
-    num_depths: Annotated[int, Ge(2), Le(1000)] = setting(10, "K_b, bridge depths from 0 (visual) to 1 (text).")
-    reliability_temperature: Annotated[float, Gt(0), Le(1e6)] = setting(0.05, "beta, softmax over bridge depths.")
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed of the initial weights and of the order of images.")
     num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep a task's preprocessed images up to so many MiB.")

@@ -58,7 +58,6 @@ class ClassIncrementalLearner(TakesTurns):
         model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
             strategy that trains nothing, such as "frozen", also takes `clip` itself.
         processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
-        head: a [`BridgeEnsembleHead`] without classes, to be used as the classifier "bridge".
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: "name,name:key=value", or several of such texts and of [`Classifier`] objects; the first one is
             what `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
@@ -100,7 +99,6 @@ class ClassIncrementalLearner(TakesTurns):
         self,
         model: nn.Module,
         processor: Any,
-        head: BridgeEnsembleHead | None = None,
         args: LearnerArguments | None = None,
         strategy: str | Strategy = "dulbe",
         classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None = None,
@@ -119,7 +117,7 @@ class ClassIncrementalLearner(TakesTurns):
             processor = with_image_resize(processor, clip, args.image_resize)
         self.encoder = Encoder(clip, processor, args, self.device)
         self.logit_scale = logit_scale(clip)
-        made = learner_classifiers(clip, method, args, classifiers, head, self.device)
+        made = learner_classifiers(clip, method, classifiers, self.device)
         self.state = LearnerState(model, processor, args, method, made)
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
@@ -135,10 +133,6 @@ class ClassIncrementalLearner(TakesTurns):
         if not isinstance(head, BridgeEnsembleHead):
             raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
         return head
-
-    @head.setter
-    def head(self, head: BridgeEnsembleHead) -> None:
-        self.state = replace(self.state, classifiers=self.state.classifiers | {"bridge": head.to(self.device)})
 
     @property
     def profile(self) -> Profile:

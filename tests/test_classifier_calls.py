@@ -148,7 +148,7 @@ def page(monkeypatch, capsys):
 def test_a_classifier_from_outside_works_with_files_and_the_hub(page, tmp_path, monkeypatch):
     assert page["printed"] == "tensor([0, 1, 2])\n"
     cls = page["NearestMedian"]
-    classifier = make_classifier("median:power=2", DIM, SCALE, {"power": 3.0, "num_depths": 4})
+    classifier = make_classifier("median:power=2", DIM, SCALE)
     assert type(classifier) is cls and classifier.power == 2 and spec(classifier) == "median:power=2.0"
     images, labels = task(range(CLASSES))
     classifier.add_classes([f"digit {c}" for c in range(CLASSES)], images, labels)
@@ -183,7 +183,7 @@ def test_classes_that_cannot_be_registered_are_refused(page):
 
 def test_names_and_settings_make_classifiers_or_are_refused():
     assert set(NAMED) == set(CLASSIFIERS)
-    made = make_classifiers(["bridge", "ranpac:seed=3", "lda"], 8, 15.0, {"num_depths": 4, "features": 50})
+    made = make_classifiers(["bridge:num_depths=4", "ranpac:features=50,seed=3", "lda"], 8, 15.0)
     assert list(map(spec, made.values())) == ["bridge:num_depths=4", "ranpac:features=50,seed=3", "lda"]
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"

@@ -200,6 +200,10 @@ def test_what_is_finished_is_not_run_again(copied, content):
 @pytest.mark.parametrize("metric", ["cosine", "whitened"])
 def test_answers_of_0_2_0_are_read_where_they_are_the_same_classifier_s(copied, metric):
     run, row = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0", Row("frozen", "bridge")
+    cell = json.loads((run / "cell.json").read_text()) | {
+        "bridge": {"num_depths": 10, "reliability_temperature": 0.05}
+    }
+    (run / "cell.json").write_text(json.dumps(cell))
     tensors, metadata = read_tensors(answers_path(run, row))
     facts = json.loads(metadata["facts"])
     facts["settings"]["classifier"][2]["metric"] = metric

@@ -70,6 +70,10 @@ def unadapted_loss(model, _):
     return model.get_base_model().logit_scale * torch.ones((), requires_grad=True), 1
 
 
+def adopt(world, classifiers):
+    ClassIncrementalLearner(world.model, tiny_base()[1], classifiers=classifiers)
+
+
 def learn(world, dataset, names=("x", "y")):
     return world.learner.learn_task(dataset, names)
 
@@ -121,7 +125,13 @@ SETTINGS = [
     ("no adapter", lambda w: ClassIncrementalLearner(*tiny_base()), V, "get_peft_model CLIPModel"),
     ("adapter of another name", lambda w: adapted_learner("mine"), V, "['mine'] 'default'"),
     ("no processor", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
-    ("head too narrow", lambda w: ClassIncrementalLearner(w.model, tiny_base()[1], BridgeEnsembleHead(4)), V, "4"),
+    ("head too narrow", lambda w: adopt(w, [BridgeEnsembleHead(4)]), V, "'bridge' takes 4 dimensions"),
+    (
+        "head by its place",
+        lambda w: ClassIncrementalLearner(w.model, tiny_base()[1], BridgeEnsembleHead(8)),
+        T,
+        "args",
+    ),
 ]
 METHOD = [
     ("modes of no layer", lambda w: w.model.begin_task({}), V, f"missing '{LAYER}'"),

@@ -14,7 +14,7 @@ from small_runs import parse
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import make_classifiers
+from dulbe_peft.classifiers import parse_classifiers
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS, demo_model_folder
@@ -25,7 +25,6 @@ from dulbe_peft.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.protocols import check_counts, rename_classes
-from dulbe_peft.utils.specs import split_specs
 
 FOLDER = Path(__file__).parents[1] / "examples" / "protocols"
 FILES = sorted(path.stem for path in FOLDER.glob("[ab]-*.yaml"))
@@ -50,7 +49,7 @@ TABLE = {
 }
 HYPER_PARAMETERS = {
     **{"batch_size": 32, "learning_rate": 1e-3, "class_temperature": 5.0, "instance_temperature": 0.1},
-    **{"structure_weight": 0.5, "num_depths": 10, "reliability_temperature": 0.05, "mixed_precision": "no"},
+    **{"structure_weight": 0.5, "mixed_precision": "no"},
     **{"shared_rank": 1, "residual_rank": 8, "support_rank": 128, "text_rank": 8},
 }
 FROZEN = ["--strategy", "frozen", "--classifiers", "text", "--device", "cpu", "--no-progress"]
@@ -106,7 +105,8 @@ def test_a_file_says_what_the_table_says(name):
     assert stream.order_seed == (None if order else 1993)
     # The paper's hyper-parameters are the defaults; a file that spells them out keeps them where a default changes.
     assert make_strategy(stream.strategy).name == "dulbe"
-    assert list(make_classifiers(split_specs(stream.classifiers), 512)) == ["bridge", "text"]
+    bridge, text = parse_classifiers(stream.classifiers).values()
+    assert bridge.chosen == {"num_depths": 10, "reliability_temperature": 0.05} and text.kind.name == "text"
     written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     assert settings | HYPER_PARAMETERS == settings and HYPER_PARAMETERS.keys() <= written.keys()
 

@@ -34,7 +34,7 @@ def learned(*specs):
     centres = torch.randn(5, 8, generator=generator)
     labels = torch.arange(60) % 5
     features = F.normalize(centres[labels] + torch.randn(60, 8, generator=generator), dim=1)
-    classifiers = make_classifiers(specs, 8, 100.0, {})
+    classifiers = make_classifiers(specs, 8, 100.0)
     for classifier in classifiers.values():
         classifier.add_classes(NAMES, features[:40], labels[:40], centres)
     return classifiers, features[40:], labels[40:]

@@ -84,15 +84,8 @@ def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifi
     return found
 
 
-def make_classifier(
-    spec: str | Recipe | Classifier,
-    embed_dim: int,
-    logit_scale: float = 100.0,
-    defaults: Mapping[str, Any] | None = None,
-) -> Classifier:
+def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale: float = 100.0) -> Classifier:
     """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
-
-    `defaults` are for settings that the text leaves out.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
@@ -105,19 +98,14 @@ def make_classifier(
             raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
         return spec
     recipe = parse_classifier(spec) if isinstance(spec, str) else spec
-    usual = {key: value for key, value in (defaults or {}).items() if key in recipe.settings}
-    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **usual | recipe.chosen)
+    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **recipe.chosen)
 
 
 def make_classifiers(
-    specs: str | Classifier | Iterable[str | Recipe | Classifier],
-    embed_dim: int,
-    logit_scale: float = 100.0,
-    defaults: Mapping[str, Any] | None = None,
+    specs: str | Classifier | Iterable[str | Recipe | Classifier], embed_dim: int, logit_scale: float = 100.0
 ) -> dict[str, Classifier]:
     """Empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
-    parsed = parse_classifiers(specs)
-    return {name: make_classifier(one, embed_dim, logit_scale, defaults) for name, one in parsed.items()}
+    return {name: make_classifier(one, embed_dim, logit_scale) for name, one in parse_classifiers(specs).items()}
 
 
 def answering(by_name: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import torch
+from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
@@ -63,7 +64,7 @@ class CellRecord(Record):
     class_names: list[list[str]]
     logit_scale: float
     text_embeds: str
-    bridge: dict[str, Any]
+    bridge: Annotated[dict[str, Any], Field(exclude=True)] = {}  # of 0.2.0: settings that a row's classifier has now
     cost: Cost
     text: bool
     data: list[str | None]
@@ -157,7 +158,6 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         class_names=[list(task) for task in learner.tasks],
         logit_scale=learner.logit_scale,
         text_embeds=args.text_embeds,
-        bridge={"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
         cost=Cost(
             seconds=sum(task["seconds"] for task in timings),
             cpu_seconds=sum(task["cpu_seconds"] for task in timings),
@@ -230,7 +230,7 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
     if growing := growth(cell.settings):
         features = growing_stream(features, *growing, seed=cell.settings["draw_seed"])
-    how = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"], cell.bridge)
+    how = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
     answers, classifier = learn_from_features(features, row.classifier, *how)
     facts = AnswersFacts(
         class_names=[name for task in cell.class_names for name in task],
@@ -254,8 +254,7 @@ def _answer_settings(cell: CellRecord, row: Row, gone: bool = False) -> dict[str
     With `gone`, as files of 0.2.0 have it.
     """
     recipe = parse_classifier(row.classifier)
-    usual = {name: value for name, value in cell.bridge.items() if name in recipe.settings}
-    settings = recipe.settings | usual | recipe.chosen | (recipe.kind.gone if gone else {})
+    settings = recipe.settings | (recipe.kind.gone if gone else {})
     made = {"classifier": [recipe.kind.name, cell.logit_scale, settings], "drift": row.drift}
     return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 

@@ -4,10 +4,10 @@ Training never looks at a classifier, so one trained stream serves every classif
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -113,13 +113,12 @@ def learn_from_features(
     drift: str = "none",
     text_embeds: str = "current",
     seed: int = 0,
-    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Answers], Classifier]:
     """Teach one classifier a stream whose features are known; the answers after each task, and what has learned."""
     if drift == "linear" and any(task.closing.before is None for task in tasks[1:]):
         raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
     name = spec.partition(":")[0]
-    made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale, defaults)}
+    made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
     if made[name].needs_text and any(task.texts is None for task in tasks):
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
     found = []

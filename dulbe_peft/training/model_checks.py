@@ -14,7 +14,6 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import CLASSIFIERS, Classifier, Recipe, make_classifiers, parse_classifiers
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
@@ -133,23 +132,14 @@ def check_tracker(name: str | None) -> None:
 def learner_classifiers(
     clip: Any,
     strategy: Strategy,
-    args: LearnerArguments,
     classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
-    head: BridgeEnsembleHead | None,
     device: torch.device,
 ) -> dict[str, Classifier]:
-    """A learner's classifiers by name, the strategy's own where None are given; `head` is the one called "bridge"."""
+    """A learner's classifiers by name, the strategy's own where None are given."""
     rows = parse_classifiers(strategy.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
         rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}
-    if head is not None and "bridge" not in rows:
-        raise ValueError(f"head is given, but 'bridge' is not among the classifiers {list(rows)}")
-    made = make_classifiers(
-        [head if head is not None and name == "bridge" else row for name, row in rows.items()],
-        loading.embed_dim(clip),
-        loading.logit_scale(clip),
-        {"num_depths": args.num_depths, "reliability_temperature": args.reliability_temperature},
-    )
+    made = make_classifiers(rows.values(), loading.embed_dim(clip), loading.logit_scale(clip))
     reads_text = [name for name, classifier in made.items() if classifier.needs_text]
     if reads_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")

@@ -74,9 +74,9 @@ def _plain(value: Any) -> Any:
 
 
 def still_known(saved: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a file of 0.2.0 without those that are `gone`, whose one value that is left stands there."""
+    """Settings of a file of 0.2.0 without those that are `gone`, whose one value that is left stands there, or ...."""
     for name, value in gone.items():
-        if saved.get(name, value) != value:
+        if value is not ... and saved.get(name, value) != value:
             raise ValueError(f"{name}={saved[name]!r} is gone: release 0.2.0 reads this, and later ones do not")
     return {name: value for name, value in saved.items() if name not in gone}
 
