@@ -70,8 +70,8 @@ def unadapted_loss(model, _):
     return model.get_base_model().logit_scale * torch.ones((), requires_grad=True), 1
 
 
-def adopt(world, classifiers):
-    ClassIncrementalLearner(world.model, tiny_base()[1], classifiers=classifiers)
+def adopt(world, args=None, **options):
+    ClassIncrementalLearner(world.model, tiny_base()[1], args, **options)
 
 
 def learn(world, dataset, names=("x", "y")):
@@ -125,18 +125,13 @@ SETTINGS = [
     ("no adapter", lambda w: ClassIncrementalLearner(*tiny_base()), V, "get_peft_model CLIPModel"),
     ("adapter of another name", lambda w: adapted_learner("mine"), V, "['mine'] 'default'"),
     ("no processor", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
-    ("head too narrow", lambda w: adopt(w, [BridgeEnsembleHead(4)]), V, "'bridge' takes 4 dimensions"),
-    (
-        "head by its place",
-        lambda w: ClassIncrementalLearner(w.model, tiny_base()[1], BridgeEnsembleHead(8)),
-        T,
-        "args",
-    ),
+    ("head too narrow", lambda w: adopt(w, classifiers=[BridgeEnsembleHead(4)]), V, "'bridge' takes 4 dimensions"),
+    ("head in the place of args", lambda w: adopt(w, BridgeEnsembleHead(8)), T, "args"),
 ]
 METHOD = [
     ("modes of no layer", lambda w: w.model.begin_task({}), V, f"missing '{LAYER}'"),
     ("modes of another layer", lambda w: begin(w, lambda modes: {**modes, "x": modes[LAYER]}), V, "unknown 'x'"),
-    ("modes of another rank", lambda w: begin(w, residual=torch.eye(32, 5)), V, "shapes (32, 5) (32, 2)"),
+    ("modes of another rank", lambda w: begin(w, residual=torch.eye(32, 5)), V, "residual_rank 5, has 1 and 2"),
     ("basis not orthonormal", lambda w: begin(w, shared=torch.ones(32, 1)), V, "orthonormal"),
     ("basis NaN", lambda w: begin(w, shared=torch.full((32, 1), NAN)), V, f"{LAYER} NaN"),
     ("probe without batches", lambda w: probe_gradients(w.model, [], features), V, "batches is empty"),
