@@ -17,7 +17,7 @@ from benchmarks import common, evidence, literal, models, ours, rivals, stock, t
 
 ROOT = Path(__file__).parents[1]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours"}
-TOOLS |= {"rivals", "startup", "stock", "table"}
+TOOLS |= {"rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
 SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream", "tasks"}
 # The figures of "memory" are those that Linux has.
