@@ -15,12 +15,13 @@ from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
 from dulbe_peft.commands.outputs import claim
 from dulbe_peft.data.folders import folder_content
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.report import write_figures
 from dulbe_peft.streams.protocols import rename_classes
-from dulbe_peft.streams.tasks import class_incremental_tasks, select_classes
+from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.files import read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -195,7 +196,7 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     copy_of_it = ImageFolder(tmp_path, "test")
     assert learner.class_names == copy_of_it.class_names == (one, "tea") and other in copy_of_it.item_name(0)
     assert learner.evaluate(copy_of_it) == learner.evaluate(task.test) == learner.evaluate(copy_of_it, [one, "tea"])
-    learner.update_classes(select_classes(copy_of_it, [other]))
+    learner.update_classes(labelled_images(copy_of_it).select([other]))
     assert learner.state.updates[-1]["images"] == {one: 2}
     (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")

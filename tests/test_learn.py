@@ -11,10 +11,10 @@ from small_runs import learner_of
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
 from dulbe_peft.commands.main import main
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.report import write_report
-from dulbe_peft.streams.tasks import select_classes
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
@@ -224,7 +224,7 @@ def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits
     model = {name: value.clone() for name, value in learner.model.state_dict().items()}
     before = {name: value.clone() for name, value in learner.memory.items()}
     old = learner.memory
-    images = select_classes(more, ("one", "two"))
+    images = labelled_images(more).select(("one", "two"))
     learner.update_classes(images)
     pixels = learner.processor.image_processor(
         images=[images[i]["image"].convert("RGB") for i in range(len(images))], return_tensors="pt"
@@ -256,8 +256,16 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
     learner, able = taught(base, digits[0], classifiers=("lda", "rapf")), taught(base, digits[0])
     before = everything(learner), everything(able)
     for one, dataset, message in (
-        (learner, select_classes(digits[1], ("one",)), "the 'rapf' classifier cannot learn more images of a known"),
-        (able, select_classes(digits[1], ("one", "four", "nine")), r"2 classes have not been .*\['four', 'nine'\]"),
+        (
+            learner,
+            labelled_images(digits[1]).select(("one",)),
+            "the 'rapf' classifier cannot learn more images of a known",
+        ),
+        (
+            able,
+            labelled_images(digits[1]).select(("one", "four", "nine")),
+            r"2 classes have not been .*\['four', 'nine'\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             one.update_classes(dataset)
@@ -266,9 +274,9 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
 
 def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     learner = taught(base, digits[0])
-    learner.update_classes(select_classes(digits[1], ("three", "one")))
+    learner.update_classes(labelled_images(digits[1]).select(("three", "one")))
     learner.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
-    learner.update_classes(select_classes(digits[1], ("one",)))
+    learner.update_classes(labelled_images(digits[1]).select(("one",)))
     expected = [
         {"after": 2, "images": {"one": 6, "three": 6}, "forgotten": None},
         {"after": 3, "images": {"one": 6}, "forgotten": None},
@@ -297,7 +305,7 @@ def test_a_forgotten_class_is_never_the_answer_and_can_be_learned_again(base, di
     torch.testing.assert_close(learner.head(features), scores[:, [0, 2, 3]])
     assert "one" not in learner.predict([test[i]["image"] for i in range(8)])
     assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
-    learner.learn_task(select_classes(first, ("one",)))
+    learner.learn_task(labelled_images(first).select(("one",)))
     assert learner.tasks == [("zero",), ("two", "three"), ("one",)]
 
 

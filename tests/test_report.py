@@ -23,7 +23,6 @@ from dulbe_peft.demo import DigitImages, demo_model_folder
 from dulbe_peft.report import read_effects, read_run, write_report
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import write_pictures
-from dulbe_peft.report.run_groups import group_results, group_runs
 from dulbe_peft.report.verdict import leaderboard, summary
 from dulbe_peft.streams.tasks import Task
 
@@ -343,33 +342,19 @@ def test_what_is_no_run_or_a_damaged_one_is_refused_by_name(runs, file, content,
         write_report([], tmp_path / "page.html")
 
 
-def test_runs_that_differ_in_seed_or_order_are_one_row(runs, tmp_path):
-    copies = [shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()]
-    for copy, value in zip(copies, (0.5, 0.6, 0.9, 0.7), strict=True):  # their own figures are almost the same
-        results = json_of(copy / "results.json")
-        results["classifiers"]["lda"]["last_accuracy"] = value
-        (copy / "results.json").write_text(json.dumps(results))
-    read = [read_run(folder) for folder in copies]
-    assert [[run.name for run in group] for group in group_runs(read)] == [["one", "two", "other-order"], ["frozen"]]
-    rows = {(row.runs[0], row.method): row for row in group_results(group_runs(read))}
-    lasts = [run.results["classifiers"]["lda"]["last_accuracy"] for run in read[:3]]
-    figure = rows["one", "lda"].measures["last_accuracy"]
-    mean = sum(lasts) / 3
-    assert figure.mean == pytest.approx(mean)
-    assert figure.spread == pytest.approx((sum((value - mean) ** 2 for value in lasts) / 2) ** 0.5)
-    assert rows["frozen", "lda"].measures["last_accuracy"].spread is None
-    page = Page(write_report(copies, tmp_path / "page.html"))
+def test_runs_stand_side_by_side_with_the_settings_that_differ(runs, tmp_path):
+    page = Page(write_report(list(runs.values()), tmp_path / "page.html"))
     is_only_text(page)
-    table = {(row[0], row[3]): row for row in page.table("runs", "n", "method")}
-    assert table["one, two, other-order", "lda"][1] == "3"
-    assert table["one, two, other-order", "lda"][4] == f"{100 * mean:.2f} ± {100 * figure.spread:.2f}"
+    table = {(row[0], row[2]): row for row in page.table("run", "strategy", "method")}
+    for name, folder in runs.items():
+        own = json_of(folder / "results.json")
+        last = own["classifiers"]["lda"]["last_accuracy"]
+        assert table[name, "lda"][1] == own["strategy"]["name"] and table[name, "lda"][3] == f"{100 * last:.2f}"
     settings = {row[0]: row[1:] for row in page.table("setting", "one", "two")}
     assert settings["arguments.seed"] == ["0", "1", "0", "0"]
     assert settings["strategy.name"] == ["dulbe", "dulbe", "dulbe", "frozen"] and "arguments.epochs" not in settings
-    assert settings["adapter"] == ["yes", "yes", "yes", "none"], "what is not there at all is one row"
+    assert settings["adapter"] == ["yes", "yes", "yes", "–"], "what is not there at all is one row"
     assert not [name for name in settings if name.startswith("adapter.")]
-    read[1].fingerprints["data"][0] = ["other images", "the same"]
-    assert len(group_runs(read[:2])) == 2
 
 
 def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_path, capsys, monkeypatch):
@@ -382,12 +367,12 @@ def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_pa
     rows = rows_of(tmp_path / "t.csv")
     lda = json_of(runs["frozen"] / "results.json")["classifiers"]["lda"]
     found = next(row for row in rows if row["method"] == "lda" and row["strategy"] == "frozen")
-    assert found["runs"] == "=50%_of & {all}" and found["n"] == "1" and found["last_accuracy_std"] == ""
+    assert found["run"] == "=50%_of & {all}"
     assert float(found["last_accuracy"]) == lda["last_accuracy"], "in full"
-    assert [row["n"] for row in rows[:5]] == ["2"] * 5 and rows[0]["runs"] == "one; two"
+    assert {row["run"] for row in rows} == {"one", "two", "=50%_of & {all}"}
     latex = (tmp_path / "t.tex").read_text()
-    assert r"=50\%\_of \& \{all\} & 1 & frozen & lda & " + percent(lda["last_accuracy"]) in latex
-    assert all(line.count("&") - line.count(r"\&") == 7 for line in latex.splitlines() if line.endswith(r"\\"))
+    assert r"=50\%\_of \& \{all\} & frozen & lda & " + percent(lda["last_accuracy"]) in latex
+    assert all(line.count("&") - line.count(r"\&") == 6 for line in latex.splitlines() if line.endswith(r"\\"))
 
 
 def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):

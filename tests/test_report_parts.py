@@ -15,8 +15,8 @@ from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import EXAMPLES, OF_A_CLASS, SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
-from dulbe_peft.report.run_groups import GroupResult, MeanSpread, best_results
 from dulbe_peft.report.shares import Share, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.side_by_side import RunRow, best_rows
 from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
 from dulbe_peft.report.verdict import clearly_better, next_steps
 from dulbe_peft.utils.folders import read_manifest
@@ -87,8 +87,8 @@ def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_p
 
 
 def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
-    rows = [GroupResult((f"{n}",), "", "", {"last_accuracy": MeanSpread(n, None)}) for n in (0.91234, 0.91231, 0.9)]
-    assert best_results(rows) == rows[:2] and best_results(rows[1:]) == rows[1:2]
+    rows = [RunRow(f"{n}", "", "", {"last_accuracy": n}) for n in (0.91234, 0.91231, 0.9)]
+    assert best_rows(rows) == rows[:2] and best_rows(rows[1:]) == rows[1:2]
 
 
 def test_one_list_of_columns_makes_every_table(tmp_path):

@@ -6,7 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -15,20 +14,7 @@ from dulbe_peft.classifiers import answering
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
-
-TEMPLATES = Path(__file__).parent.parent / "assets" / "cards"
-
-
-def render_card(template: str, **data: Any) -> str:
-    """A template of `assets/cards` with its data."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(**data)
+from dulbe_peft.utils.templates import render
 
 
 def model_card(
@@ -53,7 +39,7 @@ def model_card(
     if state.config is not None:
         plain = state.config.to_dict()
         settings["adapter"] = {field.name: plain[field.name] for field in fields(AdapterSettings)}
-    return render_card(
+    return render(
         "learner.md",
         header=_header(state, title, count, measured, dataset_name),
         title=title,

@@ -5,9 +5,7 @@ from typing import Any
 
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
-
-FORMATS = ("lora", "transformers", "onnx", "transformers.js")
-PRECISIONS = ("float32", "float16", "int8")
+from dulbe_peft.deployment import FORMATS, PRECISIONS
 
 
 @command()

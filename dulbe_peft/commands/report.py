@@ -25,7 +25,7 @@ def report(
 ) -> int:
     """example:
       dulbe-peft report out
-      dulbe-peft report out-seed-0 out-seed-1 out-frozen --output all.html --csv all.csv
+      dulbe-peft report out out-frozen --output all.html --csv all.csv
       dulbe-peft report comparison
       dulbe-peft report out --figures pictures
 

@@ -20,12 +20,12 @@ from pydantic import Field
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
-from dulbe_peft.comparison.plan import Cell, Row, growth
+from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
-from dulbe_peft.metrics.features import Answers, growing_stream, learn_from_features, read_features
+from dulbe_peft.metrics.features import Answers, learn_from_features, read_features
 from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.runs.settings import validated
 from dulbe_peft.runs.setup import set_up
@@ -139,8 +139,6 @@ def train(cell: Cell, folder: Path) -> CellRecord:
 
 def _train(cell: Cell, folder: Path) -> CellRecord:
     own = {"classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False}
-    if growth(cell.settings):  # the classifiers are shown them bit by bit
-        own["images_per_class"] = None
     setup = set_up(cell.settings | own)
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
@@ -228,8 +226,6 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
-    if growing := growth(cell.settings):
-        features = growing_stream(features, *growing, seed=cell.settings["draw_seed"])
     how = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
     answers, classifier = learn_from_features(features, row.classifier, *how)
     facts = AnswersFacts(

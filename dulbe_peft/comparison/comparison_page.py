@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.checkpoints.card import render_card
 from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
@@ -17,6 +16,7 @@ from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
 from dulbe_peft.report.table import filled, write_table_csv, write_table_latex
 from dulbe_peft.utils.settings import flat_settings
+from dulbe_peft.utils.templates import render
 
 
 def is_comparison(folder: str | os.PathLike[str]) -> bool:
@@ -94,7 +94,7 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
     """Which row is best on a stream, and whether the test images and seeds tell it from the reference."""
     top = max((entry.means["last"] for entry in entries), default=0.0)
     differences = [entry.differences["last"] for entry in entries]
-    return render_card(
+    return render(
         "lead.txt",
         reference=reference.title,
         first=next((entry for entry in entries if entry.row == reference), None),

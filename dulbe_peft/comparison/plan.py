@@ -151,9 +151,6 @@ class Plan:
             seeds["order_seed"] = self.seeds[0]  # in another order, the first tasks would have other classes
         settings = seeds | self.streams[stream] | self.methods[method] | more
         adapts = self.strategy(method).adapts
-        if adapts and growth(settings):
-            count = settings["images_per_class"]
-            raise ValueError(f"method {method!r} trains: images_per_class {count} is for methods that train nothing")
         # Features from before each task let drift be asked for later. Of augmented images there are none.
         if adapts and (settings.get("augment", "none") == "none" or "linear" in self.drifts):
             settings["drift"] = "linear"
@@ -168,12 +165,6 @@ def as_text(values: Mapping[str, Any]) -> str:
 def _folder_name(text: str) -> str:
     name = quote(text, safe=" =,.+")
     return name if len(name) <= 100 else hashlib.sha256(name.encode()).hexdigest()
-
-
-def growth(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Of a stream whose classes grow: images of each class when it comes, and further ones of some later."""
-    first, plus, more = str(settings.get("images_per_class")).partition("+")
-    return (int(first), int(more)) if plus else None
 
 
 class _PlanFile(Record):

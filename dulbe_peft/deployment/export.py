@@ -17,10 +17,11 @@ from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from dulbe_peft.adapter.export import write_lora
-from dulbe_peft.checkpoints.card import is_repo_id, render_card
+from dulbe_peft.checkpoints.card import is_repo_id
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier, spec
-from dulbe_peft.deployment.graph import PRECISIONS, write_for_javascript, write_graphs
+from dulbe_peft.deployment import FORMATS, PRECISIONS
+from dulbe_peft.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model
 from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
@@ -28,9 +29,9 @@ from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
+from dulbe_peft.utils.templates import render
 from dulbe_peft.utils.tensors import write_tensors
 
-FORMATS = ("lora", "transformers", "onnx", "transformers.js")
 FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
 
 
@@ -120,7 +121,7 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
         pipeline_tag=tag,
         tags=["class-incremental-learning", state.base.config.model_type, "dulbe_peft"],
     )
-    return render_card(
+    return render(
         "export.md",
         header=header.to_yaml().strip(),
         title=encoder_of(state.base).title,
@@ -142,7 +143,7 @@ def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier
     write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": source})
     write_lora(cast(PeftModel, state.model), folder, compress_to)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    return render_card(
+    return render(
         "use_lora.txt",
         record=encoder_of(state.base),
         base=json.dumps(state.base_name[0] or "path/to/the/base/model"),
@@ -176,7 +177,7 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
-    code = render_card("image_classifier.txt", name=name, model=kind, record=record, formula=source, function=function)
+    code = render("image_classifier.txt", name=name, model=kind, record=record, formula=source, function=function)
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))
-    return render_card("use_pipeline.txt")
+    return render("use_pipeline.txt")

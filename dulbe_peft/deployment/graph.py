@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dulbe_peft.checkpoints.card import render_card
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.deployment.parts import Head, ImageEncoder, class_facts, merged_model
@@ -24,11 +23,13 @@ from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 from dulbe_peft.encoders.loading import encoder_of, image_shape
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.templates import render
 
 ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
 PIXELS, EMBEDDING, PROBABILITIES, LOGITS = "pixel_values", "image_embeds", "probabilities", "logits"
 # What transformers.js calls each: the end of the file's name, and its `dtype`.
-PRECISIONS = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
+# By precision: how the name of the file ends, and what transformers.js calls it.
+_NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
 OPSET = 20
 LARGEST_FILE = 1_500_000_000  # bytes of weights in one file; an ONNX file holds less than 2 GiB
 TOLERANCE = 1e-4
@@ -49,7 +50,7 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
     )
     write_json(folder / GRAPH_FACTS_FILE, facts)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
-    return render_card(
+    return render(
         "use_onnx.txt",
         image_processor=encoder_of(state.base).image_processor,
         processor_folder=PROCESSOR_FOLDER,
@@ -65,7 +66,7 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
 def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str, name: str) -> str:
     """Write graph, configuration and image processor as transformers.js looks for them in a folder of this name."""
     encoder, head, shape = _parts(state, classifier, probabilities=False)
-    whole, (ending, dtype) = nn.Sequential(encoder, head), PRECISIONS[precision]
+    whole, (ending, dtype) = nn.Sequential(encoder, head), _NAMES[precision]
     path = folder / "onnx" / f"model{ending}.onnx"
     path.parent.mkdir()
     _write(path, whole, torch.zeros(2, *shape), (PIXELS, LOGITS), precision)
@@ -80,7 +81,7 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     settings = state.processor.image_processor.to_dict()
     kind = str(settings["image_processor_type"]).removesuffix("Pil").removesuffix("Fast")
     write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})
-    return render_card("use_javascript.txt", name=name, dtype=dtype)
+    return render("use_javascript.txt", name=name, dtype=dtype)
 
 
 def _parts(

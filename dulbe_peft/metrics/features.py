@@ -5,7 +5,7 @@ Training never looks at a classifier, so one trained stream serves every classif
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +30,6 @@ class TaskFeatures:
     texts: torch.Tensor | None  # (C_seen, d), of all seen classes by the model after the task; None without text
     # A task's number from 1 -> features of its test images by this model, (n, d), and their classes, (n,).
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    further: tuple[torch.Tensor, torch.Tensor] | None = None  # more images of known classes, and these classes
 
     def write(self, path: Path) -> None:
         closing = self.closing
@@ -68,29 +67,6 @@ def read_features(run: str | Path) -> list[TaskFeatures]:
     return [TaskFeatures.read(path) for path in paths]
 
 
-def growing_stream(tasks: Sequence[TaskFeatures], first: int, more: int, seed: int) -> list[TaskFeatures]:
-    """The stream with `first` images of a new class, and from task 2 on `more` of every third known one, at random."""
-    generator = torch.Generator().manual_seed(seed)
-    pools: list[torch.Tensor] = []  # the images of each class that have not been shown yet
-
-    def shown(places: range, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [pools[place][:count] for place in places]
-        pools[:] = [pool[count:] if place in places else pool for place, pool in enumerate(pools)]
-        labels = [torch.full((len(part),), place) for part, place in zip(parts, places, strict=True)]
-        return torch.cat(parts), torch.cat(labels)
-
-    found = []
-    for task in tasks:
-        closing, known = task.closing, len(pools)
-        for label in range(len(closing.class_names)):
-            own = closing.features[closing.labels == label]
-            pools.append(own[torch.randperm(len(own), generator=generator)])
-        features, labels = shown(range(known, len(pools)), first)
-        new = replace(closing, features=features, labels=labels - known)
-        found.append(replace(task, closing=new, further=shown(range(0, known, 3), more) if known else None))
-    return found
-
-
 @dataclass(frozen=True)
 class Answers:
     """What one classifier says of the n test images after one task; those of the first task come first."""
@@ -125,8 +101,6 @@ def learn_from_features(
     for index, task in enumerate(tasks):
         with own_randomness(seed, index):
             made = learn_task(made, task.closing, task.texts, drift, text_embeds)
-            if task.further is not None:
-                made[name].update_classes(*task.further)
         found.append(_answers(made[name], task))
     return found, made[name]
 

@@ -6,9 +6,8 @@ from collections.abc import Hashable
 import numpy as np
 from sklearn.model_selection import StratifiedKFold
 
+from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
-
-FOLDS = 5
 
 
 def doubtful_labels(

@@ -1,6 +1,5 @@
 """HTML pages without any other file, readable in light and dark, from the templates in `assets/report`."""
 
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,18 @@ from dulbe_peft.utils.files import output_file
 
 def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     """Write a page, whole or not at all, from a template, with the style sheet and the script in it."""
-    import jinja2
+    from dulbe_peft.utils.templates import ASSETS, environment
 
-    assets = Path(str(resources.files("dulbe_peft") / "assets" / "report"))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(assets),
-        autoescape=True,  # class names and paths are anybody's texts
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
+    pages = environment()
+    pages.filters |= {
         "percent": percent,
         "mib": lambda size: "" if size is None else f"{size / 2**20:,.{1 if size > 2**18 else 2}f}",
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
-    environment.globals |= {"shown": shown, "filled": filled, "best_cells": best}
-    style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    page = environment.get_template(template).render(content, style=style, script=script)
+    pages.globals |= {"shown": shown, "filled": filled, "best_cells": best}
+    style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    page = pages.get_template(template).render(content, style=style, script=script)
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
         file.write(page)
 

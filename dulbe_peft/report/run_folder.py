@@ -103,7 +103,6 @@ class RunFolder:
     timings: list[dict[str, Any] | None]
     pictures: Pictures
     finished: bool = True
-    fingerprints: dict[str, Any] | None = None
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
     learner: Path | None = None  # the folder of the learner after the newest task
@@ -160,7 +159,6 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     return replace(
         _run(path, newest, results, {name: identity[name] for name in saved}, learner.classifiers),
         finished=finished,
-        fingerprints={name: identity[name] for name in ("base_model", "data")} if identity is not saved else None,
         base_model=learner.base_model.name,
         updates=learner.updates,
         learner=newest,

@@ -13,15 +13,8 @@ from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Example, RunFolder, read_run
-from dulbe_peft.report.run_groups import (
-    GROUP_COLUMNS,
-    SUMMARY_COLUMNS,
-    best_results,
-    group_results,
-    group_runs,
-    setting_differences,
-)
 from dulbe_peft.report.shares import ClassRow, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.side_by_side import RUN_COLUMNS, SUMMARY_COLUMNS, best_rows, run_rows, setting_differences
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import leaderboard, next_steps
@@ -46,24 +39,22 @@ def write_report(
     if not folders:
         raise ValueError("a report needs the folder of at least one run, got none")
     read = [read_run(folder) for folder in folders]
-    groups = group_runs(read)
-    rows = group_results(groups)
+    rows = run_rows(read)
     if output is None:
         output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
     content = {
         "runs": [_content(run, f"run{number}") for number, run in enumerate(read)],
         "results": rows,
-        "columns": GROUP_COLUMNS,
-        "best": best_results(rows),
+        "columns": RUN_COLUMNS,
+        "best": best_rows(rows),
         "same_classes": len({frozenset(name for task in run.learned for name in task) for run in read}) == 1,
-        "repeated": len(groups) < len(read),
         "differences": setting_differences(read),
     }
     write_page(Path(output), "page.html", content)
     if csv is not None:
-        write_table_csv(GROUP_COLUMNS, rows, Path(csv))
+        write_table_csv(RUN_COLUMNS, rows, Path(csv))
     if latex is not None:
-        write_table_latex(GROUP_COLUMNS, rows, Path(latex))
+        write_table_latex(RUN_COLUMNS, rows, Path(latex))
     return Path(output)
 
 

@@ -36,9 +36,7 @@ class StreamArguments:
     images_per_class: Annotated[int, Ge(1)] | list[Annotated[int, Ge(1)]] | str | None = setting(
         None,
         "Learn from at most so many images of each class, drawn at random. Several counts, such as 2,32, go round "
-        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on. "
-        "In a comparison without training, 4+4 gives 4 images to each class, and from the second task on 4 further "
-        "ones to every third known class.",
+        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
     skip_unreadable: bool = setting(False, "Decode all images first, and leave out those that cannot be read.")
@@ -72,8 +70,8 @@ class StreamArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         count = self.images_per_class
-        if count == [] or (isinstance(count, str) and not re.fullmatch(r"(longtail:|[1-9]\d*\+)[1-9]\d*", count)):
-            raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, or 4+4, got {count!r:.100}")
+        if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
+            raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, got {count!r:.100}")
 
 
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}

@@ -40,11 +40,6 @@ class Task:
             object.__setattr__(self, "test", named_images(self.test, self.class_names))
 
 
-def select_classes(dataset: Any, class_names: Sequence[str]) -> LabelledImages:
-    """Images of some classes of a dataset that carries their names, labelled by their place in `class_names`."""
-    return labelled_images(dataset).select(class_names)
-
-
 def class_incremental_tasks(
     train: Any,
     test: Any = None,
