@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import get_data
 from typing import Any
 
-from dulbe_peft.utils.imports import when_imported
+from dulbe_peft.utils.when_imported import when_imported
 
 __version__ = "0.2.0"
 

@@ -15,7 +15,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving
 from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.teaching import ClosingPass
+from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -25,15 +25,15 @@ from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.strategies import Memory, Strategy, make_strategy
+from dulbe_peft.strategies import Memory, Strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.locking import TakesTurns, in_turn, scaling
-from dulbe_peft.training.model_checks import (
+from dulbe_peft.training.preparing import (
     check_adapter_name,
     check_model,
     check_tracker,
     checked_task,
-    learner_classifiers,
+    new_state,
 )
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
@@ -105,20 +105,22 @@ class ClassIncrementalLearner(TakesTurns):
     ) -> None:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
-        args = args or LearnerArguments()
-        method = make_strategy(strategy)
-        clip = check_model(model, processor, method, args)
+        self._adopt(new_state(model, processor, args or LearnerArguments(), strategy, classifiers))
+
+    def _adopt(self, state: LearnerState) -> None:
+        """Become the learner of a state, on the device that its settings name."""
+        args, processor = state.args, state.processor
         check_tracker(args.log_with)
         self.device = choose_device(args.device)
-        model = model.to(self.device).eval()
+        model = state.model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         if args.image_resize != "processor":
-            processor = with_image_resize(processor, clip, args.image_resize)
-        self.encoder = Encoder(clip, processor, args, self.device)
-        self.logit_scale = logit_scale(clip)
-        made = learner_classifiers(clip, method, classifiers, self.device)
-        self.state = LearnerState(model, processor, args, method, made)
+            processor = with_image_resize(processor, state.base, args.image_resize)
+        classifiers = {name: classifier.to(self.device) for name, classifier in state.classifiers.items()}
+        self.state = replace(state, model=model, processor=processor, classifiers=classifiers)
+        self.encoder = Encoder(self.clip, processor, args, self.device)
+        self.logit_scale = logit_scale(self.clip)
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
@@ -446,9 +448,8 @@ class ClassIncrementalLearner(TakesTurns):
         """
         folder, manifest, origin = loading.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
-            kind = "prototype"  # until the saved ones are in their place
-            learner = cls(state.model, state.processor, args=state.args, strategy=state.strategy, classifiers=kind)
-            classifiers = {name: classifier.to(learner.device) for name, classifier in state.classifiers.items()}
-            learner.state = replace(state, classifiers=classifiers, source=origin or state.source)
+            check_model(state.model, state.processor, state.strategy, state.args)
+            learner = object.__new__(cls)
+            learner._adopt(replace(state, source=origin or state.source))
         learner.folder, learner.checksum = None if origin else folder.resolve(), manifest.sha256
         return learner

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, LdaClassifier, register_classifier
 from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifiers, spec
-from dulbe_peft.classifiers.teaching import linear_map
+from dulbe_peft.classifiers.closing import linear_map
 
 
 def test_other_bad_calls_are_named_and_change_nothing(tmp_path):

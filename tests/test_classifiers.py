@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from dulbe_peft import CLASSIFIERS
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.calibration import hold_back
+from dulbe_peft.classifiers.closing import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
 from dulbe_peft.classifiers.ridge import RIDGES
-from dulbe_peft.classifiers.teaching import linear_map
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
 # What left-out images say of gda and bayes depends on what was known when they came.

@@ -25,8 +25,8 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.files import write_csv
-from dulbe_peft.utils.imports import when_imported
 from dulbe_peft.utils.settings import field_types
+from dulbe_peft.utils.when_imported import when_imported
 
 MODEL = str(demo_model_folder())
 MACHINE = ["--device", "cpu", "--no-progress"]

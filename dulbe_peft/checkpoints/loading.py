@@ -26,7 +26,6 @@ from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.utils import folders, hub
-from dulbe_peft.utils.files import read_json
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError, load_errors
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.tensors import read_tensors
@@ -102,12 +101,11 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
-        adapted = saving.ADAPTER_CONFIG_FILE in files
-        if adapted:
-            found = read_json(folder / saving.ADAPTER_CONFIG_FILE)["peft_type"]
-            if found != DULBE:
-                raise ValueError(f"this is an adapter of type {found!r}, expected {DULBE.value!r}")
-            DualModeLoraConfig.from_pretrained(str(folder))
+        config = None
+        if saving.ADAPTER_CONFIG_FILE in files:
+            config = DualModeLoraConfig.from_pretrained(str(folder))
+            if not isinstance(config, DualModeLoraConfig):
+                raise ValueError(f"this is an adapter of type {config.peft_type.value!r}, expected {DULBE.value!r}")
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     if base_model is None:
@@ -127,7 +125,9 @@ def loaded_state(
         processor = load_processor(str(folder / saving.PROCESSOR_FOLDER), base_model)
     with _restored_on_error(base_model):
         with load_errors(folder):
-            model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True) if adapted else base_model
+            model = base_model
+            if config is not None:
+                model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True, config=config)
         yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
 
 

@@ -85,7 +85,10 @@ class Classifier(GrowingState):
         self.register()
 
     def register(self) -> None:
-        """Register the buffers, which are empty at first; texts are registered already, and settings are checked."""
+        """Register the buffers, which are empty at first; texts are registered already, and settings are checked.
+
+        Only buffers are read back from a file: no other attribute may be a tensor.
+        """
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """The buffers' new values with images of `new` classes, or with further ones of known classes.

@@ -86,7 +86,7 @@ class SlcaClassifier(Classifier):
         own = self._head(x, labels, len(new), generator)
         before = self.trained_weight, self.trained_bias
         trained = [torch.cat([rows.float(), more]) for rows, more in zip(before, own, strict=True)]
-        head = trained
+        head = [rows.clone() for rows in trained]
         if old:
             head = self._aligned(trained, kept["means"], kept["factors"], kept["task"], generator)
         kept |= zip(("trained_weight", "trained_bias"), trained, strict=True)

@@ -264,7 +264,8 @@ class GrowingState(nn.Module):
             error_msgs.append(f"state is inconsistent: {error}")
             return
         for key, buffer in self.tensors().items():
-            self._buffers[key] = buffer.new_empty(state[key].shape)
+            device = state[key].device if buffer.is_meta else buffer.device
+            self._buffers[key] = buffer.new_empty(state[key].shape, device=device)
         self._derived = {}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -320,8 +321,8 @@ class GrowingState(nn.Module):
         try:
             arguments |= still_known(config.settings, cls.gone)
             with torch.device("meta"):
-                cls(**arguments)._check_file(shapes, len(config.class_names))
-            classifier = cls(**arguments)
+                classifier = cls(**arguments)
+            classifier._check_file(shapes, len(config.class_names))
             state, solved = _parted(cls._completed(read_tensors(tensors_file)[0]))
             extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})

@@ -14,8 +14,8 @@ from importlib import import_module
 
 import click
 
-from dulbe_peft.utils.imports import when_imported
 from dulbe_peft.utils.terminal import printable_lines
+from dulbe_peft.utils.when_imported import when_imported
 
 # Each command's line in the help; its file has the same name with underscores.
 COMMANDS = {

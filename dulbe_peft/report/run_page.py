@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.classifiers.teaching import TEACHING
+from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import result_rows
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import write_page

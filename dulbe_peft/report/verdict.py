@@ -8,7 +8,7 @@ from typing import Any
 from scipy.stats import binomtest
 
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.classifiers.teaching import TEACHING
+from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
 from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share

@@ -1,11 +1,10 @@
-"""What a learner asks of a model before it works with it."""
+"""What is made before a learner learns, and what is asked of model, images and settings then."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.tracking import filter_trackers
 from peft import PeftModel
 from torch import nn
@@ -19,7 +18,7 @@ from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.strategies import Strategy
+from dulbe_peft.strategies import Strategy, make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all, refuse_sharded
 
@@ -129,18 +128,21 @@ def check_tracker(name: str | None) -> None:
         raise ImportError(f"log_with is {name!r}, whose package is missing: pip install {package}")
 
 
-def learner_classifiers(
-    clip: Any,
-    strategy: Strategy,
+def new_state(
+    model: nn.Module,
+    processor: Any,
+    args: LearnerArguments,
+    strategy: str | Strategy,
     classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
-    device: torch.device,
-) -> dict[str, Classifier]:
-    """A learner's classifiers by name, the strategy's own where None are given."""
-    rows = parse_classifiers(strategy.classifiers if classifiers is None else classifiers)
+) -> LearnerState:
+    """The state of a learner that has learned nothing yet, of parts that fit; the strategy's classifiers for None."""
+    method = make_strategy(strategy)
+    clip = check_model(model, processor, method, args)
+    rows = parse_classifiers(method.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
         rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}
     made = make_classifiers(rows.values(), loading.embed_dim(clip), loading.logit_scale(clip))
     reads_text = [name for name, classifier in made.items() if classifier.needs_text]
     if reads_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
-    return {name: classifier.to(device) for name, classifier in made.items()}
+    return LearnerState(model, processor, args, method, made)
