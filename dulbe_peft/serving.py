@@ -1,20 +1,24 @@
 """A page in the browser to try a learner: drop photographs, correct answers, add classes, undo, download.
 
-The page and this server use Python's standard library alone. It listens on this machine unless told otherwise.
+The page and this server use Python's standard library alone. It listens on this machine unless told otherwise. Each
+connection has a thread; what one client is slow to send or to read, others do not wait for.
 """
 
 import base64
 import io
 import json
+import shutil
 import socket
 import sys
 import tempfile
 import threading
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +35,7 @@ MOST_IMAGES = 200  # of one upload
 SHOWN = 5  # classes of an answer
 REJECT = 0.05  # false alarms accepted for "none of these"
 MOST_UNDOS = 20  # each keeps what the classifiers were
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page runs its own script and shows pictures that it was given; no other page may frame it.
 POLICY = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:; "
@@ -120,14 +124,31 @@ def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page for one learner."""
+    """Serves the page for one learner, to those who open it by a name or an address of its own."""
 
     request_queue_size = 128
 
-    def __init__(self, learner: ClassIncrementalLearner, host: str, port: int) -> None:
+    def __init__(self, learner: ClassIncrementalLearner, host: str, port: int, names: Iterable[str]) -> None:
+        if not host:  # which would be the whole network
+            raise ValueError("the host is '', expected the address to listen on, such as 127.0.0.1")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), PageHandler)
-        self.app, self.local = App(learner), host in LOCAL
+        self.app, self.address = App(learner), ip_address(str(self.server_address[0]))
+        self.names = {host.lower(), str(self.address), *map(str.lower, names)}
+        if self.address.is_loopback or self.address.is_unspecified:
+            self.names |= LOCAL
+        if self.address.is_unspecified:
+            machine = socket.gethostname().lower()
+            self.names |= {machine, f"{machine}.local"}
+
+    def is_own(self, address: str) -> bool:
+        """Whether a request's `Host` is ours. Else another website may have made its own name lead here."""
+        with suppress(ValueError):
+            parts = urlsplit(f"//{address}")
+            name = parts.hostname or ""
+            if parts.netloc == address and "@" not in address:
+                return name in self.names or (self.address.is_unspecified and ip_address(name) is not None)
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that has gone."""
@@ -150,10 +171,12 @@ class PageHandler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/facts":
             with app.turn:
-                self._json(HTTPStatus.OK, app.facts())
+                facts = app.facts()
+            self._json(HTTPStatus.OK, facts)
         elif self.path == "/learner.zip":
             with app.turn:
-                self._answer(HTTPStatus.OK, app.download(), "application/zip")
+                packed = app.download()
+            self._answer(HTTPStatus.OK, packed, "application/zip")
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
 
@@ -178,20 +201,18 @@ class PageHandler(BaseHTTPRequestHandler):
             if not isinstance(request, dict):
                 raise ValueError("ask as the page does")
             with self.server.app.turn:
-                self._json(HTTPStatus.OK, ask(request))
+                status, found = HTTPStatus.OK, ask(request)
         except (ValueError, RecursionError) as error:
-            self._json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            status, found = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        self._json(status, found)
 
     def _trusted(self) -> bool:
         """Another website that is open in the same browser may not ask: its address is not the page's."""
         own, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        try:
-            here = not self.server.local or urlsplit(f"//{own}").hostname in LOCAL
-        except ValueError:
-            here = False
-        if here and origin in (None, f"http://{own}", f"https://{own}"):
+        if self.server.is_own(own) and origin in (None, f"http://{own}", f"https://{own}"):
             return True
-        self._json(HTTPStatus.FORBIDDEN, {"error": "open the page by its own address"})
+        words = "open the page by its own address; dulbe-peft serve --name NAME gives it a further name"
+        self._json(HTTPStatus.FORBIDDEN, {"error": words})
         return False
 
     def _json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
@@ -205,12 +226,18 @@ class PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Security-Policy", POLICY)
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        self.wfile.write(body)
+        shutil.copyfileobj(io.BytesIO(body), self.wfile)  # in parts, each of which has the whole timeout
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of each request."""
 
 
-def make_server(learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860) -> PageServer:
-    """A server of the page; `serve_forever()` starts it, and port 0 takes a free one."""
-    return PageServer(learner, host, port)
+def make_server(
+    learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860, names: Iterable[str] = ()
+) -> PageServer:
+    """A server of the page; `serve_forever()` starts it, and port 0 takes a free one.
+
+    It answers who opens the page by `host`, and by the `names` that others give it, such as a proxy. For 0.0.0.0 that
+    is any IP address, or the machine's name.
+    """
+    return PageServer(learner, host, port, names)

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -54,16 +54,22 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def served(folder, **options):
+def running(folder, **options):
     server = serving.make_server(ClassIncrementalLearner.from_pretrained(folder), port=0, **options)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield server
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def served(folder, **options):
+    with running(folder, **options) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
 
 
 def ask(url, content=None, **headers):
@@ -71,7 +77,7 @@ def ask(url, content=None, **headers):
     data = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
     headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
             body = answer.read()
             return answer.status, json.loads(body) if "json" in answer.headers["Content-Type"] else body
     except urllib.error.HTTPError as error:
@@ -130,10 +136,78 @@ def test_what_is_refused(folder, path, content, headers, status, words):
         assert ask(f"{url}/facts")[1]["undo"] is None
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"])
-def test_the_page_s_own_addresses(folder, host):
-    with served(folder) as url, urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host})) as answer:
-        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+MACHINE = socket.gethostname()
+HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
+    "127.0.0.1": (
+        ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
+        ["192.168.1.5", MACHINE, "localhost@evil"],
+    ),
+    "localhost": (["localhost:8000"], ["localhost.evil.example", "evil.example/localhost", "evil.example?localhost"]),
+    "0.0.0.0": (
+        ["192.168.1.5:7860", "[fe80::1]", "localhost", f"{MACHINE}:80", f"{MACHINE}.local"],
+        ["evil.example", ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("listened", HOSTS)
+def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
+    """The name of another website may lead here: what its script asks for has that name."""
+    with running(folder, host=listened, names=["Photos.example.org"]) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        own, others = HOSTS[listened]
+        for host in (*own, "photos.example.org:443"):
+            with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}), timeout=30) as answer:
+                assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+            assert ask(f"{url}/facts", Host=host, Origin=f"http://{host}")[0] == 200
+        for host in (*others, "1e100.net", "127.0.0.1.nip.io"):
+            for path, content in (("/", None), ("/facts", None), ("/learner.zip", None), ("/undo", {})):
+                status, answer = ask(url + path, content, Host=host)
+                assert status == 403 and "own address" in answer["error"]
+
+
+def test_no_address_is_not_the_whole_network(folder):
+    with pytest.raises(ValueError, match="the host is '', expected the address to listen on"):
+        serving.make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
+
+
+LARGE = {"classes": ["x" * 2**20] * 32}  # more than the buffers of a connection take
+
+
+@pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/predict", "/teach", "/undo"])
+def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path):
+    name = "download" if path == "/learner.zip" else path[1:]
+    asked = threading.Event()
+
+    def large(*_):
+        asked.set()
+        return json.dumps(LARGE).encode() if name == "download" else LARGE
+
+    with running(folder) as server:
+        address = server.server_address[:2]
+        with monkeypatch.context() as patch, socket.create_connection(address) as slow:
+            patch.setattr(server.app, name, large)
+            method = "GET" if path in ("/facts", "/learner.zip") else "POST"
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            assert asked.wait(30)
+            patch.undo()
+            assert best("http://{}:{}".format(*address), photo(1)) == "green"
+            assert ask("http://{}:{}/learner.zip".format(*address))[0] == 200
+            slow.settimeout(30)
+            parts = iter(lambda: slow.recv(2**20), b"")
+            assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), "it has all of it at last"
+
+
+def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
+    head = b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    with running(folder) as server, ExitStack() as opened:
+        address = server.server_address[:2]
+        for sent_so_far in (b"", head[:9], head[:-2], head, head + b'{"class'):
+            for _ in range(20):
+                opened.enter_context(socket.create_connection(address)).sendall(sent_so_far)
+        assert best("http://{}:{}".format(*address), photo(1)) == "green"
+        assert ask("http://{}:{}/facts".format(*address))[1]["undo"] is None
 
 
 def test_a_name_is_never_a_path(folder, tmp_path):
