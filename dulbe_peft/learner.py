@@ -232,7 +232,7 @@ class ClassIncrementalLearner(TakesTurns):
         """
         self._check_learned()
         other._check_learned()
-        self.state = merged_states(self.state, other.state, self.encoder.key, other.encoder.key)
+        self.state = merged_states(self.state, other.state, self.encoder.facts, other.encoder.facts)
         return self
 
     # ------------------------------------------------------------------ using

@@ -3,8 +3,11 @@
 import os
 import shutil
 import signal
+import tempfile
+import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["DULBE_PEFT_STORE"] = os.path.join(tempfile.mkdtemp(prefix="dulbe-peft-store-"), "features.sqlite")
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +23,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what i
 
 
 @pytest.fixture(autouse=True)
-def _deterministic():
+def _deterministic(monkeypatch):
+    # Each test that encodes images has a feature store of its own.
+    store = os.path.join(os.path.dirname(os.environ["DULBE_PEFT_STORE"]), uuid.uuid4().hex)
+    monkeypatch.setenv("DULBE_PEFT_STORE", store)
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

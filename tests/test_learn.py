@@ -93,10 +93,18 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
         "after task 2, 1 further image" in page and "after task 3, 1 further image of known classes: two (1)" in page
     )
     assert main(["forget", str(tmp_path / "august-run"), "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
-    assert learn(tmp_path / "less", some(photos, tmp_path / "more", ["one"], 3), tmp_path / "last") == 0
+    more = some(photos, tmp_path / "more", ["one"], 3)
     capsys.readouterr()
-    assert learn(tmp_path / "less", june / "photos", tmp_path / "again") == 2
-    assert "count twice" in capsys.readouterr().err
+    assert learn(tmp_path / "less", more, tmp_path / "last") == 2
+    assert "has learned all of its images" in capsys.readouterr().err
+    assert learn(tmp_path / "less", more, tmp_path / "last", "--again") == 0
+    assert "known classes get 1 further image" in capsys.readouterr().out
+    assert learn(tmp_path / "less", june / "photos", tmp_path / "back") == 0
+    said = capsys.readouterr().out
+    assert "left out, for they would count twice: 9 learned before" in said and "1 classes" not in said
+    back = ClassIncrementalLearner.from_pretrained(tmp_path / "back")
+    counts = dict(zip(back.class_names, back.head.counts.tolist()))
+    assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
     assert learn(june / "run", some(photos, tmp_path / "known", ["one"]), tmp_path / "again", "--no-update") == 2
     assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
     page = write_report(tmp_path / "last").read_text(encoding="utf-8")

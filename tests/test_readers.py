@@ -67,7 +67,7 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     (zebra / "z.png").symlink_to(tmp_path / "gone.png")
     data = ImageFolder(folder, "train")
     below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG", "more/c.png", "z.png"]
-    assert [data.relative_name(index) for index in range(2, 9)] == [f"zebra/{name}" for name in below]
+    assert [data.short_name(index) for index in range(2, 9)] == [f"zebra/{name}" for name in below]
     assert data.labels.tolist() == [0, 0] + [1] * 7 and data.class_names == ("Ant eater", "zebra")
     assert np.allclose([red(data[index]) for index in range(2, 8)], [70, 60, 50, 10, 20, 80], atol=4)
     with pytest.raises(ValueError, match=r"image 8 \(.*z\.png is a link to .*gone\.png, which does not exist"):
@@ -291,10 +291,12 @@ def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
     copy = shutil.copytree(folder / "train", tmp_path / "copy")
     assert len(original) == 64 and fingerprint(ImageFolder(copy)) == original
     zebra, seen = copy / "zebra", {original}
+    (zebra / "b.PNG").rename(zebra / "c.png")
+    assert fingerprint(ImageFolder(copy)) == original
+    (zebra / "c.png").rename(zebra / "b.PNG")
     for number, change in enumerate(
         (
-            lambda: (zebra / "b.PNG").rename(zebra / "c.png"),
-            lambda: write(zebra / "c.png", (zebra / "c.png").read_bytes() + b"more"),
+            lambda: write(zebra / "b.PNG", (zebra / "b.PNG").read_bytes() + b"more"),
             lambda: write(zebra / "d.png", encoded(1)),
             lambda: zebra.rename(copy / "zebu"),
         ),
@@ -304,7 +306,7 @@ def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
         seen.add(fingerprint(ImageFolder(copy)))
         assert len(seen) == number
     tasks = class_incremental_tasks(ImageFolder(copy), increment=1)
-    assert len({fingerprint(task.train) for task in tasks} | seen) == 7
+    assert len({fingerprint(task.train) for task in tasks} | seen) == 6
 
 
 def test_fingerprint_of_plain_datasets():

@@ -21,6 +21,7 @@ from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -154,7 +155,10 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     with load_errors(folder):
         classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
         memory = _read_memory(state, folder, files)
-    names = [name for task in saved.tasks for name in task]
+        names = [name for task in saved.tasks for name in task]
+        images = KnownImages(complete=not names)  # release 0.2.0 noted none
+        if saving.KNOWN_FILE in files:
+            images = KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
     width = embed_dim(state.base)
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
@@ -169,6 +173,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         incomplete=bool(saved.tasks and saved.memory and not memory),
         updates=[update.model_dump() for update in saved.updates],
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
+        known=images,
     )
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.checkpoints import learner_file
@@ -23,6 +24,7 @@ ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
+KNOWN_FILE = "images.safetensors"  # which images were learned and tested on, by content
 MEMORY_FORMAT = "dulbe-memory-1"
 PROCESSOR_FOLDER = "processor"
 # Read by transformers alone. Without it, `pipeline` would take a learner's folder for one of PEFT's and build a new,
@@ -64,6 +66,9 @@ def write(
         state.memory.save(folder / STATISTICS_FILE)
     elif statistics and state.memory:
         write_tensors(folder / MEMORY_FILE, state.memory, {MEMORY_FORMAT: state.strategy.name})
+    if statistics:
+        arrays, metadata = state.known.arrays(state.class_names)
+        write_tensors(folder / KNOWN_FILE, {name: torch.from_numpy(a) for name, a in arrays.items()}, metadata)
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
     write_record(folder / LEARNER_FILE, learner_file.describe(state, local))
     write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
@@ -94,4 +99,4 @@ def push(
 
         commit_folder(folder, "learner", fill)
 
-    return hub.push(write_upload, repo_id, replaces=(STATISTICS_FILE, MEMORY_FILE, RESULTS_FILE), **commit)
+    return hub.push(write_upload, repo_id, replaces=(STATISTICS_FILE, MEMORY_FILE, KNOWN_FILE, RESULTS_FILE), **commit)

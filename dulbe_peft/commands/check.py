@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import argument, command, field_options, load_learner, option
+from dulbe_peft.commands.options import argument, command, field_options, load_learner, option, store_option
 from dulbe_peft.commands.outputs import as_flags, claim, data_name, overwrite_option, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.terminal import printable
@@ -36,6 +36,7 @@ SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 @option("--model", metavar="MODEL", help="whose eyes --check-labels looks with, as for run")
 @option("--device", metavar="TEXT", help="where that model runs")
 @field_options(StreamArguments, ("train_split", "test_split"))
+@store_option
 @overwrite_option
 def check(
     data: str,
@@ -44,6 +45,7 @@ def check(
     check_labels: bool,
     model: str | None,
     device: str | None,
+    no_store: bool,
     overwrite: bool,
     **splits: str | None,
 ) -> int:
@@ -62,7 +64,8 @@ def check(
     from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
-    learner = None if model is None else load_learner(None, model, {} if device is None else {"device": device})
+    machine = {} if device is None else {"device": device}
+    learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     named = {name: split for name, split in splits.items() if split is not None}
     train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
@@ -167,7 +170,7 @@ def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]
     """Two equal images with their names."""
     places = zip(row.names, row.splits, row.places, strict=True)
     both = [(printable(name), _picture(parts[split], place)) for name, split, place in places]
-    return {"exact": row.exact, "across": row.splits[0] != row.splits[1], "images": both}
+    return {"how": row.how, "across": row.splits[0] != row.splits[1], "images": both}
 
 
 def _picture(images: LabelledImages, index: int) -> str:

@@ -9,6 +9,7 @@ from dulbe_peft.commands.options import command
 def env() -> int:
     import torch
 
+    from dulbe_peft.data.store import FeatureStore, store_path
     from dulbe_peft.utils.folders import library_versions
 
     for name, version in library_versions().items():
@@ -17,4 +18,8 @@ def env() -> int:
     print(f"platform: {platform.platform()}")
     found = "none" if accelerator is None else accelerator.type
     print(f"accelerator: {found}, CPU threads: {torch.get_num_threads()}")
+    store = FeatureStore(store_path())
+    count, size = store.facts()
+    held = f"{count} features, {size / 1e6:.1f} MB" if count else "empty"
+    print(f"feature store: {store.path}, {held}")
     return 0

@@ -57,9 +57,9 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    from dulbe_peft.runs.sources import open_split
+    from dulbe_peft.runs.sources import open_images
 
-    loaded, images = load(), open_split(data, _split(data, split), class_names, skip_unreadable)
+    loaded, images = load(), open_images(data, _split(data, split), class_names, skip_unreadable)
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}

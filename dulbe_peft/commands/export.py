@@ -9,7 +9,7 @@ from dulbe_peft.deployment import FORMATS, PRECISIONS
 
 
 @command()
-@learner_options(choose=True)
+@learner_options(choose=True, encodes=False)
 @argument("output", "folder for the export; only an earlier export is replaced")
 @option("--format", "kind", choice=FORMATS, default="lora", help="what to write (lora)")
 @option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")

@@ -1,28 +1,34 @@
-"""`dulbe-peft features`: what a model sees of labelled images, in a folder for other programs and for further runs."""
+"""`dulbe-peft features`: what a model sees of labelled images, kept in the feature store or written as a table."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.outputs import claim, overwrite_option, say_next
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
 
 
-@command(kept="what is encoded is kept")
+@command(kept="what is encoded is kept in the feature store")
 @learner_options(optional=True)
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
 @option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
 @option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
-@option("--output", required=True, metavar="FOLDER", help="the folder to write, or to go on with")
+@option("--output", metavar="FILE.parquet", help="write a table: content, path, split, label, embedding")
 @option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
-@option("--scale", type=float, default=1.0, help="share of what was learned, in [0, 1] (1.0)")
+@option("--engine", choice=("local", "dask", "ray"), help="encode in several processes, or with Dask or Ray")
+@option("--jobs", type=int, help="workers of --engine (one a core, or one on an accelerator)")
+@option("--address", help="of a running cluster of Dask or Ray; else workers start on this machine")
 @overwrite_option
 def features(
     learner: str | None,
@@ -31,42 +37,79 @@ def features(
     split: str | None,
     class_names: str | None,
     skip_unreadable: bool,
-    output: str,
+    output: str | None,
     prompt_template: str | None,
-    scale: float,
+    engine: str | None,
+    jobs: int | None,
+    address: str | None,
     overwrite: bool,
 ) -> int:
     """examples:
-      dulbe-peft features out --data photos --output out-features
-      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photo-features
-      dulbe-peft run --model openai/clip-vit-base-patch16 --strategy frozen --data photo-features --output out
+      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --engine local --jobs 8
+      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photos.parquet
+      dulbe-peft run --model openai/clip-vit-base-patch16 --data photos.parquet --output out
 
-    The folder holds parquet files with the columns image, label and embedding, classes.parquet with
-    the classes and the embeddings of their texts, and features.json with the model and its logit
-    scale. All embeddings have length 1. The same command goes on where it was stopped, and encodes
-    images that were added. With a model that stays as it is, run, learn and compare take the folder
-    as --data.
+    A model that stays as it is encodes an image once: run, learn, evaluate and others find the features
+    in the store by the image's content. The table is for other programs, and a data set by itself. Its
+    embeddings have length 1. A learner that trains has features of its own: they are written and not
+    stored.
     """
     if learner is not None and prompt_template is not None:
         raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
+    if engine is None and (jobs or address):
+        raise ValueError("--jobs and --address are of --engine: give all of them, or none")
+    claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
+    from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.inventory import counted, unreadable_lines
-    from dulbe_peft.runs.encoding import write_features
-    from dulbe_peft.runs.sources import open_source, open_split
+    from dulbe_peft.runs.encoding import fill_store
 
-    claim(("--output", output, FOLDER), reads=[learner], apart=[data], overwrite=overwrite)
-    if split is None:
-        given = {"data": data, "skip_unreadable": skip_unreadable, "class_names": class_names}
-        train, test = open_source({**given, "train_split": "train", "test_split": "test"})
-        parts = {"train": [train]} | ({} if test is None else {"test": [test]})
-    else:
-        parts = {split or "train": [open_split(data, split or None, class_names, skip_unreadable)]}
+    parts = _parts(data, split, class_names, skip_unreadable)
     loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
-    with loaded.scaled(scale):
-        unreadable = write_features(Path(output), parts, loaded, load, scale)
-    count = sum(len(part) for images in parts.values() for part in images) - len(unreadable)
-    print(f"written: {output}, {counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each", file=sys.stderr)
+    store = loaded.encoder.store
+    if loaded.encoder.adapted and (engine or output is None):
+        raise ValueError("a learner that trains has features of its own, which are not stored: --output writes them")
+    if engine is not None and store is not None:
+        again = partial(load, num_workers=0, progress=False)
+        fill_store(store, list(parts.values()), loaded, again, engine, jobs, address)
+    unreadable: list[tuple[str, str]] = []
+    rows = _encoded(parts, loaded, unreadable)
+    if output is None:
+        count = sum(len(images) for _, images, _ in rows)
+    else:
+        model, revision = loaded.state.base_name
+        note = EncoderNote(model or type(loaded.clip).__name__, revision, loaded.encoder.facts)
+        count = write_features(Path(output).resolve(), rows, note)
+    where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
+    print(f"{counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each{where}", file=sys.stderr)
     if unreadable:
         print("\n".join(["left out, for they cannot be read:", *unreadable_lines(unreadable)]), file=sys.stderr)
-    frozen = ("run", "--model", loaded.state.base_name[0], "--data", output, "--output", f"{output}-run")
-    say_next(*(("evaluate", learner, "--data", data) if loaded.strategy.adapts else frozen), to=sys.stderr)
+    name = Path(output or data).stem
+    frozen = ("run", "--model", loaded.state.base_name[0], "--data", output or data, "--output", f"{name}-run")
+    say_next(*(("evaluate", learner, "--data", data) if loaded.encoder.adapted else frozen), to=sys.stderr)
     return 2 if unreadable else 0
+
+
+def _parts(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> Mapping[str, Any]:
+    """The images to encode, by the names of their splits."""
+    from dulbe_peft.runs.sources import open_images, open_source
+
+    if split is not None:
+        return {split or "train": open_images(data, split or None, class_names, skip_unreadable)}
+    given = {"data": data, "skip_unreadable": skip_unreadable, "class_names": class_names}
+    train, test = open_source({**given, "train_split": "train", "test_split": "test"})
+    return {"train": train} | ({} if test is None else {"test": test})
+
+
+def _encoded(
+    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner, unreadable: list[tuple[str, str]]
+) -> Iterator[tuple[str, LabelledImages, np.ndarray]]:
+    """Split, images and features, bit by bit; what cannot be read goes into `unreadable`."""
+    from dulbe_peft.runs.encoding import SHARD
+
+    for split, images in parts.items():
+        for start in range(0, len(images), SHARD):
+            part = images.at(slice(start, start + SHARD))
+            found, problems = learner.readable_embeds(part)
+            unreadable += [(part.item_name(index), reason) for index, reason in problems.items()]
+            rows = [index for index in range(len(part)) if index not in problems]
+            yield split, part.at(rows), found.cpu().numpy()[rows]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import command, field_options, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
-from dulbe_peft.runs.sources import DATA_FIELDS, open_source, print_once, reopen_tests, source_of
+from dulbe_peft.runs.sources import (
+    DATA_FIELDS,
+    new_images,
+    open_source,
+    print_once,
+    reopen_tests,
+    say_leaks,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.runs.progress import FinishedTask, Row
+    from dulbe_peft.runs.progress import Row
     from dulbe_peft.streams.tasks import Task
 
-_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names", "engine", "address", "jobs")
+_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 
 
 @command(kept="finished tasks are kept")
@@ -27,6 +34,7 @@ _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
 @option("--increment", type=int, help="new classes per task; without it all are one task")
 @option("--no-update", is_flag=True, help="leave out images of classes that are known")
+@option("--again", is_flag=True, help="count images once more that this learner has learned already")
 @field_options(StreamArguments, _DATA)
 @overwrite_option
 def learn(
@@ -36,6 +44,7 @@ def learn(
     output: str,
     increment: int | None,
     no_update: bool,
+    again: bool,
     overwrite: bool,
     **flags: Any,
 ) -> int:
@@ -44,8 +53,8 @@ def learn(
 
     june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
     the results of june's tasks too. Classes of july-photos that june does not know become a new task.
-    Images of classes that it knows are taken in without training. The same command goes on where it
-    was stopped.
+    Images of classes that it knows are taken in without training. Images that june has learned are
+    left out, wherever they lie now. The same command goes on where it was stopped.
     """
     from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.progress import known_tasks
@@ -57,21 +66,23 @@ def learn(
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     notes: list[str] = []
     train, test = open_source(source, notes=notes)
+    say_leaks(train, test, loaded.state.known)
+    fresh = new_images(train, loaded.state.known, again)
     known = [name for name in train.class_names if name in set(loaded.class_names)]
     new = [name for name in train.class_names if name not in set(known)]
     if not new and (not known or no_update):
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
-    tasks = _tasks(train, test, new, increment) if new else []
-    further = train.select(known) if known and not no_update else None
-    if stream.engine:
-        _encode(stream, tasks, further, loaded, load)
+    if not len(fresh):
+        raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    tasks = _tasks(fresh, test, new, increment) if new else []
+    further = fresh.select(known) if known and not no_update else None
     past = known_tasks(loaded)
     before = past[-1].row if past and not new else None
-    if further is not None:
-        _update(loaded, further, learner, past, source)
-    elif known:
+    tests = reopen_tests(past, loaded.state.known)
+    if further is not None and len(further):
+        _update(loaded, further)
+    elif known and no_update:
         print_once(f"left out: images of known classes ({', '.join(known)})")
-    tests = reopen_tests(past, look=loaded.args.teacher == "cached")
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
         write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
@@ -80,17 +91,6 @@ def learn(
         say_results(results, output, loaded.classifier.name)
     leave()
     return 0
-
-
-def _encode(
-    stream: StreamArguments, tasks: list[Task], further: LabelledImages | None, learner: Any, load: Callable[..., Any]
-) -> None:
-    """Encode all images on the engine that the settings name."""
-    from dulbe_peft.runs.encoding import encode_stream
-
-    trains = [*(task.train for task in tasks), *([] if further is None else [further])]
-    parts = {"train": trains, "test": [task.test for task in tasks if task.test]}
-    encode_stream(stream, parts, learner, partial(load, num_workers=0, progress=False))
 
 
 def _say_gain(before: Row, after: Row) -> None:
@@ -107,30 +107,19 @@ def _say_gain(before: Row, after: Row) -> None:
         print(f"with the further images: {'; '.join(rows)}")
 
 
-def _update(
-    learner: ClassIncrementalLearner,
-    images: LabelledImages,
-    name: str,
-    past: list[FinishedTask],
-    source: dict[str, Any],
-) -> None:
+def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Take in the images of known classes, and say of which and how many."""
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.training.updating import check_update
 
-    if any(task.source and task.source["data"] == source["data"] for task in past):
-        raise ValueError(
-            f"{name!r} has learned from {source['data']!r} before, and its images would count twice: "
-            "go on with `dulbe-peft run` in its own folder, or leave known classes out with --no-update"
-        )
     try:
         check_update(learner.state, images.class_names)
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
-    counts = np.bincount(images.labels)
-    listed = ", ".join(f"{name} ({count})" for name, count in zip(images.class_names, counts, strict=True))
+    counts = np.bincount(images.labels, minlength=len(images.class_names))
+    listed = ", ".join(f"{name} ({count})" for name, count in zip(images.class_names, counts, strict=True) if count)
     print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 

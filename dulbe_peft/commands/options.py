@@ -153,8 +153,17 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
-    """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier."""
+def store_option(function: Any) -> Any:
+    """The flag `--no-store`."""
+    kept = "keep no features of images, and find none that were kept"
+    return option("--no-store", is_flag=True, group="machine", help=kept)(function)
+
+
+def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
+    """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier.
+
+    A command that `encodes` images has the flag `--no-store`.
+    """
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
 
     def add(function: Any) -> Any:
@@ -162,11 +171,12 @@ def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
         def call(learner: str | None, model: str | None, **flags: Any) -> int:
             machine = {name: value for name in _MACHINE if (value := flags.pop(name)) is not None}
             first = flags.pop("classifier", None)
-            load = partial(load_learner, learner, model, machine, first)
+            load = partial(load_learner, learner, model, machine, first, not flags.pop("no_store", True))
             status: int = function(learner=learner, load=load, **flags)
             return status
 
-        made = field_options(LearnerArguments, _MACHINE, "machine")(call)
+        made = store_option(call) if encodes else call
+        made = field_options(LearnerArguments, _MACHINE, "machine")(made)
         if choose:
             what = "which of the learner's classifiers answers; none: its first"
             made = option("--classifier", metavar="NAME", help=what)(made)
@@ -179,9 +189,15 @@ def learner_options(optional: bool = False, choose: bool = False) -> Decorator:
 
 
 def load_learner(
-    learner: str | None, model: str | None, machine: dict[str, Any], first: str | None = None, **defaults: Any
+    learner: str | None,
+    model: str | None,
+    machine: dict[str, Any],
+    first: str | None = None,
+    store: bool | None = None,
+    **defaults: Any,
 ) -> ClassIncrementalLearner:
-    """A saved learner, or a pristine model that has learned nothing."""
+    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none."""
+    from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
@@ -190,9 +206,11 @@ def load_learner(
         if model is None:
             raise ValueError("name a saved learner, or a pristine model with --model")
         clip, processor = load_dual_encoder(model)
-        return ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
-    base = None if model is None else load_dual_encoder(model)[0]
-    loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
+        loaded = ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
+    else:
+        base = None if model is None else load_dual_encoder(model)[0]
+        loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
+    loaded.encoder.store = None if store is None else open_store(store)
     if first is not None:
         if first not in loaded.classifiers:
             raise ValueError(f"{learner!r} has no classifier {first!r}; it has {', '.join(loaded.classifiers)}")

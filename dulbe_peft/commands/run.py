@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         click.get_current_context().meta["to go on"] = ["--resume"]
     from dulbe_peft.commands.dry_run import describe
     from dulbe_peft.report.pictures import write_pictures
-    from dulbe_peft.runs.setup import frozen_learner, set_up
+    from dulbe_peft.runs.setup import set_up
     from dulbe_peft.utils.processes import leave, world
 
     setup = set_up(settings)
@@ -56,12 +55,6 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         describe(setup)
         return 0
     learner = setup.make_learner(setup.args)
-    if stream.engine:
-        from dulbe_peft.runs.encoding import encode_stream
-
-        tested = [task.test for task in setup.tasks if task.test is not None]
-        parts = {"train": [task.train for task in setup.tasks], "test": tested}
-        encode_stream(stream, parts, learner, partial(frozen_learner, stream, setup.args))
     results = setup.run(learner, stream.output, resume=stream.resume)
     if world()[0] == 0:
         write_pictures(stream.output, [task.test for task in setup.tasks], results, setup.left_out)

@@ -33,7 +33,6 @@ _FIXED = {
     "classifiers": "`classifiers` names those of all methods",
     "resume": "a comparison always goes on",
     "dry_run": "it is a flag of the command",
-    **dict.fromkeys(("engine", "address", "jobs"), "the command line says who does the work"),
     "validation_fraction": "`choose` tests on held-back training images",
 }
 

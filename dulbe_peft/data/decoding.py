@@ -3,6 +3,7 @@
 Pillow gets a fixed list of formats. Without it, a PostScript file that is named like a photograph starts Ghostscript.
 """
 
+import io
 import math
 import multiprocessing
 import os
@@ -135,10 +136,22 @@ def open_image(source: Source) -> Image.Image:
         raise ValueError(str(error)) from error
 
 
-def decode_image(source: Source) -> Image.Image:
-    """Open a path or binary file as an upright RGB image; of several frames, the first."""
+def stored_bytes(source: Source) -> bytes:
+    """All bytes of a path or binary file."""
     try:
-        with open_image(source) as image:
+        if isinstance(source, (str, os.PathLike)):
+            with open(source, "rb") as file:
+                return file.read()
+        source.seek(0)
+        return source.read()
+    except OSError as error:
+        raise UnreadableImageError(_reason(error, source)) from error
+
+
+def decode_image(source: Source, content: bytes) -> Image.Image:
+    """The bytes of a path or binary file as an upright RGB image; of several frames, the first."""
+    try:
+        with open_image(io.BytesIO(content)) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise UnreadableImageError(_reason(error, source)) from error

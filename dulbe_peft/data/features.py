@@ -1,158 +1,233 @@
-"""A folder of image features: parquet files that any program reads, and what says which model made them.
+"""A table of features as a data source: parquet with `embedding` and `label`, whichever program wrote it.
 
-    features.json            the model, the classes, tau
-    classes.parquet          class, embedding of its text where the model reads texts
-    train-00000.parquet ...  image, label, embedding, content; whole or not there
-
-Data sets carry such features beside their images, or in place of them. A frozen model then encodes no image.
+`split` and `content` are taken where they are there. Our own tables note the encoder that made them.
 """
 
+import hashlib
 import importlib
-import re
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.utils.files import replacing
-from dulbe_peft.utils.records import Record, read_record, write_record
 
-FEATURES_FILE = "features.json"
-CLASSES_FILE = "classes.parquet"
-_SHARD = re.compile(r"(.+)-(\d{5})\.parquet")
-
-
-class ModelKey(Record):
-    """What makes two features of an image the same: digests of the weights and of the image processor, and so on."""
-
-    weights: str
-    image_processor: str
-    precision: str
-    scale: float = 1.0
+COLUMNS = ("content", "path", "split", "label", "embedding")
+_NOTE = b"dulbe_peft"  # of the schema's metadata: an `EncoderNote` as JSON
+_UNIT = 1e-3  # how far from 1 the length of an embedding may be
 
 
-class FeatureFile(Record):
-    """`features.json`; `labels` of the shards index `class_names`, to which new classes are appended."""
+@dataclass(frozen=True)
+class EncoderNote:
+    """What a table of ours says of the encoder that made it."""
 
-    format: Literal["dulbe_peft features 1"] = "dulbe_peft features 1"
     model: str
-    key: ModelKey
-    width: int
-    logit_scale: float
-    class_names: list[str]
+    revision: str | None
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
-    """Features of the images of a source: `rows`, (n, d), float32, and the row of each position in the source."""
+class FeatureTable:
+    """Unit features of a source, `rows`, (n, d), float32, by position; `note` says who made them, if that is known."""
 
+    name: str
     rows: np.ndarray
-    row_of: Mapping[int, int]
-    key: ModelKey
+    note: EncoderNote | None
 
     def of(self, images: LabelledImages) -> np.ndarray:
         """The features of some of the source's images, (n, d)."""
-        return self.rows[[self.row_of[int(position)] for position in images.indices]]
+        return self.rows[images.indices]
+
+    def check(self, width: int, facts: Mapping[str, str]) -> None:
+        """Raise a `ValueError` unless an encoder of this width, with these facts, may have made the features."""
+        if self.rows.shape[1] != width:
+            raise ValueError(f"{self.name} has embeddings of width {self.rows.shape[1]}, the model's have {width}")
+        noted = facts if self.note is None else self.note.facts
+        wrong = [name for name in facts if noted.get(name) != facts[name]]
+        if wrong:
+            made = f"by {self.note.model!r}" if self.note else "elsewhere"
+            raise ValueError(f"{self.name} was made {made}, not by this model as it is: {', '.join(wrong)} differ")
 
 
-def is_feature_folder(path: Path) -> bool:
-    """Whether `write_shard` has written here."""
-    return (path / FEATURES_FILE).is_file()
+def feature_files(path: Path) -> list[str]:
+    """The parquet files of a table of features, none where a path is no such table."""
+    files = [path] if path.is_file() else []
+    if path.is_dir():
+        if (path / "features.json").is_file():
+            raise ValueError(f"{path} has features of release 0.2.0: write a table with `dulbe-peft features`")
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
+        files = [path / name for name in names if name.endswith(".parquet") and name[0] not in "._"]
+    files = [file for file in files if _begins_as_parquet(file)]
+    if not files:
+        return []
+    names = _schema(files[0]).names
+    return list(map(os.fspath, files)) if {"embedding", "label"} <= {*names} and "image" not in names else []
 
 
-def feature_splits(folder: Path) -> list[str]:
-    """The splits that a folder of features has, in the order of their files."""
-    return list(dict.fromkeys(split for split, _ in _shards(folder)))
+def _begins_as_parquet(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PAR1"
 
 
-def load_features(folder: Path, split: str | None) -> LabelledImages:
+def encoder_note(path: Path) -> EncoderNote | None:
+    """What a table of features notes of its encoder."""
+    notes = {json.dumps(_note_of(file)) for file in feature_files(path)}
+    if len(notes) > 1:
+        raise ValueError(f"{path} has files of several encoders: keep those of each in a folder of their own")
+    found = json.loads(next(iter(notes), "null"))
+    return None if found is None else EncoderNote(**found["encoder"])
+
+
+def feature_splits(path: Path) -> list[str]:
+    """The splits that a table of features has; "train" where it has no such column."""
+    found: dict[str, None] = {}
+    for file in feature_files(path):
+        found |= dict.fromkeys(
+            _texts(_table(file, ["split"])["split"]) if "split" in _schema(file).names else ["train"]
+        )
+    return list(found)
+
+
+def load_features(path: Path, split: str | None) -> LabelledImages:
     """The features of a split as a data set, in which a feature stands in the place of its image."""
-    facts, table = read_record(folder / FEATURES_FILE, FeatureFile), read_shards(folder, split or "train")
-    if not len(table["image"]):
-        raise FileNotFoundError(f"{folder} has no split {split!r}; its splits are {feature_splits(folder)}")
-    labels = table["label"]
-    if labels.min() < 0 or labels.max() >= len(facts.class_names):
-        raise ValueError(f"{folder} has a label outside of its {len(facts.class_names)} classes")
-    source = _Rows(folder, table["image"], labels, table["embedding"])
-    images = LabelledImages(source, labels, facts.class_names)
-    images.features = Features(table["embedding"], range(len(labels)), facts.key)  # type: ignore[arg-type]
+    split, tables = split or "train", []
+    for file in feature_files(path):
+        schema = _schema(file).names
+        table = _table(file, [name for name in (*COLUMNS, "class") if name in schema])
+        if "split" in schema:
+            table = table.filter(np.array(_texts(table["split"])) == split)
+        elif split != "train":
+            table = table.slice(0, 0)
+        tables.append(table)
+    count = sum(table.num_rows for table in tables)
+    if not count:
+        raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {feature_splits(path)}")
+    labels, names = _labels(path, [value for table in tables for value in table["label"].to_pylist()])
+    rows = _unit_rows(path, [table["embedding"] for table in tables], count)
+    paths = [text for table in tables for text in (_texts(table["path"]) if "path" in table.column_names else [])]
+    images = LabelledImages(_Rows(path, paths, rows, labels), labels, names)
+    images.features = FeatureTable(str(path), rows, encoder_note(path))
+    given = [text for table in tables if "content" in table.column_names for text in table["content"].to_pylist()]
+    known = len(given) == count
+    images.note_contents(bytes.fromhex(text) for text in given) if known else images.note_contents(
+        hashlib.sha256(row).digest() for row in rows
+    )
     return images
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    folder: Path
-    names: Sequence[str]
-    labels: np.ndarray
+    path: Path
+    paths: Sequence[str]
     embeddings: np.ndarray
+    labels: np.ndarray
 
     def __getitem__(self, position: int) -> tuple[np.ndarray, int]:
         return self.embeddings[position], int(self.labels[position])
 
     def item_name(self, position: int) -> str:
-        return f"{self.folder}[{self.names[position]}]"
-
-    def content_id(self, position: int) -> str:
-        return self.names[position]
+        return self.paths[position] if len(self.paths) == len(self.labels) else f"{self.path}[{position}]"
 
 
-def write_shard(
-    folder: Path, split: str, number: int, images: Sequence[str], labels: Any, embeddings: Any, content: Sequence[str]
-) -> None:
-    """Write one parquet file: a row for each image with its name, label, features and what tells its content."""
+def write_features(path: Path, parts: Iterable[tuple[str, LabelledImages, np.ndarray]], note: EncoderNote) -> int:
+    """Write a table, whole or not at all, from parts: a split's name, images, features (n, d); returns its rows."""
     pa, parquet = _pyarrow()
-    width = embeddings.shape[1]
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(embeddings).reshape(-1)), width)
-    columns = {"image": pa.array(images, pa.string()), "label": pa.array(labels, pa.int64()), "embedding": rows}
-    with replacing(folder / f"{split}-{number:05d}.parquet") as temporary:
-        parquet.write_table(pa.table(columns | {"content": pa.array(content, pa.string())}), temporary)
+    metadata = {_NOTE: json.dumps({"encoder": vars(note)}).encode()}
+    writer, count = None, 0
+    with replacing(path) as temporary:
+        for split, images, features in parts:
+            flat = pa.array(np.ascontiguousarray(features, dtype=np.float32).reshape(-1))
+            columns = {
+                "content": pa.array([(content or b"").hex() for content in images.contents()]),
+                "path": pa.array([images.item_name(index) for index in range(len(images))]),
+                "split": pa.array([split] * len(images), pa.string()),
+                "label": pa.array([images.class_names[label] for label in images.labels], pa.string()),
+                "embedding": pa.FixedSizeListArray.from_arrays(flat, features.shape[1]),
+            }
+            table = pa.table(columns).replace_schema_metadata(metadata)
+            writer = writer or parquet.ParquetWriter(temporary, table.schema)
+            writer.write_table(table)
+            count += len(images)
+        if writer is not None:
+            writer.close()
+    return count
 
 
-def write_classes(folder: Path, facts: FeatureFile, texts: np.ndarray | None) -> None:
-    """Write what is known of the model and the classes, with the embeddings of their texts, (C, d)."""
-    pa, parquet = _pyarrow()
-    columns = {"class": facts.class_names} | ({} if texts is None else {"embedding": list(texts)})
-    with replacing(folder / CLASSES_FILE) as temporary:
-        parquet.write_table(pa.table(columns), temporary)
-    write_record(folder / FEATURES_FILE, facts)
+def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels, (n,), and the names of the classes: texts, sorted, or whole numbers with the names that the file has."""
+    if all(isinstance(value, str) for value in values):
+        names = check_class_names(sorted(set(map(normalized, values))))
+        place = {name: label for label, name in enumerate(names)}
+        labels = [place[normalized(value)] for value in values]
+        return np.array(labels, dtype=np.int64), names
+    if not all(type(value) is int and value >= 0 for value in values):
+        wrong = next(value for value in values if type(value) is not int or value < 0)
+        raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
+    hints = json.loads((_schema(feature_files(path)[0]).metadata or {}).get(b"huggingface", b"{}"))
+    named = hints.get("info", {}).get("features", {}).get("label", {}).get("names")
+    names = check_class_names(named or [str(value) for value in range(max(values) + 1)])
+    if max(values) >= len(names):
+        raise ValueError(f"{path} has the label {max(values)}, and names for {len(names)} classes")
+    return np.array(values, dtype=np.int64), names
 
 
-def read_shards(folder: Path, split: str, embeddings: bool = True) -> dict[str, Any]:
-    """The columns of a split's shards: `image` and `content`, lists; `label`, (n,); `embedding`, (n, d)."""
-    pa, parquet = _pyarrow()
-    columns = ["image", "label", "content"] + ["embedding"] * embeddings
-    found: dict[str, Any] = {"image": [], "content": [], "label": [np.zeros(0, np.int64)], "embedding": []}
-    for own, path in _shards(folder):
-        if own != split:
-            continue
-        try:
-            table = parquet.read_table(path, columns=columns)
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is damaged or foreign: {error}; remove it to encode its images again") from error
-        for name in ("image", "content"):
-            found[name] += table[name].to_pylist()
-        found["label"].append(table["label"].to_numpy())
-        if embeddings:
-            flat = table["embedding"].combine_chunks().flatten().to_numpy()
-            found["embedding"].append(flat.reshape(table.num_rows, -1).astype(np.float32, copy=False))
-    found["label"] = np.concatenate(found["label"])
-    found["embedding"] = np.concatenate(found["embedding"]) if found["embedding"] else np.zeros((0, 0), np.float32)
-    if not np.isfinite(found["embedding"]).all():
-        raise ValueError(f"{folder} holds NaN or infinity among the embeddings of {split!r}")
-    return found
+def _unit_rows(path: Path, columns: Sequence[Any], count: int) -> np.ndarray:
+    """The embeddings as unit rows, (n, d), float32; a `ValueError` names a row that is none."""
+    rows: np.ndarray | None = None
+    done = 0
+    for column in columns:
+        for chunk in column.chunks:
+            array = getattr(chunk, "storage", chunk)  # Ray's tensors
+            if not len(array):
+                continue
+            values = np.asarray(array.flatten(), dtype=np.float32)
+            if len(values) % len(array) or array.null_count:
+                raise ValueError(f"{path} has embeddings of several widths, or rows without one")
+            part = values.reshape(len(array), -1)
+            rows = np.empty((count, part.shape[1]), dtype=np.float32) if rows is None else rows
+            if part.shape[1] != rows.shape[1]:
+                raise ValueError(f"{path} has embeddings of the widths {rows.shape[1]} and {part.shape[1]}")
+            lengths = np.linalg.norm(part, axis=1, keepdims=True)
+            bad = ~np.isfinite(lengths[:, 0]) | (lengths[:, 0] == 0)
+            if bad.any():
+                raise ValueError(f"the embedding of row {done + int(bad.argmax())} of {path} is zero, NaN or infinite")
+            rows[done : done + len(part)] = part if (abs(lengths - 1) <= _UNIT).all() else part / lengths
+            done += len(part)
+    assert rows is not None
+    return rows
 
 
-def next_shard(folder: Path, split: str) -> int:
-    """The number of the first shard that a split does not have yet."""
-    return 1 + max((int(_SHARD.fullmatch(path.name)[2]) for own, path in _shards(folder) if own == split), default=-1)  # type: ignore[index]
+def _note_of(file: str) -> Any:
+    return json.loads((_schema(file).metadata or {}).get(_NOTE, b"null"))
 
 
-def _shards(folder: Path) -> list[tuple[str, Path]]:
-    found = [(_SHARD.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    return [(match[1], path) for match, path in found if match]
+def _texts(column: Any) -> list[str]:
+    return [str(value) for value in column.to_pylist()]
+
+
+def _schema(file: str | Path) -> Any:
+    _, parquet = _pyarrow()
+    return _read(file, lambda: parquet.read_schema(file))
+
+
+def _table(file: str, columns: Sequence[str]) -> Any:
+    _, parquet = _pyarrow()
+    return _read(file, lambda: parquet.ParquetFile(file).read(columns=list(columns)))
+
+
+def _read(file: str | Path, read: Any) -> Any:
+    pa, _ = _pyarrow()
+    try:
+        return read()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is damaged, or no parquet file: {error}") from error
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -1,21 +1,18 @@
-"""What tells one data set from another, and which of its images differ."""
+"""What tells one data set from another, and which of its images differ: an image is known by its content."""
 
 import hashlib
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
 
-Listing = list[str] | None
+Listing = list[tuple[str, str]] | None  # name and content of each image
 _SHOWN = 3  # files of a kind that a message names
 
 
 def fingerprint(dataset: Any, look: bool = True) -> str:
-    """SHA-256 of labels, class names, names and sizes of files, and with `look` of four images' pixels; of no path."""
-    digest = hashlib.sha256(b"dulbe_peft dataset 2")
+    """SHA-256 of labels, class names and contents, of no name or path; `look`: also at images that are no files."""
+    digest = hashlib.sha256(b"dulbe_peft dataset 3")
     for chunk in _chunks(labelled_images(dataset), look):
         digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()
@@ -25,25 +22,20 @@ def _chunks(images: LabelledImages, look: bool) -> Iterable[bytes]:
     yield f"{len(images)} images, {len(images.class_names)} classes".encode()
     yield images.labels.astype("<i8").tobytes()
     yield from (name.encode() for name in images.class_names)
-    yield from (os.fsencode(entry) for entry in listing(images) or ())
-    if look:
-        for index in np.linspace(0, len(images) - 1, min(4, len(images)), dtype=int):
-            try:
-                pixels = np.asarray(images.image(int(index)))
-            except (OSError, TypeError, ValueError):  # it cannot be read
-                yield b""
-            else:
-                yield b"" if pixels.dtype == object else f"{pixels.shape} {pixels.dtype}".encode() + pixels.tobytes()
+    if look or images.stored:
+        yield from (content or b"" for content in images.contents())
 
 
 def listing(images: LabelledImages | None) -> Listing:
-    """What tells images from others without reading them, in their order: for folders, `class/file:bytes`."""
-    return None if images is None else [images.content_id(index) for index in range(len(images))]
+    """Name and content of each image that is stored, in their order."""
+    if images is None or not images.stored:
+        return None
+    return [(images.short_name(i), (content or b"").hex()) for i, content in enumerate(images.contents())]
 
 
 def differences(before: Listing, now: Listing) -> str:
     """What was added, removed and changed between two listings, the first few by name; empty where nothing was."""
-    old, new = _by_name(before or ()), _by_name(now or ())
+    old, new = dict(before or ()), dict(now or ())
     kinds = {
         "added": [name for name in new if name not in old],
         "removed": [name for name in old if name not in new],
@@ -54,12 +46,3 @@ def differences(before: Listing, now: Listing) -> str:
         for kind, names in kinds.items()
         if names
     )
-
-
-def _by_name(entries: Sequence[str]) -> dict[str, str]:
-    """File name -> its size in bytes; an entry that names no file is its own name."""
-    found = {}
-    for entry in entries:
-        name, _, size = entry.rpartition(":")
-        found[name if "/" in name else entry] = size
-    return found

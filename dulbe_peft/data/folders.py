@@ -122,13 +122,9 @@ class ImageFolder(LabelledImages):
         """Path of an image."""
         return str(self.root / self.source[self.indices[index]])
 
-    def relative_name(self, index: int) -> str:
+    def short_name(self, index: int) -> str:
         """Path of an image below the folder of the classes, with "/" between its parts."""
         return normalized(self.source[self.indices[index]])
-
-    def content_id(self, index: int) -> str:
-        """Name and size of an image's file, wherever the root folder stands."""
-        return f"{self.relative_name(index)}:{os.path.getsize(self.item_name(index))}"
 
 
 def _folder_of_classes(folder: Path, split: str | None) -> Path:

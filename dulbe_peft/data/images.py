@@ -6,15 +6,17 @@ for them.
 """
 
 import copy
+import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
 import numpy as np
 from PIL import Image
 
-from dulbe_peft.data.decoding import UnreadableImageError, decode_image, to_rgb
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image, stored_bytes, to_rgb
 from dulbe_peft.data.names import check_class_names
 
 
@@ -42,6 +44,8 @@ class LabelledImages:
         self.stored = stored
         self._name = name
         self.indices = np.arange(len(labels))
+        # Position -> content, and of a file what its entry said when it was read; all slices share it.
+        self._contents: dict[int, tuple[bytes | None, Any]] = {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,14 +60,62 @@ class LabelledImages:
 
     def image(self, index: int) -> Any:
         """An image, upright and in RGB where it is a file or a PIL image; errors do not say which image it is."""
+        return self.read(index)[1]
+
+    def read(self, index: int) -> tuple[bytes | None, Any]:
+        """An image's content, see `contents`, and the image, from the same bytes; errors are as in `image`."""
+        image = self.given(index)
+        file = _file_of(image)
+        if file is not None:
+            stored = stored_bytes(file)
+            return hashlib.sha256(stored).digest(), decode_image(file, stored)
+        if isinstance(image, Image.Image):
+            image = to_rgb(image)
+        return pixels_content(image), image
+
+    def given(self, index: int) -> Any:
+        """An image as the source gives it, which may be a file that nobody has read."""
         position = int(self.indices[index])
         image, label = self._item(position)
         if label != self._own_labels[position]:  # a transform of labels, say, would put it into another class
             raise ValueError(f"its own label is {label}, the dataset's list says {self._own_labels[position]}")
-        file = _file_of(image)
-        if file is not None:
-            return decode_image(file)
-        return to_rgb(image) if isinstance(image, Image.Image) else image
+        return image
+
+    def contents(self) -> list[bytes | None]:
+        """What names each image wherever it lies: SHA-256 of its stored bytes, else of its pixels, size and type.
+
+        None of an image that cannot be read. A file is read again where its entry on the disk has changed.
+        """
+        return [self._content(index) for index in range(len(self))]
+
+    def note_content(self, index: int, content: bytes | None) -> bool:
+        """Take what `read` found in another process for the content; False where a file had another one before."""
+        position = int(self.indices[index])
+        before, entry = self._contents.get(position, (None, None))
+        if entry is None and not self.stored:
+            self._contents[position] = content, None
+        return entry is None or content in (None, before)
+
+    def note_contents(self, contents: Iterable[bytes | None]) -> None:
+        """Take contents that somebody else has found, one for each position of the source."""
+        self._contents.update((position, (content, None)) for position, content in enumerate(contents))
+
+    def _content(self, index: int) -> bytes | None:
+        position = int(self.indices[index])
+        try:
+            if self._contents.get(position, (None, ()))[1] is None:  # no file, so it is as it was
+                return self._contents[position][0]
+            image = self.given(index)
+            file = _file_of(image)
+            entry = _entry_of(file)
+            if self._contents.get(position, (None, ()))[1] != entry:
+                if isinstance(image, Image.Image):
+                    image = to_rgb(image)
+                content = pixels_content(image) if file is None else hashlib.sha256(stored_bytes(file)).digest()
+                self._contents[position] = content, entry
+        except Exception:  # whatever a user's data set raises; who reads the image says why
+            return None
+        return self._contents[position][0]
 
     def file(self, index: int) -> Path | IO[bytes] | None:
         """What Pillow opens of an image that is stored in a file; None of any other."""
@@ -77,15 +129,9 @@ class LabelledImages:
         named = getattr(self.source, "item_name", None)
         return f"item {position}" if named is None else str(named(position))
 
-    def relative_name(self, index: int) -> str:
-        """What an image is called wherever the data lies: its position where the source knows no better."""
-        position = int(self.indices[index])
-        named = getattr(self.source, "content_id", None)
-        return f"#{position}" if named is None else str(named(position))
-
-    def content_id(self, index: int) -> str:
-        """What tells this image from others without reading it."""
-        return self.relative_name(index)
+    def short_name(self, index: int) -> str:
+        """Name of an image for messages, without the folder in which the data lies."""
+        return f"#{self.indices[index]}"
 
     def at(self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None) -> Self:
         """The images at some indices, with the same labels and names or with others."""
@@ -172,6 +218,27 @@ def undecoded(dataset: Any) -> Any:
     if getattr(dataset, "format", {}).get("type") is not None:
         return None
     return dataset.cast_column("image", type(feature)(decode=False))
+
+
+def pixels_content(image: Any) -> bytes | None:
+    """SHA-256 of an RGB image, an array or a tensor: its type, size and values; None of anything else."""
+    if isinstance(image, Image.Image):
+        kind, values = f"{image.mode} {image.size}", image.tobytes()
+    elif hasattr(image, "shape") and hasattr(image, "dtype"):
+        array = image.detach().cpu().contiguous() if hasattr(image, "detach") else image
+        kind = f"{type(image).__name__} {array.dtype} {tuple(array.shape)}"
+        values = np.ascontiguousarray(array.float() if hasattr(array, "float") else array).tobytes()
+    else:
+        return None
+    return hashlib.sha256(f"dulbe_peft pixels {kind}\0".encode() + values).digest()
+
+
+def _entry_of(file: Path | IO[bytes] | None) -> Any:
+    """What a path's entry on the disk says: where it is the same, the file need not be read again."""
+    if not isinstance(file, Path):
+        return None
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _file_of(image: Any) -> Path | IO[bytes] | None:

@@ -1,20 +1,16 @@
 """What a data set holds, found before anything is learned: counts, unreadable files, duplicates."""
 
-import hashlib
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import image_problem, open_image, to_rgb
-from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
 from dulbe_peft.utils.terminal import printable
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
@@ -30,15 +26,17 @@ _ROWS = 1024  # thumbnails that are compared with all others at once
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Two images, the second of which adds nothing; `exact` where their files are equal."""
+    """Two images, the second of which adds nothing; `how` is one of `ALIKE`."""
 
     names: tuple[str, str]
     splits: tuple[str, str]
     classes: tuple[str, str]
     places: tuple[int, int]  # in their splits
-    exact: bool
+    how: str
 
 
+# How two images are alike: by content, by pixels alone, as where a program wrote a tag into one, or nearly.
+ALIKE = ("the same file", "the same pixels in another file", "nearly the same picture")
 # Kinds of duplicates, the worst first.
 _KINDS: dict[str, Callable[[Duplicate], bool]] = {
     "both learned from and tested on, so the accuracy says too much": lambda row: row.splits[0] != row.splits[1],
@@ -119,8 +117,8 @@ class Inventory:
             if rare:
                 lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_first(rare, _SHOWN))}"]
         for what, holds in _KINDS.items():
-            for exact, how in ((True, "the same file"), (False, "nearly the same picture")):
-                found = [row for row in self.duplicates if row.exact == exact and holds(row)]
+            for how in ALIKE:
+                found = [row for row in self.duplicates if row.how == how and holds(row)]
                 both = [map(printable, map(": ".join, zip(row.splits, row.names))) for row in found]
                 if found:
                     lines += ["", f"{how} {what}: {counted(len(found), 'pair')}"]
@@ -212,60 +210,43 @@ def _problems(images: LabelledImages, in_full: bool) -> Iterator[str | None]:
 
 
 def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> list[Duplicate]:
-    """The pairs of equal images, also across splits; with `near`, which decodes all, also of nearly equal ones."""
-    stored = [(split, part, index) for split, part in parts.items() if part.stored for index in range(len(part))]
-
-    def file(place: int) -> Any:
-        _, part, index = stored[place]
-        return part.file(index)
-
-    pairs = {
-        (same[0], other): True
-        for same_size in _groups(range(len(stored)), lambda place: _size(file(place)))
-        for same in _groups(same_size, lambda place: _digest(file(place)))
-        for other in same[1:]
-    }
+    """The pairs of images of the same content, also across splits; with `near`, which decodes all, also near ones."""
+    places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
+    groups: dict[bytes, list[int]] = {}
+    for place, content in enumerate(content for part in parts.values() for content in part.contents()):
+        if content is not None:  # the inventory says why it cannot be read
+            groups.setdefault(content, []).append(place)
+    pairs = {(group[0], other): ALIKE[0] for group in groups.values() for other in group[1:]}
     if near:
-        pairs |= {pair: False for pair in _alike(len(stored), file) if pair not in pairs}
+        stored = [(place, part, index) for place, (_, part, index) in enumerate(places) if part.stored]
+        for one, other in _alike(stored):
+            pairs.setdefault((one[0], other[0]), ALIKE[1] if _pixels(one) == _pixels(other) else ALIKE[2])
     found = []
-    for pair, exact in sorted(pairs.items()):
+    for pair, how in sorted(pairs.items()):
         facts = []
-        for split, part, index in (stored[place] for place in pair):
+        for split, part, index in (places[place] for place in pair):
             name = str(part.labels[index]) if not part.class_names else part.class_names[part.labels[index]]
             facts.append((part.item_name(index), split, name, index))
         both: Any = zip(*facts, strict=True)
-        names, splits, classes, places = both
-        found.append(Duplicate(names, splits, classes, places, exact))
+        names, splits, classes, rows = both
+        found.append(Duplicate(names, splits, classes, rows, how))
     return found
 
 
-def _groups(places: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
-    """The places of equal keys, where there are several; a place that cannot be read has no key."""
-    found: dict[Any, list[int]] = {}
-    for place in places:
-        with suppress(OSError, ValueError):  # the inventory says why
-            found.setdefault(key(place), []).append(place)
-    return [group for value, group in found.items() if len(group) > 1 and value is not None]
+Place = tuple[int, LabelledImages, int]  # a number, and the images and the index among them that it stands for
 
 
-def _size(file: Any) -> int | None:
-    if isinstance(file, Path):
-        return os.path.getsize(file)
-    return None if file is None else file.seek(0, os.SEEK_END)
+def _pixels(place: Place) -> bytes | None:
+    return pixels_content(place[1].image(place[2]))
 
 
-def _digest(file: Any) -> str:
-    with file.open("rb") if isinstance(file, Path) else file as opened:
-        opened.seek(0)
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _alike(count: int, file: Callable[[int], Any]) -> Iterator[tuple[int, int]]:
-    """Each place with the first one of which the thumbnail is nearly the same."""
+def _alike(places: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
+    """Each image with the first one of which the thumbnail is nearly the same."""
+    count = len(places)
     thumbnails = np.zeros((count, SIDE * SIDE), dtype=np.float32)
-    for place in range(count):
+    for row, (_, images, index) in enumerate(places):
         try:
-            with open_image(file(place)) as opened:
+            with open_image(images.file(index)) as opened:  # type: ignore[arg-type]
                 opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
                 grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
         except Exception:
@@ -274,9 +255,9 @@ def _alike(count: int, file: Callable[[int], Any]) -> Iterator[tuple[int, int]]:
         centred = pixels - pixels.mean()
         length = np.linalg.norm(centred)
         if length > SIDE:  # else a blank area, which is like every other one
-            thumbnails[place] = centred / length
+            thumbnails[row] = centred / length
     for start in range(0, count, _ROWS):
         rows = thumbnails[start : start + _ROWS]
         close = np.triu(rows @ thumbnails[start:].T > NEAR, 1)
         firsts = {int(b): int(a) for a, b in np.argwhere(close)[::-1]}
-        yield from ((start + a, start + b) for b, a in firsts.items())
+        yield from ((places[start + a], places[start + b]) for b, a in firsts.items())

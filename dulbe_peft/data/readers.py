@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
-from dulbe_peft.data.features import is_feature_folder, load_features
+from dulbe_peft.data.features import feature_files, load_features
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.hub import HUB_PREFIX, is_dataset_folder, load_hub_images
 from dulbe_peft.data.images import LabelledImages
@@ -29,10 +29,10 @@ def load_data(
     """Open a dataset by what its path is.
 
     Args:
-        path_or_name: a folder of images; a folder that `dulbe-peft features` wrote; a folder of the library
-            `datasets`, written by `save_to_disk` or with files such as `train.parquet` and `test.parquet` in it or in
-            its folder `data`; "hf:" and the name of a dataset on the Hugging Face hub; or "demo-digits",
-            scikit-learn's handwritten digits.
+        path_or_name: a folder of images; a table of features, which is a parquet file, or a folder of such files,
+            with the columns `embedding` and `label`; a folder of the library `datasets`, written by `save_to_disk` or
+            with files such as `train.parquet` and `test.parquet` in it or in its folder `data`; "hf:" and the name of
+            a dataset on the Hugging Face hub; or "demo-digits", scikit-learn's handwritten digits.
         split: the split to read; None for a folder of classes without splits.
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.
@@ -47,7 +47,7 @@ def load_data(
     """
     text = os.fspath(path_or_name)
     path = Path(text)
-    if is_feature_folder(path):
+    if feature_files(path):
         return load_features(path, split)
     if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
         return load_hub_images(text, split, image_column, label_column)

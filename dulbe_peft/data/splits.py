@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.features import feature_splits, is_feature_folder
+from dulbe_peft.data.features import feature_files, feature_splits
 from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, labelled_images
@@ -23,9 +23,10 @@ def hold_out(
 ) -> tuple[LabelledImages, LabelledImages]:
     """Divide a data set into images to learn from and images to test on.
 
-    A hash of each image's name and class, and of the seed, decides. So neither the order of the files nor the other
-    images matter, and an image stays on its side when others come. At least one image of a class is learned from;
-    where a class has two or more and `fraction` of them makes half an image or more, at least one is tested on.
+    A hash of each image's content and of the seed decides. So neither names nor the order of the files nor the other
+    images matter: an image stays on its side when others come, and its copies come along. At least one image of a
+    class is learned from; where a class has two or more and `fraction` of them makes half an image or more, at least
+    one is tested on.
 
     Args:
         dataset: a data set that carries class names.
@@ -56,7 +57,8 @@ def hold_out(
         order = members[np.argsort(drawn[members], kind="stable")]
         enough = int(len(members) > 1 and fraction * len(members) >= 0.5)
         count = int(np.clip((drawn[members] < fraction).sum(), enough, len(members) - 1))
-        tested[order[:count]] = True
+        edge = drawn[order[count - 1]] if count else -1.0  # copies of an image have the same number
+        tested[members] = drawn[members] <= edge if (drawn[members] > edge).any() else drawn[members] < edge
     if not tested.any():
         raise ValueError(f"no class has enough images to hold {fraction} of them back")
     return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
@@ -80,15 +82,11 @@ def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, see
 
 
 def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
-    """(n,): a number in [0, 1) for each image, by the seed, the purpose, the class and the image's own name."""
+    """(n,): a number in [0, 1) for each image, by the seed, the purpose and the image's content."""
     if not images.class_names:
         raise ValueError("the dataset carries no class names; give it an attribute class_names, a sequence of strings")
-    drawn = np.zeros(len(images))
-    for index, label in enumerate(images.labels):
-        drawing = f"{seed}" if purpose == "test" else f"{seed} {purpose}"
-        parts = (drawing.encode(), images.class_names[label].encode(), images.relative_name(index).encode())
-        drawn[index] = int.from_bytes(hashlib.sha256(b"\0".join(parts)).digest()[:8], "little") / 2**64
-    return drawn
+    digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (content or b"")) for content in images.contents())
+    return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])
 
 
 def open_stream_data(
@@ -117,6 +115,11 @@ def open_stream_data(
         FileNotFoundError: there is nothing under this path, or it lacks a split.
         ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
+    if train_split == test_split:
+        raise ValueError(
+            f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
+            "test_split"
+        )
     splits, left_out = _splits(os.fspath(path), train_split, test_split)
     if test_fraction is not None and test_split in splits:
         raise ValueError(
@@ -139,7 +142,7 @@ def open_stream_data(
     return parts[train_split], parts.get(test_split), found
 
 
-def load_split(path: str | os.PathLike[str], split: str | None) -> LabelledImages:
+def open_split(path: str | os.PathLike[str], split: str | None) -> LabelledImages:
     """One split as `load_data` opens it, labelled by the classes of the training images, then by its own."""
     images, folder = load_data(path, split), Path(path)
     if not isinstance(images, ImageFolder) or split in (None, "train"):
@@ -163,7 +166,7 @@ def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledIma
 def _splits(text: str, train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The splits of a data set, none where it holds classes alone, and those that are left out, with the reason."""
     folder = Path(text)
-    if is_feature_folder(folder):
+    if feature_files(folder):
         splits = feature_splits(folder)
     elif text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
         splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open

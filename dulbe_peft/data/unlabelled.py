@@ -18,7 +18,7 @@ from dulbe_peft.data.images import LabelledImages, undecoded
 
 def unlabelled_images(images: Any) -> LabelledImages:
     """Whatever `predict` of a learner takes, each image with the label -1; what is not there is unreadable."""
-    if isinstance(images, LabelledImages) and images.features is not None:
+    if isinstance(images, LabelledImages) and type(images).__getitem__ is LabelledImages.__getitem__:
         return images
     given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
     source = _Entries([entry for one in given for entry in _entries_of(one)])
@@ -39,7 +39,7 @@ class _Entries:
         if isinstance(source, io.IOBase):
             source.seek(0)
         if isinstance(source, LabelledImages) and position is not None:
-            return source.image(position), -1
+            return source.given(position), -1
         item = source if position is None else source[position]
         if isinstance(item, Mapping) and "image" in item:
             return item["image"], -1

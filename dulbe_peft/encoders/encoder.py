@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch._functorch.config
 from accelerate.utils import send_to_device
@@ -19,19 +21,23 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data import decoding
-from dulbe_peft.data.features import Features, ModelKey
+from dulbe_peft.data.features import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
+from dulbe_peft.data.store import EncoderKey, FeatureStore
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.patches import unpacked
-from dulbe_peft.encoders.pixels import PixelDataset, ReadablePixels
+from dulbe_peft.encoders.pixels import KnownPixels, PixelDataset
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.profiling import Profile
-from dulbe_peft.utils.tensors import weights_digest
+from dulbe_peft.utils.tensors import whole_digest
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Texts = Mapping[str, Sequence[str]]
 NO_TEXTS: Texts = MappingProxyType({})
+# A batch without gradients is filled up to a multiple of so many images. In batches of fewer than four images, and in
+# the last one to three rows of a thread's part, products of matrices are rounded in another way.
+WHOLE = 8
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
@@ -61,6 +67,9 @@ class Encoder:
         self.args = args
         self.device = device
         self.profile = Profile()
+        # Where features of images are found again, while nothing trains the model; None: nowhere.
+        self.store: FeatureStore | None = None
+        self._digest: tuple[Any, str] = ((), "")
         self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
@@ -93,32 +102,53 @@ class Encoder:
             return images
         return images.view(self.args.augment, self.args.seed, task, number)
 
-    def mean_of_views(self, features: torch.Tensor, images: PixelDataset, task: int, title: str) -> torch.Tensor:
+    def mean_of_views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor:
         """Unit means, (n, d), of the images' own features and those of their augmented views; else `features`."""
         if self.args.augment == "none" or not self.args.copies:
             return features
         for number in range(1, self.args.copies + 1):
-            features = features + self.dataset_embeds(self.view(images, task, number), f"{title} view {number}")
+            features = features + self.dataset_embeds(self.view(images, 0, number), f"{title} view {number}")
         return F.normalize(features, dim=1)
 
     @property
-    def key(self) -> ModelKey:
-        """What tells this encoder's image features from those of others."""
+    def facts(self) -> dict[str, str]:
+        """What tells this encoder's image features from those of others, on whichever machine."""
+        text = loading.encoder_of(self.clip).text_tower
+        weights = {name: t for name, t in self.clip.state_dict().items() if not name.startswith(f"{text}.")}
+        versions = tuple((t.data_ptr(), t._version) for t in weights.values() if type(t) is torch.Tensor)
+        if self._digest[0] != versions:
+            self._digest = versions, whole_digest(weights)
         steps = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        precision = "bfloat16" if self.args.mixed_precision == "bf16" else "float32"
         digest = hashlib.sha256(steps.encode()).hexdigest()
-        weights = weights_digest(self.clip.state_dict())
-        return ModelKey(weights=weights, image_processor=digest, precision=self.args.mixed_precision)
+        return {"weights": self._digest[1], "image_processor": digest, "precision": precision}
 
-    def _check_features(self, features: Features) -> None:
-        """Raise a `ValueError` unless the features are those that this encoder would give."""
-        if any(isinstance(module, BaseTunerLayer) for module in self.clip.modules()):
+    @property
+    def key(self) -> EncoderKey:
+        """What makes two features of an image equal bit by bit: also versions, and what computes."""
+        facts, kind = self.facts, self.device.type
+        precision = facts.pop("precision")
+        facts |= {"attention": self.clip.config._attn_implementation, "device": kind}
+        if kind == "cpu":
+            facts["processor"] = torch.backends.cpu.get_cpu_capability()
+        else:  # the size of a batch chooses the kernel
+            name = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
+            facts |= {"processor": name, "batch": str(self.args.eval_batch_size)}
+        facts |= {name: version(name) for name in ("torch", "transformers", "pillow")}
+        return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, "torch")
+
+    def _check_features(self, features: FeatureTable) -> None:
+        """Raise a `ValueError` unless the features are those that this encoder would give, as far as is known."""
+        if self.adapted:
             raise ValueError("features stand in for the images of a frozen model, and this one has an adapter")
         if self.args.augment != "none":
             raise ValueError(f"features cannot be augmented, and augment is {self.args.augment!r}: give the images")
-        own, other = self.key.model_dump(), features.key.model_dump()
-        wrong = [name for name in own if own[name] != other[name]]
-        if wrong:
-            raise ValueError(f"the features were made with another model or in another way: {', '.join(wrong)} differ")
+        features.check(self.embed_dim, self.facts)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the model has an adapter, so that its features may move."""
+        return any(isinstance(module, BaseTunerLayer) for module in self.clip.modules())
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
@@ -136,14 +166,16 @@ class Encoder:
         # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
         next(loaded, None)
 
-    def batches(self, images: PixelDataset | ReadablePixels, title: str) -> Iterator[Any]:
-        """Batches of this process's part of the images: what the data set gives for each, side by side."""
-        size, part = self.args.eval_batch_size, processes.shard(range(len(images)))
+    def batches(
+        self, images: PixelDataset | KnownPixels, title: str, rows: Sequence[int] | None = None
+    ) -> Iterator[Any]:
+        """Batches of this process's part of the images, or of some `rows`: what the data set gives for each."""
+        size, part = self.args.eval_batch_size, processes.shard(range(len(images)) if rows is None else rows)
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
-    def _load(self, images: PixelDataset | ReadablePixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
+    def _load(self, images: PixelDataset | KnownPixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(images, batch_sampler=batches, **self.loader_settings(len(batches)))
         hidden = not self.args.progress or processes.world()[0] > 0
@@ -176,31 +208,81 @@ class Encoder:
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
         return processes.gather_rows(self.image_embeds(pixels), total)
 
+    def whole_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As `image_embeds`, in a batch that is filled up: then no feature depends on which others come with it."""
+        size = len(pixels)
+        full = self.args.eval_batch_size if self.device.type != "cpu" else -(-size // WHOLE) * WHOLE
+        filled = torch.cat([pixels, pixels[:1].expand(full - size, *pixels.shape[1:])]) if full > size else pixels
+        return self.image_embeds(filled)[:size]
+
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
-        return self._embeds(images, images, title)[0]
+        return self._embeds(images, title, False)[0]
 
-    def readable_embeds(self, images: PixelDataset, title: str) -> tuple[torch.Tensor, dict[int, str]]:
-        """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be."""
-        features, unreadable = self._embeds(images, ReadablePixels(images), title)
+    def readable_embeds(
+        self, images: PixelDataset, title: str, passing: bool = False
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be.
+
+        A few images in `passing`, whose answers alone are wanted, are not worth a whole batch, and are not stored.
+        """
+        features, unreadable = self._embeds(images, title, True, passing and len(images) < WHOLE)
         return features, {i: error for part in processes.gather_objects(unreadable) for i, error in part.items()}
 
     @torch.no_grad()
     def _embeds(
-        self, images: PixelDataset, reader: PixelDataset | ReadablePixels, title: str
+        self, images: PixelDataset, title: str, skip: bool, few: bool = False
     ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Features of all images, and what cannot be read, which is zero with `skip` and an error without it."""
         if images.images.features is not None:
             return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
+        store = None if few or self.adapted else self.store
+        rows, copies = self._unknown(store, images, features)
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
-            for pixels, errors, index in self.batches(reader, title):
-                features[index] = self.image_embeds(pixels)
-                if reader is not images:
-                    unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
+            for pixels, contents, errors, index in self.batches(KnownPixels(images, skip), title, rows):
+                features[index] = self.image_embeds(pixels) if few else self.whole_embeds(pixels)
+                found = [content or None for content in contents]
+                self._note(images, index.tolist(), found)
+                unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
+                if store is not None:
+                    store.put(self.key, _view_name(images), found, features[index].cpu().numpy())
         features[list(unreadable)] = 0
         processes.sum_over_processes([features])
-        return features, unreadable
+        for row, first in copies.items():
+            features[row] = features[first]
+        return features, unreadable | {row: unreadable[first] for row, first in copies.items() if first in unreadable}
+
+    def _unknown(
+        self, store: FeatureStore | None, images: PixelDataset, features: torch.Tensor
+    ) -> tuple[list[int], dict[int, int]]:
+        """The rows that must be encoded, and copies of those; fills in the `features` that the store has."""
+        if store is None:
+            return list(range(len(images))), {}
+
+        def look() -> tuple[list[bytes | None], dict[bytes, Any]]:
+            contents = images.images.contents()
+            return contents, store.get(self.key, _view_name(images), contents)
+
+        contents, found = processes.on_main_process(look)
+        rows, copies, first = list[int](), dict[int, int](), dict[bytes, int]()
+        for row, content in enumerate(contents):
+            if content is None or (content not in found and first.setdefault(content, row) == row):
+                rows.append(row)
+            elif content not in found:
+                copies[row] = first[content]
+        known = [row for row, content in enumerate(contents) if content in found]
+        if known and processes.world()[0] == 0:  # the processes' features are added up
+            rows_known = np.stack([found[contents[row] or b""] for row in known])
+            features[known] = torch.from_numpy(rows_known).to(self.device)
+        return rows, copies
+
+    def _note(self, images: PixelDataset, rows: Sequence[int], contents: Sequence[bytes | None]) -> None:
+        """Keep the contents that were read; a `ValueError` where a file is not the one that it was a moment ago."""
+        for row, content in zip(rows, contents, strict=True):
+            if not images.images.note_content(row, content):
+                raise ValueError(f"{images.images.item_name(row)} changed while it was read: begin again")
 
     def prompts(self, name: str, texts: Texts = NO_TEXTS, training: bool = False) -> list[str]:
         """The texts of a class: those of `texts`, or else its name in every template; in training one text alone."""
@@ -258,6 +340,11 @@ class Encoder:
         embeds = torch.cat(each)
         owners = torch.tensor([row for row, group in enumerate(prompts) for _ in group], device=embeds.device)
         return embeds[[place[prompt] for group in prompts for prompt in group]], owners
+
+
+def _view_name(images: PixelDataset) -> str:
+    """What the store calls a view: nothing, or how its images were changed."""
+    return "" if images.augment is None else json.dumps(images.augment)
 
 
 @torch.no_grad()

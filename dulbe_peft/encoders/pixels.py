@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -48,7 +50,7 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         self.augment: tuple[str, tuple[int, ...]] | None = None
 
     def view(self, kinds: str, *seed: int) -> Self:
-        """The same images, each changed as `augmented` changes it with the seed and the image's index."""
+        """The same images, each changed as `augmented` changes it with the seed and the image's content."""
         view = copy.copy(self)
         view.cache, view.augment = None, (kinds, seed)
         return view
@@ -57,8 +59,14 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        with self.errors_name(index):
+            return self.read(index)[1], int(self.labels[index]), index
+
+    @contextmanager
+    def errors_name(self, index: int) -> Iterator[None]:
+        """Turn what goes wrong with an image into a `ValueError` that names it."""
         try:
-            return self.pixels(index), int(self.labels[index]), index
+            yield
         except Exception as error:
             # A process that reads images hands its errors on by pickle, and not every class of errors can be.
             expected = isinstance(error, (TypeError, ValueError, OSError))
@@ -69,33 +77,40 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
             name = self.images.item_name(index)
             raise ValueError(f"image {index} ({name}) cannot be {what}: {kind}{error}") from error
 
-    def pixels(self, index: int) -> torch.Tensor:
-        """An image's pixel values, of `image_shape`; errors do not say which image it is."""
+    def read(self, index: int) -> tuple[bytes | None, torch.Tensor]:
+        """An image's content, see `LabelledImages.contents`, and its pixel values, from the same bytes.
+
+        The content is None where the pixel values were kept. Errors do not say which image it is.
+        """
         if self.cache is not None and index in self.cache:
-            return self.cache[index]
-        image = self.images.image(index)
+            return None, self.cache[index]
+        content, image = self.images.read(index)
         if self.augment is not None:
             kinds, seed = self.augment
-            image = augmented(image, kinds, (*seed, index))
+            image = augmented(image, kinds, (*seed, int.from_bytes(content or b"", "little")))
         pixels = pixel_values(self.processor, image)
         if pixels.shape != self.image_shape:
             raise ValueError(f"its pixel values are {tuple(pixels.shape)}, the model takes {self.image_shape}")
         if self.cache is not None:
             self.cache[index] = pixels
-        return pixels
+        return content, pixels
 
 
-class ReadablePixels(Dataset[tuple[torch.Tensor, str, int]]):
-    """Images as pixel values with an error and the index: black with the reason where an image cannot be read."""
+class KnownPixels(Dataset[tuple[torch.Tensor, bytes, str, int]]):
+    """Images as pixel values, content, error and index; with `skip`, black where an image cannot be read."""
 
-    def __init__(self, images: PixelDataset) -> None:
-        self.images = images
+    def __init__(self, images: PixelDataset, skip: bool) -> None:
+        self.images, self.skip = images, skip
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, str, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, bytes, str, int]:
         try:
-            return self.images.pixels(index), "", index
+            with nullcontext() if self.skip else self.images.errors_name(index):
+                content, pixels = self.images.read(index)
+            return pixels, content or b"", "", index
         except Exception as error:  # whatever the data set of a user raises
-            return torch.zeros(self.images.image_shape), str(error) or type(error).__name__, index
+            if not self.skip:
+                raise
+            return torch.zeros(self.images.image_shape), b"", str(error) or type(error).__name__, index

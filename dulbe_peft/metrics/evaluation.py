@@ -1,9 +1,9 @@
 """What every classifier says of each image of a data set, and the figures that follow from it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -46,14 +46,6 @@ class Evaluation:
         """The share of images whose prediction, (n,), is right."""
         return (predicted == self.truth).double().mean().item()
 
-    def part(self, rows: slice) -> Self:
-        """What was predicted for some of the images."""
-
-        def cut(value: Any) -> Any:
-            return {name: kept[rows] for name, kept in value.items()} if isinstance(value, dict) else value[rows]
-
-        return replace(self, **{name: cut(value) for name, value in vars(self).items() if name != "class_names"})
-
 
 @torch.no_grad()
 def evaluate_features(
@@ -90,17 +82,6 @@ def evaluate_features(
         probability=torch.cat(sure),
         features=features.cpu(),
     )
-
-
-def evaluate_again(
-    classifiers: Mapping[str, Classifier], before: Sequence[Evaluation], names: Sequence[str], device: torch.device
-) -> list[Evaluation]:
-    """What classifiers answer now to the images of earlier evaluations, by a model that stayed as it was."""
-    features, truth = (torch.cat([getattr(one, name) for one in before]) for name in ("features", "truth"))
-    images = [image for one in before for image in one.images]
-    found = evaluate_features(classifiers, features.to(device), truth, names, images)
-    ends = torch.tensor([len(one.truth) for one in before]).cumsum(0).tolist()
-    return [found.part(slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:

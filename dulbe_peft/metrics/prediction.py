@@ -44,7 +44,7 @@ def predict_images(
     threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(images):
         return []
-    features, unreadable = encoder.readable_embeds(encoder.images(images), "predict")
+    features, unreadable = encoder.readable_embeds(encoder.images(images), "predict", passing=True)
     readable = [index for index in range(len(images)) if index not in unreadable]
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):

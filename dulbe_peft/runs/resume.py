@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import get_peft_model_state_dict
@@ -21,7 +21,7 @@ from dulbe_peft.arguments import GONE, LearnerArguments
 from dulbe_peft.checkpoints import layout, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.data.fingerprint import differences, fingerprint, listing
+from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listing
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.runs.progress import FinishedTask, known_tasks, read_finished
@@ -56,16 +56,17 @@ class Identity(Record):
     classifiers: dict[str, dict[str, Any]]
     strategy: dict[str, Any]
     start: Beginning
+    images_by: Literal["name", "content"] = "name"  # how `data` tells images from others
     classes: list[list[str]] = []
     data: list[list[str | None]] = []
     class_texts: dict[str, list[str]] = {}
 
 
 class Listings(Record):
-    """`data.json` of a task's folder: what tells the images of each split from others, null where nothing does."""
+    """`data.json` of a task's folder: name and content of the images of each split, null where they are no files."""
 
-    train: list[str] | None
-    test: list[str] | None
+    train: Listing
+    test: Listing
 
 
 def identity_of(state: LearnerState) -> Identity:
@@ -81,7 +82,7 @@ def identity_of(state: LearnerState) -> Identity:
         "classifiers": {n: {"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for n, c in rules},
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
     }
-    return Identity(**json.loads(json.dumps(settings)), start=beginning(state))
+    return Identity(**json.loads(json.dumps(settings)), start=beginning(state), images_by="content")
 
 
 def beginning(state: LearnerState) -> Beginning:
@@ -116,12 +117,16 @@ def open_run(
     output: Path,
     resumes: bool,
     class_texts: Texts,
+    drawn: bool,
     files: Sequence[str],
     say: Callable[[str], None],
 ) -> tuple[Identity, list[FinishedTask], bool]:
-    """The run in a folder, its finished tasks, and whether it is new; the learner gets its state."""
+    """The run in a folder, its finished tasks, and whether it is new; the learner gets its state.
+
+    `drawn`: the tasks have a part of their data's images, which was drawn.
+    """
     before = on_main_process(partial(known_tasks, learner))
-    find = partial(_newest_of_run, output, learner.state, own, class_texts, say)
+    find = partial(_newest_of_run, output, learner.state, own, class_texts, drawn, say)
     found = on_main_process(find) if resumes else None
     if found is None:
         _check_new(learner, own, output, resumes, files)
@@ -172,6 +177,7 @@ def _newest_of_run(
     state: LearnerState,
     stream: Sequence[Task],
     class_texts: Texts,
+    drawn: bool,
     warn: Callable[[str], None],
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
@@ -192,6 +198,15 @@ def _newest_of_run(
     if changed:
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
+    if saved.images_by == "name":
+        if drawn:
+            raise ValueError(
+                f"{folder} belongs to a run of release 0.2.0, which drew images by their names and would draw others: "
+                "finish it with that release, or go on with `dulbe-peft learn`"
+            )
+        warn(f"{folder.name} is of release 0.2.0: whether the images of finished tasks changed is not known")
+        digests = [task_fingerprints(task, state.args) for task in stream[: len(saved.classes)]]
+        saved = saved.model_copy(update={"data": digests, "images_by": "content"})
     _check_finished(folder, saved, stream, class_texts, state.args)
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:

@@ -17,17 +17,18 @@ from tqdm.auto import tqdm
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.data.names import check_class_texts
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
-from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, evaluate_again, write_predictions
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.metrics.retention import each_accuracy
 from dulbe_peft.runs import progress, resume
 from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
+from dulbe_peft.runs.sources import DRAWN
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.locking import locked
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.processes import on_main_process, world
@@ -86,6 +87,7 @@ def run_stream(
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
             held.enter_context(_tracked(learner, output))
+            held.enter_context(_known_features(learner))
             return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
@@ -94,7 +96,8 @@ def run_stream(
 def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
-    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, FILES, _print_once)
+    drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
+    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, FILES, _print_once)
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)
@@ -127,6 +130,17 @@ def _tracked(learner: ClassIncrementalLearner, output: Path) -> Iterator[None]:
     finally:
         accelerator.end_training()
         learner.log = None
+
+
+@contextmanager
+def _known_features(learner: ClassIncrementalLearner) -> Iterator[None]:
+    """While the block runs, a model that is not trained encodes an image once, also without the user's store."""
+    before = learner.encoder.store
+    learner.encoder.store = before or FeatureStore()
+    try:
+        yield
+    finally:
+        learner.encoder.store = before
 
 
 @dataclass
@@ -196,6 +210,8 @@ class Run:
         names, profile = list(task.class_names), learner.profile
         texts = learner.state.class_texts
         self.identity.class_texts.update({name: list(texts[name]) for name in names if name in texts})
+        if task.test is not None:
+            learner.state = replace(learner.state, known=learner.state.known.with_tested(task.test))
         self.identity.classes.append(names)
         self.identity.data.append(fingerprints)
         with profile.phase("test"):
@@ -225,16 +241,7 @@ class Run:
         """What is measured after the first `count` tasks, on those of them that have test data."""
         tests, to_come = self.tests()[:count], self.tests()[count:]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        # A model that is not trained encodes an image once.
-        kept = {} if self.learner.strategy.adapts else self.evaluations
-        old = [index + 1 for index in tested if index + 1 in kept]
-        state, device = self.learner.state, self.learner.device
-        before = [kept[number] for number in old]
-        with locked(self.learner, "evaluate"):
-            again = evaluate_again(state.classifiers, before, state.class_names, device) if old else []
-        self.evaluations = dict(zip(old, again, strict=True)) | {
-            index + 1: self.learner.evaluate_images(*tests[index]) for index in tested if index + 1 not in kept
-        }
+        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
         row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
         if self.options.test_ahead:
             found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
@@ -280,9 +287,8 @@ class Run:
 
     def write_entries(self) -> None:
         """Write the files with an entry for each task: times, and where its data came from."""
-        for task, (_, test) in zip(self.finished[len(self.known_tests) :], self.identity.data, strict=True):
-            if task.source is None and self.options.source is not None:
-                task.source = self.options.source | {"test": test}
+        for task in self.finished[len(self.known_tests) :]:
+            task.source = task.source or self.options.source
         times = progress.Timings(tasks=[task.timing for task in self.finished])
         sources = progress.Sources(tasks=[task.source for task in self.finished])
         for file, record in ((TIMINGS_FILE, times), (SOURCES_FILE, sources)):

@@ -6,7 +6,7 @@ Flags win over the file, the file over the defaults.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge
 
@@ -56,13 +56,7 @@ class StreamArguments:
     zero_shot_tolerance: Annotated[float, Ge(0)] = setting(1.0, "How far it may be off, in points of percent.")
     revision: str | None = setting(None, "Revision of a model on the Hub.")
     attn_implementation: str | None = setting(None, "eager or sdpa. None: eager on a CPU, the faster one there.")
-    engine: Literal["local", "dask", "ray"] | None = setting(
-        None, "Where nothing is trained: encode the images with processes, Dask or Ray, into OUTPUT/embeddings."
-    )
-    address: str | None = setting(None, "Of a running cluster of Dask or Ray. None: workers start on this machine.")
-    jobs: Annotated[int, Ge(1)] | None = setting(
-        None, "Workers of --engine. None: one a core, or one on an accelerator."
-    )
+    store: bool = setting(True, "Where nothing is trained: keep features of images, and find them again.")
     test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
     resume: bool = setting(True, "Go on after the newest valid task folder.")
     dry_run: bool = setting(False, "Print tasks, layers, parameters and the memory of what is kept, and exit.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,16 +78,6 @@ class Setup:
         return learner.run(self.tasks, output, **own, **options)
 
 
-def frozen_learner(stream: StreamArguments, args: LearnerArguments) -> ClassIncrementalLearner:
-    """A learner of the run's pristine model, for a worker that encodes images."""
-    from dulbe_peft.encoders.loading import load_dual_encoder
-    from dulbe_peft.learner import ClassIncrementalLearner
-
-    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-    quiet = replace(args, num_workers=0, progress=False)
-    return ClassIncrementalLearner(model, processor, args=quiet, strategy="frozen", classifiers="prototype")
-
-
 def set_up(settings: dict[str, Any]) -> Setup:
     """Open the data and load the model that the settings name."""
     stream, adapter, args = validated(settings)
@@ -97,6 +87,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
     import torch
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
+    from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
@@ -107,7 +98,9 @@ def set_up(settings: dict[str, Any]) -> Setup:
     model = adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision)
 
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
-        return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+        learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+        learner.encoder.store = open_store(stream.store)
+        return learner
 
     return Setup(stream, args, strategy, model, tasks, make_learner, left_out)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,13 @@ from dulbe_peft.utils.terminal import printable_lines
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.data.known import KnownImages
     from dulbe_peft.runs.progress import FinishedTask
 
 DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
+DRAWN = ("test_fraction", "validation_fraction", "images_per_class")  # of which one means a part of the images
 
 
 def source_of(settings: Any) -> dict[str, Any]:
@@ -60,43 +63,118 @@ def open_source(
     return train, test
 
 
-def open_split(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+def open_images(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
     """The images of one split, None: of a folder of classes; what is left out as unreadable is printed."""
     from dulbe_peft.data.inventory import readable_images
-    from dulbe_peft.data.splits import load_split
+    from dulbe_peft.data.splits import open_split
     from dulbe_peft.streams.protocols import rename_classes
 
-    images = load_split(data, split)
+    images = open_split(data, split)
     if skip_unreadable:
         images, found = readable_images(images)
         print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
     return rename_classes(images, class_names) if class_names else images
 
 
-def reopen_tests(tasks: Sequence[FinishedTask], look: bool) -> list[LabelledImages | None]:
-    """The test images of each earlier task, None where they are gone, which is printed; `look` is for fingerprints."""
-    from dulbe_peft.data.fingerprint import fingerprint
-
-    opened: dict[str, LabelledImages | None] = {}
+def reopen_tests(tasks: Sequence[FinishedTask], known: KnownImages) -> list[LabelledImages | None]:
+    """The test images of each earlier task, found by content; None where they are gone, which is printed."""
+    opened: dict[str, list[LabelledImages]] = {}
     tests: list[LabelledImages | None] = []
     for number, task in enumerate(tasks, 1):
-        test, names, source = None, task.class_names, task.source
+        test, source = None, task.source
         try:
             if source is None:
                 raise ValueError("the run did not note where they came from")
-            if names and source["test"] is not None:
-                key = repr({name: source[name] for name in FIELDS if name in source})
-                if key not in opened:
-                    opened[key] = open_source(source, report=False)[1]
-                images = opened[key]
-                found = None if images is None else images.select(names)
-                if found is None or fingerprint(found, look=look) != source["test"]:
-                    raise ValueError(f"those in {source['data']} are not those that the task was tested on")
-                test = found
+            key = repr({name: source[name] for name in FIELDS if name in source})
+            if key not in opened:
+                opened[key] = _where_tests_are(source)
+            test = _found(opened[key], task.class_names, known, source)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
         tests.append(test)
     return tests
+
+
+def _where_tests_are(source: dict[str, Any]) -> list[LabelledImages]:
+    """The splits of a task's data in which its test images may stand; no image is looked at."""
+    from dulbe_peft.data.splits import open_split
+    from dulbe_peft.streams.protocols import rename_classes
+
+    parts: list[LabelledImages] = []
+    errors: list[Exception] = []
+    for split in dict.fromkeys((source["test_split"], source["train_split"], None)):
+        try:
+            parts.append(open_split(source["data"], split))
+        except (OSError, ValueError) as error:
+            errors.append(error)
+    if not parts:
+        raise errors[0]
+    names = source.get("class_names")
+    return [rename_classes(part, names) for part in parts] if names else parts
+
+
+def _found(
+    parts: Sequence[LabelledImages], names: Sequence[str], known: KnownImages, source: dict[str, Any]
+) -> LabelledImages | None:
+    """The images of some classes that were tested on, all of them; None where there were none."""
+    import numpy as np
+
+    wanted = Counter((name, content) for name in names for content in known.tested.get(name, ()))
+    if not known.complete and not wanted:  # release 0.2.0 did not note them
+        if source.get("test") is None or any(source.get(name) for name in ("test_fraction", "validation_fraction")):
+            raise ValueError("release 0.2.0 held them back, and did not note which these were")
+        part = parts[0]
+        print_once(f"release 0.2.0 noted the test images in {source['data']}: whether they changed is not known")
+        return part.select([name for name in names if name in part.class_names])
+    for part in parts if wanted else ():
+        of = [part.class_names[label] for label in part.labels]
+        left, rows = wanted.copy(), []
+        for row, image in enumerate(zip(of, part.contents(), strict=True)):
+            if left[image] > 0:  # type: ignore[index]
+                left[image] -= 1  # type: ignore[index]
+                rows.append(row)
+        if not +left:
+            labels = np.array([names.index(of[row]) for row in rows])
+            return part.at(rows, labels, names)
+    if not wanted:
+        return None
+    raise ValueError(f"those in {source['data']} are not those that the task was tested on")
+
+
+def new_images(images: LabelledImages, known: KnownImages, again: bool) -> LabelledImages:
+    """The images to learn from without those that were learned before, and copies; what is left out is printed."""
+    learned, seen, rows = known.class_of(), set[bytes](), []
+    twice, before, elsewhere = list[int](), list[int](), list[int]()
+    for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
+        if content is None or again or (content not in learned and content not in seen):
+            rows.append(row)
+        elif content in seen:
+            twice.append(row)
+        else:
+            (before if learned[content] == images.class_names[label] else elsewhere).append(row)
+        if content is not None:
+            seen.add(content)
+    for which, what in ((before, "learned before"), (twice, "in the data twice"), (elsewhere, "of another class")):
+        if which:
+            name = images.item_name(which[0])
+            was = f", learned as {learned[images.contents()[which[0]]]!r} before" if which is elsewhere else ""  # type: ignore[index]
+            print_once(f"left out, for they would count twice: {len(which)} {what}, such as {name}{was} (--again)")
+    if not known.complete and not again:
+        print_once("release 0.2.0 began this learner and noted no images: it cannot know whether these are new")
+    return images.at(rows)
+
+
+def say_leaks(train: LabelledImages, test: LabelledImages | None, known: KnownImages) -> None:
+    """Print how many images to learn from were tested on in an earlier task, or the other way round."""
+    tested = {content for contents in known.tested.values() for content in contents}
+    for images, others, what in (
+        (train, tested, "images to learn from were test images of an earlier task"),
+        (test, set(known.class_of()), "test images were learned in an earlier task"),
+    ):
+        rows = [] if images is None else [row for row, content in enumerate(images.contents()) if content in others]
+        if images is not None and rows:
+            name = images.item_name(rows[0])
+            print_once(f"{len(rows)} {what}, such as {name}, so the accuracy on them says too much")
 
 
 def print_once(text: str) -> None:

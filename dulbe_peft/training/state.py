@@ -13,6 +13,7 @@ from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, answering
+from dulbe_peft.data.known import KnownImages
 from dulbe_peft.strategies import Memory, Strategy
 
 
@@ -31,6 +32,7 @@ class LearnerState:
         updates: what it took in or lost without training: "after", the number of tasks learned by then; "images",
             class -> number of its further images; "forgotten", the number of the task that lost a class, or None.
         class_texts: class -> the texts that stand for it in place of the prompt templates.
+        known: which images it has learned and was tested on, by content.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class LearnerState:
     incomplete: bool = False
     updates: list[dict[str, Any]] = field(default_factory=list)
     class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    known: KnownImages = field(default_factory=KnownImages)
 
     @property
     def classifier(self) -> Classifier:

@@ -53,7 +53,7 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
         labels = torch.as_tensor(images.labels, device=features.device)
         # The teacher saw the images as they are.
         before = teacher if state.args.augment == "none" else None
-        features = encoder.mean_of_views(features, images, trainer.index, trainer.title("close"))
+        features = encoder.mean_of_views(features, images, trainer.title("close"))
         texts = each = None
         if any(classifier.needs_text for classifier in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
@@ -65,7 +65,8 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
     if isinstance(bridge, BridgeEnsembleHead):
         trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
     tasks = [*state.tasks, names]
-    after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step)
+    known = state.known.with_learned(images.images)
+    after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step, known=known)
     return after, trainer.record, closing
 
 

@@ -4,13 +4,12 @@ Each returns a new state and leaves the given one as it is, so an error changes 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dulbe_peft.data.features import ModelKey
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.names import normalized
 from dulbe_peft.encoders.encoder import Encoder
@@ -55,7 +54,7 @@ def with_more_images(
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
     counts = Counter(state.class_names[label] for label in labels.tolist())
-    features = encoder.mean_of_views(features, images, len(state.tasks) + len(state.updates), "update")
+    features = encoder.mean_of_views(features, images, "update")
     labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
@@ -65,18 +64,22 @@ def with_more_images(
         task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
         memory = strategy.remember(task, inputs)
     updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
-    return replace(state, classifiers=classifiers, memory=memory, updates=updates)
+    named = images.images.at(slice(None), labels.cpu().numpy(), state.class_names)
+    known = state.known.with_learned(named)
+    return replace(state, classifiers=classifiers, memory=memory, updates=updates, known=known)
 
 
-def merged_states(state: LearnerState, other: LearnerState, key: ModelKey, others_key: ModelKey) -> LearnerState:
-    """The state of a learner that trains nothing, with what another one of the same model has learned."""
+def merged_states(
+    state: LearnerState, other: LearnerState, own: Mapping[str, str], theirs: Mapping[str, str]
+) -> LearnerState:
+    """The state of a learner that trains nothing, with what another one has learned; their encoders' facts agree."""
     for one in (state, other):
         if one.strategy.adapts or one.adapter is not None:
             raise ValueError(f"learners merge where nothing is trained, not with the strategy {one.strategy.name!r}")
     for name in ("text_embeds", "templates", "class_name_style", "augment"):
-        mine, theirs = getattr(state.args, name), getattr(other.args, name)
-        if mine != theirs:
-            raise ValueError(f"two learners merge where {name} is equal, got {mine!r:.200} and {theirs!r:.200}")
+        mine, others = getattr(state.args, name), getattr(other.args, name)
+        if mine != others:
+            raise ValueError(f"two learners merge where {name} is equal, got {mine!r:.200} and {others!r:.200}")
     if state.strategy != other.strategy or list(state.classifiers) != list(other.classifiers):
         raise ValueError(
             f"two learners merge where strategy and classifiers are equal, got {state.strategy.name!r} with "
@@ -84,10 +87,12 @@ def merged_states(state: LearnerState, other: LearnerState, key: ModelKey, other
         )
     seen, texts = set(state.class_names), state.class_texts
     for name in seen & set(other.class_names):
-        mine, theirs = texts.get(name), other.class_texts.get(name)
-        if mine != theirs:
-            raise ValueError(f"the texts of class {name!r} differ: {mine} and {theirs}")
-    own, theirs = key.model_dump(), others_key.model_dump()
+        mine, others = texts.get(name), other.class_texts.get(name)
+        if mine != others:
+            raise ValueError(f"the texts of class {name!r} differ: {mine} and {others}")
+    both = set(state.known.class_of()) & set(other.known.class_of())
+    if both:
+        raise ValueError(f"both learners have learned {len(both)} of the same images, which would count twice")
     wrong = ", ".join(name for name in own if own[name] != theirs[name])
     if wrong:
         raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
@@ -100,7 +105,12 @@ def merged_states(state: LearnerState, other: LearnerState, key: ModelKey, other
     further = {name: count for name, count in zip(other.class_names, counts, strict=False) if name in seen and count}
     updates = [*state.updates, {"after": len(tasks), "images": further, "forgotten": None}]
     return replace(
-        state, classifiers=classifiers, tasks=tasks, class_texts={**other.class_texts, **texts}, updates=updates
+        state,
+        classifiers=classifiers,
+        tasks=tasks,
+        class_texts={**other.class_texts, **texts},
+        updates=updates,
+        known=state.known.merged(other.known),
     )
 
 
@@ -123,4 +133,5 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     ]
     updates.append({"after": len(tasks), "images": {}, "forgotten": number})
     texts = {other: texts for other, texts in state.class_texts.items() if other != name}
-    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts)
+    known = state.known.without_class(name)
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)

@@ -54,6 +54,17 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def whole_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the weights' names, shapes, types and all values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # A quantised tensor of torchao's kind has no bytes of its own.
+        plain = tensor if type(tensor) is torch.Tensor else tensor.dequantize()
+        found.update(plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Any]:
     if not Path(path).is_file():

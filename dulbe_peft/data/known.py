@@ -1,0 +1,84 @@
+"""Which images a learner has learned and was tested on, by class and content: no image counts twice unsaid."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from dulbe_peft.data.images import LabelledImages
+
+FORMAT = "dulbe-images-1"
+Contents = dict[str, tuple[bytes, ...]]
+
+
+@dataclass(frozen=True)
+class KnownImages:
+    """Contents of images by class, see `LabelledImages.contents`; not `complete` where some were not noted."""
+
+    learned: Contents = field(default_factory=dict)
+    tested: Contents = field(default_factory=dict)
+    complete: bool = True
+
+    def with_learned(self, images: LabelledImages) -> Self:
+        """With images that were learned."""
+        return replace(self, learned=_joined(self.learned, _by_class(images)))
+
+    def with_tested(self, images: LabelledImages) -> Self:
+        """With images that were tested on."""
+        return replace(self, tested=_joined(self.tested, _by_class(images)))
+
+    def without_class(self, name: str) -> Self:
+        """Without the images of a class that is forgotten."""
+        parts = ({other: of for other, of in kind.items() if other != name} for kind in (self.learned, self.tested))
+        learned, tested = parts
+        return replace(self, learned=learned, tested=tested)
+
+    def merged(self, other: Self) -> Self:
+        """With the images of another learner."""
+        learned, tested = _joined(self.learned, other.learned), _joined(self.tested, other.tested)
+        return replace(self, learned=learned, tested=tested, complete=self.complete and other.complete)
+
+    def class_of(self) -> dict[bytes, str]:
+        """Content -> the class as which an image was learned."""
+        return {content: name for name, contents in self.learned.items() for content in contents}
+
+    def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        """Tensors and metadata of a file: contents, (n, 32) in uint8, and the place of each one's class, (n,).
+
+        One entry of metadata alone: safetensors writes several in any order.
+        """
+        place = {name: row for row, name in enumerate(class_names)}
+        found = {"complete": np.array([self.complete], dtype=np.uint8)}
+        for kind, contents in (("learned", self.learned), ("tested", self.tested)):
+            rows = [(content, place[name]) for name, of in contents.items() if name in place for content in of]
+            joined = np.frombuffer(b"".join(content for content, _ in rows), dtype=np.uint8)
+            found[kind] = joined.reshape(-1, 32).copy()
+            found[f"{kind} class"] = np.array([label for _, label in rows], dtype=np.int64)
+        return found, {"format": FORMAT}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any], metadata: Mapping[str, str], class_names: Sequence[str]) -> Self:
+        """What `arrays` gave."""
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"the notes of images have the format {metadata.get('format')!r}, expected {FORMAT!r}")
+        both: list[Contents] = []
+        for kind in ("learned", "tested"):
+            contents = np.asarray(arrays[kind], dtype=np.uint8)
+            grouped: dict[str, list[bytes]] = {}
+            for row, label in zip(contents, np.asarray(arrays[f"{kind} class"]).tolist(), strict=True):
+                grouped.setdefault(class_names[label], []).append(row.tobytes())
+            both.append({name: tuple(of) for name, of in grouped.items()})
+        return cls(both[0], both[1], bool(arrays["complete"][0]))
+
+
+def _by_class(images: LabelledImages) -> Contents:
+    grouped: dict[str, list[bytes]] = {}
+    for content, label in zip(images.contents(), images.labels.tolist(), strict=True):
+        if content is not None:
+            grouped.setdefault(images.class_names[label], []).append(content)
+    return {name: tuple(contents) for name, contents in grouped.items()}
+
+
+def _joined(one: Contents, other: Contents) -> Contents:
+    return {name: (*one.get(name, ()), *other.get(name, ())) for name in {**one, **other}}
