@@ -106,14 +106,16 @@ def check(
 
 def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     """The rows of the table: split, path, finding, detail."""
+    from dulbe_peft.data.inventory import ALIKE
+
     splits = [split for split, places in found.positions.items() for _ in places]
     for split, (name, why) in zip(splits, found.unreadable, strict=True):
         yield [split, printable(name), "unreadable", printable(why)]
     for name, why in found.left_out:
         yield ["", printable(name), "left out", why]
     for row in found.duplicates:
-        what, of = "duplicate" if row.exact else "near copy", f"of {row.splits[0]}: {row.names[0]}"
-        yield [row.splits[1], printable(row.names[1]), what, printable(of)]
+        kind = {ALIKE[0]: "duplicate", ALIKE[1]: "same pixels"}.get(row.how, "near copy")
+        yield [row.splits[1], printable(row.names[1]), kind, printable(f"of {row.splits[0]}: {row.names[0]}")]
     for split, name, why, _ in doubtful:
         yield [split, name, "looks like another class", why]
 
