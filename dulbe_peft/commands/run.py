@@ -32,6 +32,7 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     The same command goes on where a run was stopped, and where classes were added.
     """
     settings = given_settings(config, flags)
+    _take_noted_model(settings)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
@@ -61,6 +62,18 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
         say_results(results, stream.output, learner.classifier.name)
     leave()
     return 0
+
+
+def _take_noted_model(settings: dict[str, Any]) -> None:
+    """Take the model that a table of features notes, where none is named."""
+    path = Path(str(settings.get("data") or ""))
+    if settings.get("model") or not path.name or not path.exists():
+        return
+    from dulbe_peft.data.features import encoder_note
+
+    note = encoder_note(path)
+    if note is not None:
+        settings |= {"model": note.model} | ({} if note.revision is None else {"revision": note.revision})
 
 
 def say_results(results: dict[str, Any], output: str, first: str) -> None:

@@ -177,14 +177,18 @@ def _encoder(database: sqlite3.Connection, key: EncoderKey) -> Any:
     return next(iter(database.execute(query, key).fetchone() or ()), None)
 
 
+def _mounts() -> list[list[str]]:
+    """Device, place, kind and options of each mount; none where the system does not say."""
+    try:
+        return [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return []
+
+
 def _check_locks(folder: Path) -> None:
     """Raise a `ValueError` on a network disk whose locks reach no other machine, as far as the system tells."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:  # another system: SQLite's own errors must do
-        return
     here = os.path.join(os.path.realpath(folder), "")
-    own = [row for row in mounts if here.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
+    own = [row for row in _mounts() if here.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
     kind, options = max(own, key=lambda row: len(row[1]))[2:4] if own else ("", "")
     weak = set(options.split(",")) & set(_NO_LOCKS.get("nfs" if kind.startswith("nfs") else kind, ()))
     if weak or kind in _NEVER_LOCKS:

@@ -47,6 +47,8 @@ def open_source(
         print_once("\n".join([found.summary(), *found.problems()]))
         if found.unreadable:
             print_once("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
+        if train.features is not None and train.features.note is None:
+            print_once(f"{source['data']} does not say which model made it: its width alone is compared")
         if test is None:
             print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
@@ -148,10 +150,10 @@ def new_images(images: LabelledImages, known: KnownImages, again: bool) -> Label
     for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
         if content is None or again or (content not in learned and content not in seen):
             rows.append(row)
-        elif content in seen:
-            twice.append(row)
-        else:
+        elif content in learned:
             (before if learned[content] == images.class_names[label] else elsewhere).append(row)
+        else:
+            twice.append(row)
         if content is not None:
             seen.add(content)
     for which, what in ((before, "learned before"), (twice, "in the data twice"), (elsewhere, "of another class")):
@@ -166,15 +168,17 @@ def new_images(images: LabelledImages, known: KnownImages, again: bool) -> Label
 
 def say_leaks(train: LabelledImages, test: LabelledImages | None, known: KnownImages) -> None:
     """Print how many images to learn from were tested on in an earlier task, or the other way round."""
+    from dulbe_peft.data.inventory import counted
+
     tested = {content for contents in known.tested.values() for content in contents}
     for images, others, what in (
-        (train, tested, "images to learn from were test images of an earlier task"),
-        (test, set(known.class_of()), "test images were learned in an earlier task"),
+        (train, tested, "to learn from stood in the tests of an earlier task"),
+        (test, set(known.class_of()), "to test on stood in the training images of an earlier task"),
     ):
         rows = [] if images is None else [row for row, content in enumerate(images.contents()) if content in others]
         if images is not None and rows:
             name = images.item_name(rows[0])
-            print_once(f"{len(rows)} {what}, such as {name}, so the accuracy on them says too much")
+            print_once(f"{counted(len(rows), 'image')} {what}, such as {name}, so the accuracy on them says too much")
 
 
 def print_once(text: str) -> None:

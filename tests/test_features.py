@@ -1,0 +1,279 @@
+"""Tables of features: written by `features`, by this process or an engine, and as good as the images."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from small_runs import QUICK, learner_of, tasks_of
+
+from dulbe_peft import ClassIncrementalLearner, Featurizer, ImageFolder, LearnerArguments, load_data
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.store import FeatureStore, store_path
+from dulbe_peft.metrics.features import learn_from_features, read_features
+from dulbe_peft.runs import encoding
+from dulbe_peft.runs.progress import known_tasks
+from dulbe_peft.utils.engines import on_engine
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+FROZEN = ["--model", "demo", "--strategy", "frozen", "--classifiers", "lda,prototype", "--device", "cpu"]
+
+
+def call(*arguments, expected=0):
+    assert main([str(argument) for argument in arguments]) == expected
+
+
+@pytest.fixture(scope="module")
+def root(digit_folders):
+    """Five digits; one of them has no test image, and is in the middle of the list of classes."""
+    root = digit_folders(5, 8, 3)
+    shutil.rmtree(root / "test" / "three")
+    return root
+
+
+@pytest.fixture(scope="module")
+def table(root, tmp_path_factory):
+    file = tmp_path_factory.mktemp("features") / "digits.parquet"
+    call("features", "--model", "demo", "--data", root, "--output", file, "--device", "cpu")
+    return file
+
+
+def probabilities(run):
+    """Of each test image, by its file's name: the class, the answer and its probability."""
+    with (run / "predictions.csv").open(newline="") as file:
+        return {row["image"].split("test/")[-1]: row for row in csv.DictReader(file)}
+
+
+def test_any_program_reads_what_the_model_sees(root, table, base):
+    rows = parquet.read_table(table).to_pydict()
+    assert list(rows) == ["content", "path", "split", "label", "embedding"] and len(rows["path"]) == 40 + 12
+    learner = ClassIncrementalLearner(*base, args=LearnerArguments(**QUICK), strategy="frozen")
+    parts = [ImageFolder(root, split) for split in ("train", "test")]
+    assert rows["path"] == [part.item_name(index) for part in parts for index in range(len(part))]
+    assert rows["content"] == [content.hex() for part in parts for content in part.contents()]
+    assert rows["label"] == [part.class_names[label] for part in parts for label in part.labels]
+    features = torch.cat([learner.image_embeds(part) for part in parts]).numpy()
+    assert np.array_equal(np.array(rows["embedding"], dtype=np.float32), features)
+
+
+def test_learning_from_the_table_is_learning_from_images(root, table, tmp_path):
+    for data, run, model in ((root, "images", FROZEN), (table, "table", FROZEN[2:])):
+        call("run", *model, "--data", data, "--increment", 3, "--max-tasks", 1, "--output", tmp_path / run)
+        call("learn", tmp_path / run, "--data", data, "--output", tmp_path / f"{run} learned", "--no-update")
+    for end in ("", " learned"):
+        assert probabilities(tmp_path / f"images{end}") == probabilities(tmp_path / f"table{end}")
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "images", machine={"progress": False})
+    images, features = load_data(root, "test"), load_data(table, "test")
+    left, right = (
+        data.select([n for n in learner.class_names if n in data.class_names]) for data in (images, features)
+    )
+    assert learner.evaluate(left) == learner.evaluate(right) and learner.predict(left) == learner.predict(right)
+
+
+@pytest.mark.slow
+def test_comparing_from_features_is_comparing_from_images(root, table, tmp_path):
+    found = []
+    for data in (root, table):
+        plan = tmp_path / "plan.yaml"
+        stream = {"model": "demo", "data": str(data), "increment": 3, "device": "cpu"}
+        content = {"streams": {"digits": stream}, "methods": {"frozen": {"strategy": "frozen"}}}
+        plan.write_text(json.dumps(content | {"classifiers": ["lda", "prototype"]}))
+        call("compare", plan, "--output", tmp_path / data.stem)
+        with next((tmp_path / data.stem).glob("*.csv")).open(newline="") as file:
+            found.append([{k: v for k, v in row.items() if "second" not in k} for row in csv.DictReader(file)])
+    assert found[0] == found[1] and len(found[0]) >= 2
+
+
+def test_tables_of_other_programs(root, table, tmp_path, capsys):
+    """A folder of parts as Ray or Spark leaves it: no split, other types, lengths other than 1, numbers as labels."""
+    rows = parquet.read_table(table)
+    train = rows.filter(pyarrow.compute.equal(rows["split"], "train")).to_pydict()
+    names = sorted(set(train["label"]))
+    embeddings = [[3 * float(value) for value in row] for row in train["embedding"]]
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "_SUCCESS").touch()
+    for number, part in enumerate((slice(0, 13), slice(13, 40))):
+        content = {"embedding": embeddings[part], "label": [names.index(name) for name in train["label"][part]]}
+        parquet.write_table(pyarrow.table(content), tmp_path / "parts" / f"part-{number}.snappy.parquet")
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    call("run", *FROZEN, "--data", tmp_path / "parts", "--test-fraction", 0.3, "--class-names", tmp_path / "names.txt",
+         "--output", tmp_path / "run")  # fmt: skip
+    assert "does not say which model made it" in capsys.readouterr().out
+    found = load_data(tmp_path / "parts")
+    np.testing.assert_allclose(np.linalg.norm(found.features.rows, axis=1), 1, atol=1e-5)
+    assert found.class_names == ("0", "1", "2", "3", "4") and len(set(found.contents())) == 40
+
+
+def test_many_images_through_batches_and_a_table(root, tmp_path):
+    """What the docs show with Ray Data, with the same function of batches."""
+    images = ImageFolder(root, "train")
+    batches = [range(start, min(start + 16, len(images))) for start in range(0, len(images), 16)]
+    featurize = Featurizer("demo", {"device": "cpu"})
+    (tmp_path / "table").mkdir()
+    for number, rows in enumerate(batches):
+        batch = featurize({"image": [images.item_name(row) for row in rows]})
+        content = {
+            "label": [images.class_names[images.labels[row]] for row in rows],
+            "embedding": list(batch["embedding"]),
+        }
+        parquet.write_table(pyarrow.table(content), tmp_path / "table" / f"{number}.parquet")
+    found = load_data(tmp_path / "table")
+    learner = ClassIncrementalLearner.from_pretrained
+    call("run", *FROZEN, "--data", tmp_path / "table", "--output", tmp_path / "run")
+    call("run", *FROZEN, "--data", root / "train", "--output", tmp_path / "images")
+    one, other = (learner(tmp_path / name, machine={"progress": False}) for name in ("run", "images"))
+    assert len(found) == 40 and one.evaluate(images)["accuracy"] == other.evaluate(images)["accuracy"]
+
+
+def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
+    data = tmp_path / "photos"
+    shutil.copytree(root / "train", data)
+    whole = (data / "one" / "1.png").read_bytes()
+    (data / "one" / "1.png").write_bytes(whole[:50] + b"\0" * 10 + whole[60:])
+    call("features", "--model", "demo", "--data", data, "--output", tmp_path / "f.parquet", expected=2)
+    assert "one/1.png" in capsys.readouterr().err
+    assert len(load_data(tmp_path / "f.parquet")) == 39
+
+
+def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
+    features, (clip, processor) = load_data(table, "train"), base
+    args = LearnerArguments(**QUICK, image_resize="squash")
+    with pytest.raises(ValueError, match="not by this model as it is: image_processor differ"):
+        ClassIncrementalLearner(clip, processor, args=args, strategy="frozen").learn_task(features)
+    call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
+    assert "this one has an adapter" in capsys.readouterr().err
+    rows = parquet.read_table(table)
+    bad = {
+        "cut": lambda file: file.write_bytes(table.read_bytes()[:2000]),
+        "width": lambda file: parquet.write_table(
+            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 1.0]]}), file
+        ),
+        "zero": lambda file: parquet.write_table(
+            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 0.0]]}), file
+        ),
+        "label": lambda file: parquet.write_table(
+            pyarrow.table({"label": [0.5, 1.0], "embedding": [[1.0, 0.0], [0.0, 1.0]]}), file
+        ),
+        "ragged": lambda file: parquet.write_table(
+            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 1.0, 0.0]]}), file
+        ),
+    }
+    for name, words in {
+        "cut": "is damaged, or no parquet file",
+        "width": "has embeddings of width 2, the model's have 64",
+        "zero": "the embedding of row 1 of .* is zero, NaN or infinite",
+        "label": "has the label 0.5: labels are texts, or whole numbers",
+        "ragged": "has embeddings of several widths",
+    }.items():
+        bad[name](tmp_path / f"{name}.parquet")
+        with pytest.raises(ValueError, match=words):
+            data = load_data(tmp_path / f"{name}.parquet")
+            ClassIncrementalLearner(clip, processor, args=LearnerArguments(**QUICK), strategy="frozen").learn_task(
+                data
+            )
+    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
+        load_data(table, "val")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "features.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"features of release 0.2.0: write a table with"):
+        load_data(tmp_path / "old")
+    assert rows.num_rows == 52
+
+
+def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
+    file = tmp_path / "f.parquet"
+    words = ["features", "--model", "demo", "--device", "cpu", "--data", root]
+    call(*words, "--engine", "local", "--jobs", 2, "--output", file)
+    assert FeatureStore(store_path()).facts()[0] == 52
+    assert parquet.read_table(file).equals(parquet.read_table(table))
+    dulbe = ["run", "--model", "demo", "--strategy", "dulbe", "--epochs", 1, "--residual-rank", 1, "--support-rank", 8]
+    call(*dulbe, "--data", root, "--output", tmp_path / "trained")
+    call("features", tmp_path / "trained", "--data", root, "--engine", "local", "--output", file, expected=2)
+    assert "are not stored" in capsys.readouterr().err
+    call("features", tmp_path / "trained", "--data", root, "--output", tmp_path / "trained.parquet")
+    assert FeatureStore(store_path()).facts()[0] == 52
+
+
+def test_an_engine_that_is_not_installed_is_asked_for_once(root, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    call("features", "--model", "demo", "--device", "cpu", "--data", root, "--engine", "ray", expected=2)
+    found = capsys.readouterr().err
+    assert "pip install 'dulbe_peft[ray]'" in found and "again" not in found
+
+
+@contextmanager
+def two_workers(engine):
+    """The options that name a cluster, where it does not start with the command, and what finds its workers."""
+    if engine == "ray":
+        psutil = pytest.importorskip("psutil")
+        started = psutil.Process()
+        yield [], lambda: [p.pid for p in started.children(recursive=True) if "ray::_numbered" in "".join(p.cmdline())]
+    else:
+        distributed = pytest.importorskip("distributed")
+        with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+            yield ["--address", cluster.scheduler_address], lambda: [nanny.pid for nanny in cluster.workers.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("engine", ["dask", "ray"])
+def test_the_shard_of_a_killed_worker_is_done_again(root, table, tmp_path, monkeypatch, engine):
+    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
+    command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
+    killed, arrived = list[int](), list[int]()
+    monkeypatch.setattr(encoding, "SHARD", 2)
+    with two_workers(engine) as (address, workers):
+
+        def note_what_arrived(function, calls, *rest):
+            for place, answer in on_engine(function, calls, *rest):
+                arrived.append(place)
+                yield place, answer
+
+        def kill_one_that_works():
+            while len(arrived) < 2 or not (working := workers()):
+                time.sleep(0.01)
+            killed.append(working[0])
+            os.kill(working[0], signal.SIGKILL)
+
+        monkeypatch.setattr(encoding, "on_engine", note_what_arrived)
+        threading.Thread(target=kill_one_that_works, daemon=True).start()
+        call(*command, "--engine", engine, *address, "--jobs", 2)
+    assert killed and len(arrived) >= 2
+    assert parquet.read_table(tmp_path / "f.parquet").equals(parquet.read_table(table))
+
+
+CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
+
+
+@pytest.fixture(scope="module", params=["none", "linear"])
+def run(request, base, digit_folders, tmp_path_factory):
+    """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
+    torch.set_num_threads(1)
+    learner = learner_of(base, classifiers=CLASSIFIERS, drift=request.param)
+    folder = tmp_path_factory.mktemp("run")
+    learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
+    return learner, folder
+
+
+@pytest.mark.parametrize("spec", CLASSIFIERS)
+def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec):
+    learner, folder = run
+    answers, replayed = learn_from_features(read_features(folder), spec, learner.logit_scale, learner.args.drift)
+    taught = learner.classifiers[spec.partition(":")[0]]
+    assert replayed.class_names == taught.class_names
+    for name, tensor in taught.tensors().items():
+        assert torch.equal(replayed.tensors()[name], tensor), name
+    scores = [task.row.classifiers[taught.name] for task in known_tasks(learner)]
+    assert [float(found.right.float().mean()) for found in answers] == pytest.approx(
+        [score.accuracy for score in scores]
+    )
+    assert answers[-1].task.tolist() == [1] * 6 + [2] * 6

@@ -1,0 +1,443 @@
+"""The feature store: an image is known by its content and encoded once; nothing that goes wrong changes an answer."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from small_runs import QUICK
+
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments
+from dulbe_peft.commands.main import main
+from dulbe_peft.data import store as stores
+from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.splits import hold_out
+from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
+from dulbe_peft.encoders.encoder import WHOLE
+from dulbe_peft.encoders.loading import image_shape
+from dulbe_peft.encoders.pixels import KnownPixels
+
+MACHINE = ["--device", "cpu", "--no-progress"]
+RUN = ["run", "--model", "demo", "--classifiers", "lda,prototype", *MACHINE]
+KEY = EncoderKey("encoder", "float32", "torch")
+
+
+@pytest.fixture(scope="module")
+def photos(digit_folders):
+    return digit_folders(5, 8, 3)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """How often each image was encoded, by its content."""
+    counts, read = Counter(), KnownPixels.__getitem__
+
+    def counted(self, index):
+        found = read(self, index)
+        counts[found[1]] += 1
+        return found
+
+    monkeypatch.setattr(KnownPixels, "__getitem__", counted)
+    return counts
+
+
+def call(*words, expected=0):
+    assert main([str(word) for word in words]) == expected
+
+
+def content_of(folder):
+    """The files of a run that do not tell when it ran."""
+    left_out = ("timings.json", "sources.json", ".dulbe_peft.lock")
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in left_out)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def some_features(count=40, width=16):
+    rng = np.random.default_rng(0)
+    return [rng.bytes(32) for _ in range(count)], rng.normal(size=(count, width)).astype(np.float32)
+
+
+# ---------------------------------------------------------------------- content
+
+
+def test_content_is_what_is_stored_and_no_name_place_or_order(photos, tmp_path):
+    folder = ImageFolder(photos, "train")
+    shutil.copytree(photos / "train", tmp_path / "copy")
+    first = tmp_path / "copy" / "one"
+    first.rename(tmp_path / "copy" / "uno")
+    os.link(tmp_path / "copy" / "uno" / "0.png", tmp_path / "copy" / "uno" / "zz.png")
+    copy = ImageFolder(tmp_path / "copy")
+    assert set(folder.contents()) == set(copy.contents()) and len(set(copy.contents())) == 40
+    assert len(copy) == 41 and None not in copy.contents()
+    file = tmp_path / "copy" / "uno" / "1.png"
+    before = copy.contents()
+    tagged = PngInfo()
+    tagged.add_text("keyword", "one")
+    Image.open(file).save(file, pnginfo=tagged)
+    assert sum(a != b for a, b in zip(before, copy.contents())) == 1, "an edited file is read again"
+
+
+def test_images_that_are_no_files_are_known_by_pixels_size_and_type():
+    values = np.arange(48, dtype=np.uint8)
+    grey, tall = Image.fromarray(values.reshape(4, 12)), Image.fromarray(values.reshape(12, 4))
+    tensor = torch.arange(48.0).reshape(3, 4, 4)
+    images = [
+        grey,
+        tall,
+        grey.copy(),
+        grey.convert("RGB"),
+        tensor,
+        tensor.double(),
+        tensor.reshape(3, 2, 8),
+        grey.rotate(180),
+    ]
+    found = labelled_images([(image, 0) for image in images]).contents()
+    assert found[0] == found[2] == found[3], "the model sees the same pixels"
+    assert len(set(found)) == 6 and None not in found
+    sideways = grey.copy()
+    sideways.getexif()[0x0112] = 3
+    turned = labelled_images([(sideways, 0), (grey.rotate(180), 0)]).contents()
+    assert turned[0] == turned[1] != found[0]
+
+
+def test_what_is_held_back_follows_content_and_copies_stay_together(photos, tmp_path):
+    for number in range(8):
+        for name, copy in (("a", "x"), ("a", "y"), ("b", "z")):
+            (tmp_path / name).mkdir(exist_ok=True)
+            shutil.copy(photos / "train" / "two" / f"{number}.png", tmp_path / name / f"{copy}{number}.png")
+    for number in range(8):
+        shutil.copy(photos / "train" / "one" / f"{number}.png", tmp_path / "b" / f"{number}.png")
+    images = ImageFolder(tmp_path)
+    train, test = hold_out(images, 0.3, seed=1)
+    of_a = [set(part.select(["a"]).contents()) for part in (train, test)]
+    assert not of_a[0] & of_a[1] and len(of_a[0] | of_a[1]) == 8
+    held = sorted(test.contents())
+    for file in sorted((tmp_path / "a").iterdir()):
+        file.rename(file.with_name(f"renamed-{9 - int(file.stem[1:])}{file.stem[0]}.png"))
+    assert sorted(hold_out(ImageFolder(tmp_path), 0.3, seed=1)[1].contents()) == held
+
+
+def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, monkeypatch):
+    shutil.copytree(photos / "train", tmp_path / "photos")
+    images, read = ImageFolder(tmp_path / "photos"), LabelledImages.read
+
+    def edited(self, index):
+        if index == 3:
+            file = Path(self.item_name(index))
+            Image.fromarray(255 - np.asarray(Image.open(file))).save(file)
+        return read(self, index)
+
+    learner = ClassIncrementalLearner(*base, args=LearnerArguments(**QUICK), strategy="frozen")
+    learner.encoder.store = FeatureStore()
+    monkeypatch.setattr(LabelledImages, "read", edited)
+    with pytest.raises(ValueError, match=r"3\.png changed while it was read: begin again"):
+        learner.image_embeds(images)
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_features_do_not_depend_on_what_else_is_in_the_batch(base, threads):
+    learner = ClassIncrementalLearner(*base, args=LearnerArguments(**QUICK), strategy="frozen")
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(64, *image_shape(learner.clip), generator=generator)
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        whole = learner.encoder.image_embeds(pixels)
+        for size in (1, 2, 3, 5, WHOLE - 1, WHOLE, 13, 31, 63):
+            for start in (0, 64 - size):
+                part = learner.encoder.whole_embeds(pixels[start : start + size])
+                assert torch.equal(part, whole[start : start + size]), (size, start)
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path):
+    contents, features = some_features()
+    store = FeatureStore(tmp_path / "new folder" / "f.sqlite")
+    store.put(KEY, "", contents, features)
+    store.put(KEY, "", [None, contents[0]], features[:2] * 0 + features[0])
+    found = FeatureStore(store.path).get(KEY, "", [*contents, None, b"unknown"])
+    assert len(found) == 40 and store.facts()[0] == 40
+    assert all(np.array_equal(found[content], row) for content, row in zip(contents, features))
+    others = (KEY._replace(fingerprint="other"), ""), (KEY._replace(precision="bfloat16"), ""), (KEY, "view")
+    assert not any(store.get(key, view, contents) for key, view in others)
+
+
+def test_a_private_store_goes_with_its_owner():
+    contents, features = some_features()
+    store = FeatureStore()
+    store.put(KEY, "", contents, features)
+    folder = store.path.parent
+    assert len(store.get(KEY, "", contents)) == 40 and folder.is_dir()
+    del store
+    assert not folder.exists()
+
+
+def spoil(kind, path):
+    if kind == "text":
+        path.write_text("somebody's notes" * 100)
+    elif kind == "foreign":
+        with sqlite3.connect(path) as database:
+            database.execute("CREATE TABLE features (mine)")
+    elif kind == "future":
+        FeatureStore(path).put(KEY, "", *some_features(1))
+        with sqlite3.connect(path) as database:
+            database.execute("PRAGMA user_version = 99")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "cut":
+        FeatureStore(path).put(KEY, "", *some_features(400))
+        path.write_bytes(path.read_bytes()[:20000])
+
+
+@pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
+def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(kind, photos, tmp_path, monkeypatch, capsys, encoded):
+    path = Path(os.environ[stores.VARIABLE])
+    call(*RUN, "--data", photos, "--output", tmp_path / "plain", "--no-store")
+    assert not path.exists(), "--no-store writes none"
+    encoded.clear()
+    if kind == "network":
+        monkeypatch.setattr(stores, "_mounts", lambda: [["server:/home", "/", "nfs4", "rw,local_lock=all"]])
+    spoil(kind, path)
+    before = path.read_bytes() if path.is_file() else None
+    capsys.readouterr()
+    call(*RUN, "--data", photos, "--output", tmp_path / "out")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "feature store" in line]
+    assert len(warnings) == 1 and f"{path} is not used" in warnings[0] and stores.VARIABLE in warnings[0]
+    assert (path.read_bytes() if path.is_file() else None) == before
+    assert set(encoded.values()) == {1} and len(encoded) == 55
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "plain")
+
+
+def test_a_damaged_feature_is_encoded_again(photos, tmp_path, capsys, encoded):
+    call(*RUN, "--data", photos, "--output", tmp_path / "one")
+    with sqlite3.connect(store_path()) as database:
+        (content, embedding) = database.execute("SELECT content, embedding FROM features").fetchone()
+        other = bytes([embedding[0] ^ 1]) + embedding[1:]
+        database.execute("UPDATE features SET embedding = ? WHERE content = ?", (other, content))
+    encoded.clear()
+    capsys.readouterr()
+    call(*RUN, "--data", photos, "--output", tmp_path / "two")
+    assert dict(encoded) == {content: 1} and "1 damaged features" in capsys.readouterr().err
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+
+
+FILL = """
+import sys
+from pathlib import Path
+import numpy as np
+from dulbe_peft.data.store import EncoderKey, FeatureStore
+rng = np.random.default_rng(0)
+contents, features = [rng.bytes(32) for _ in range(200)], rng.normal(size=(200, 16)).astype(np.float32)
+order = np.random.default_rng(int(sys.argv[2])).permutation(200)
+store, key = FeatureStore(Path(sys.argv[1])), EncoderKey("e", "float32", "torch")
+for part in np.array_split(order, 25):
+    store.put(key, "", [contents[i] for i in part], features[part])
+"""
+
+
+def test_ten_processes_fill_one_store(tmp_path):
+    path = tmp_path / "f.sqlite"
+    running = [subprocess.Popen([sys.executable, "-c", FILL, path, str(seed)], stderr=-1) for seed in range(10)]
+    for process in running:
+        _, error = process.communicate()
+        assert (process.returncode, error) == (0, b"")
+    rng = np.random.default_rng(0)
+    contents, features = [rng.bytes(32) for _ in range(200)], rng.normal(size=(200, 16)).astype(np.float32)
+    store = FeatureStore(path)
+    found = store.get(EncoderKey("e", "float32", "torch"), "", contents)
+    assert store.facts()[0] == 200 and all(np.array_equal(found[c], row) for c, row in zip(contents, features))
+
+
+@pytest.mark.slow
+def test_a_killed_run_loses_a_batch_at_most_and_the_next_is_byte_equal(photos, tmp_path):
+    command = [sys.executable, "-m", "dulbe_peft", *RUN, "--data", str(photos), "--eval-batch-size", "8", "--output"]
+    call(*RUN, "--data", photos, "--eval-batch-size", 8, "--output", tmp_path / "plain", "--no-store")
+    environment = os.environ | {stores.VARIABLE: str(tmp_path / "f.sqlite"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    kept = 0
+    for number in range(8):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / f"killed-{number}")], env=environment, stderr=-3, stdout=-3
+        )
+        grown, store = threading.Event(), FeatureStore(tmp_path / "f.sqlite")
+        while process.poll() is None and not grown.wait(0.005):
+            if store.facts()[0] > kept:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        assert store.facts()[0] >= kept, "what was written stays"
+        kept = store.facts()[0]
+    subprocess.run([*command, str(tmp_path / "out")], env=environment, check=True, stdout=-3)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "plain")
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, encoded, capsys):
+    call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")
+    assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests are one pass"
+    july = tmp_path / "july"
+    shutil.copytree(photos, july / "photos")
+    extra = july / "photos" / "train" / "six"
+    extra.mkdir()
+    for number in range(4):
+        values = np.full((8, 8), 40 * number, dtype=np.uint8)
+        values[2:4] = 255
+        Image.fromarray(values).save(extra / f"{number}.png")
+    call("learn", tmp_path / "out", "--data", july / "photos", "--output", july / "run", *MACHINE)
+    call("evaluate", tmp_path / "out", "--data", photos, *MACHINE)
+    call("features", "--model", "demo", "--data", july / "photos", *MACHINE)
+    call("check", july / "photos", "--check-labels", "--model", "demo", "--device", "cpu")
+    call("predict", tmp_path / "out", july / "photos", "--csv", tmp_path / "answers.csv", "--num-workers", 0, *MACHINE)
+    assert set(encoded.values()) == {1} and len(encoded) == 59
+    call("env")
+    assert f"feature store: {store_path()}, 59 features" in capsys.readouterr().out
+    call("forget", july / "run", "six", "--output", july / "less", *MACHINE)
+    assert f"may still stand in {store_path()}" in capsys.readouterr().out
+
+
+def test_a_second_run_equals_the_first_and_no_order_matters(photos, tmp_path, encoded):
+    call(*RUN, "--data", photos, "--output", tmp_path / "one", "--no-store")
+    rows = sorted(path for path in (photos / "test").rglob("*.png"))
+    call(*RUN, "--data", photos, "--output", tmp_path / "learner", "--no-store")
+    for start in (11, 0):  # in another order, in parts, with remainders
+        words = [*rows[start:], *rows[:start]][:11]
+        call("predict", tmp_path / "learner", *words, "--csv", tmp_path / f"{start}.csv", "--num-workers", 0, *MACHINE)
+    encoded.clear()
+    call(*RUN, "--data", photos, "--output", tmp_path / "two")
+    assert len(encoded) == 40, "the test images were known"
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+
+
+def test_a_few_answers_are_not_stored(photos, tmp_path, encoded):
+    call(*RUN, "--data", photos, "--output", tmp_path / "out", "--no-store")
+    few = sorted((photos / "test" / "one").iterdir())
+    call("predict", tmp_path / "out", *few, "--num-workers", 0, *MACHINE)
+    assert FeatureStore(store_path()).facts() == (0, 0)
+
+
+def test_a_trained_model_is_not_stored(photos, tmp_path):
+    words = ["--strategy", "dulbe", "--epochs", 1, "--residual-rank", 1, "--support-rank", 8]
+    call("run", "--model", "demo", *MACHINE, *words, "--data", photos, "--output", tmp_path / "out")
+    call("evaluate", tmp_path / "out", "--data", photos, *MACHINE)
+    assert FeatureStore(store_path()).facts() == (0, 0)
+
+
+def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, encoded):
+    clip, processor = base
+    clip.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    run = ["run", "--classifiers", "prototype", *MACHINE, "--data", photos, "--model"]
+    call(*run, "demo", "--output", tmp_path / "one")
+    call(*run, tmp_path / "model", "--output", tmp_path / "same weights elsewhere")
+    assert set(encoded.values()) == {1}
+    call(*run, "demo", "--image-resize", "squash", "--output", tmp_path / "squash")
+    assert set(encoded.values()) == {2}
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("vision_model.encoder.layers.0.mlp.fc1.weight"))
+    weights[name].view(-1)[1] += 1e-3  # a single value
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    call(*run, tmp_path / "model", "--output", tmp_path / "other")
+    assert set(encoded.values()) == {3}
+    call(*run, "demo", "--output", tmp_path / "again")
+    assert set(encoded.values()) == {3}
+
+
+def test_views_are_kept_by_their_own_names(photos, tmp_path, encoded):
+    words = [*RUN, "--data", photos, "--augment", "crop+flip", "--copies", 2]
+    call(*words, "--output", tmp_path / "one")
+    assert sum(encoded.values()) == 40 * 3 + 15
+    call(*words, "--output", tmp_path / "two")
+    assert sum(encoded.values()) == 40 * 3 + 15
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+
+
+# ---------------------------------------------------------------------- what a learner has seen
+
+
+def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
+    june, july = tmp_path / "june", tmp_path / "july"
+    shutil.copytree(photos, june)
+    shutil.rmtree(june / "train" / "zero")
+    shutil.rmtree(june / "test" / "zero")
+    call(*RUN, "--data", june, "--output", tmp_path / "out")
+    for name in ("one", "zero"):
+        shutil.copytree(photos / "train" / name, july / "train" / name)
+    for source, target in (("0.png", "copy.png"), ("1.png", "again.png")):
+        shutil.copy(july / "train" / "one" / source, july / "train" / "one" / target)
+    (july / "train" / "one" / "link.png").symlink_to(photos / "train" / "one" / "2.png")
+    shutil.copy(photos / "train" / "zero" / "0.png", july / "train" / "zero" / "copy.png")
+    shutil.copy(photos / "test" / "one" / "8.png", july / "train" / "one" / "tested.png")
+    shutil.copy(photos / "train" / "two" / "0.png", july / "train" / "zero" / "two.png")
+    capsys.readouterr()
+    call("learn", tmp_path / "out", "--data", july, "--output", tmp_path / "learned", *MACHINE)
+    said = capsys.readouterr().out
+    assert "11 learned before" in said and "1 in the data twice" in said
+    assert "1 of another class" in said and "learned as 'two' before" in said
+    assert "1 image to learn from stood in the tests of an earlier task" in said and "tested.png" in said
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
+    counts = dict(zip(learner.class_names, learner.classifiers["lda"].counts.tolist(), strict=True))
+    assert counts == {"one": 9, "three": 8, "two": 8, "four": 8, "zero": 8}
+    call("learn", tmp_path / "learned", "--data", july, "--output", tmp_path / "no", *MACHINE, expected=2)
+    assert "has learned all of its images" in capsys.readouterr().err
+    call("learn", tmp_path / "learned", "--data", july, "--output", tmp_path / "again", "--again", *MACHINE)
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "again")
+    assert again.classifiers["lda"].counts.sum() == 41 + 22
+
+
+def test_old_tests_need_no_old_training_images(photos, tmp_path, capsys):
+    june = tmp_path / "june"
+    shutil.copytree(photos, june)
+    call(*RUN, "--data", june, "--output", tmp_path / "out")
+    shutil.rmtree(june / "train")
+    (june / "test" / "one" / "8.png").rename(june / "test" / "one" / "renamed.png")
+    july = tmp_path / "july" / "train" / "grey"
+    july.mkdir(parents=True)
+    for number in range(3):
+        Image.fromarray(np.full((8, 8), 20 + 60 * number, dtype=np.uint8)).save(july / f"{number}.png")
+    capsys.readouterr()
+    call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "learned", *MACHINE)
+    assert "not used again" not in capsys.readouterr().err
+    found = json.loads((tmp_path / "learned" / "results.json").read_text())
+    assert found["classifiers"]["lda"]["matrix"][1][0] is not None
+    (june / "test" / "one" / "renamed.png").unlink()
+    call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "gone", *MACHINE)
+    assert "not those that the task was tested on" in capsys.readouterr().err
+
+
+def test_held_back_tests_are_found_again_by_content(photos, tmp_path, capsys):
+    data = tmp_path / "photos"
+    shutil.copytree(photos / "train", data)
+    call(*RUN, "--data", data, "--test-fraction", 0.3, "--output", tmp_path / "out")
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
+    learned = set(learner.state.known.class_of())
+    assert len(learned) + sum(map(len, learner.state.known.tested.values())) == 40
+    for file in sorted(data.rglob("*.png")):  # a person deletes what is learned
+        if hashlib.sha256(file.read_bytes()).digest() in learned:
+            file.unlink()
+    july = tmp_path / "july" / "grey"
+    july.mkdir(parents=True)
+    for number in range(4):
+        Image.fromarray(np.full((8, 8), 20 + 60 * number, dtype=np.uint8)).save(july / f"{number}.png")
+    capsys.readouterr()
+    call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "learned", *MACHINE)
+    assert "not used again" not in capsys.readouterr().err
+    call(*RUN, "--data", photos, "--train-split", "test", "--output", tmp_path / "no", expected=2)
+    assert "a split is never its own test" in capsys.readouterr().err
