@@ -190,7 +190,8 @@ def _answers(
         name = max(shown, key=shown.__getitem__)
         raise ValueError(f"--csv would call two images {name!r}, for it writes some characters as others: rename one")
     done = set() if table is None else {name for name in places if _is_done(name, table)}
-    names, size = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    names, most = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    size = -(-len(names) // -(-len(names) // most))  # all about alike: a last one of a few images would not be stored
     for batch in (names[start : start + size] for start in range(0, len(names), size)):
         if not done.issuperset(batch):
             rows = learner.predictions(every.at([places[name] for name in batch]), **how)
