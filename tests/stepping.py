@@ -84,7 +84,7 @@ def train(strategy, task, steps=3, optimizer=torch.optim.Adam, lr=0.02, watch=la
 def end(strategy, task):
     with torch.no_grad():
         strategy.finish(task)
-    task.adapter.fold_task(strategy.keeps_factors)
+    task.adapter.fold_if_trained(strategy.keeps_factors)
     return strategy.remember(task, OccupationStatistics())
 
 

@@ -17,8 +17,9 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
+from dulbe_peft.adapter.peft_model import extend_peft_model
 from dulbe_peft.adapter.registration import DULBE, PREFIX
-from dulbe_peft.adapter.saved import KEY_RENAMES, check_saved
+from dulbe_peft.adapter.saved import KEY_RENAMES, MisfitError, check_saved, whose
 from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
@@ -56,6 +57,17 @@ class DualModeLoraModel(BaseTuner):
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> PeftConfig:
+        """The layers of a known encoder where none are named; of another model they must be."""
+        if peft_config.target_modules is None and model_config["model_type"] not in self.target_module_mapping:
+            known = ", ".join(record.model for record in ENCODERS.values())
+            raise ValueError(
+                f"{type(self.model).__name__} is no encoder whose layers this method knows; these are {known} and "
+                "CLIP's vision towers. For another model, name its linear layers: "
+                "DualModeLoraConfig(target_modules=[...])"
+            )
+        return super()._prepare_adapter_config(peft_config, model_config)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         check_targets(peft_config, model)  # before the first layer is replaced: a refused one changes nothing
@@ -180,12 +192,14 @@ class DualModeLoraModel(BaseTuner):
         ranks = {name: self.active_config.ranks_of(name) for name in layers}
         shapes = {n: tuple((layers[n].in_features, rank) for rank in both) for n, both in ranks.items()}
         check_modes(modes, shapes, orthonormal)
-        self.fold_task()
+        self.fold_if_trained()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
 
     def fold_task(self, keep_factors: bool = False) -> None:
-        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', unless B = 0, and set B = 0.
+        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
+
+        It warns where B = 0 already, as in an adapter that was not trained or has been folded.
 
         Args:
             keep_factors: keep the modes of every task apart, where one matrix would already take less memory.
@@ -193,10 +207,18 @@ class DualModeLoraModel(BaseTuner):
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
+        if not self.fold_if_trained(keep_factors):
+            warnings.warn(
+                "fold_task has nothing to fold: no mode was trained since the last task was folded, or begun",
+                stacklevel=2,
+            )
+
+    def fold_if_trained(self, keep_factors: bool = False) -> bool:
+        """`fold_task` without its warning; returns whether there was anything to fold."""
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
         if not any(layer.is_trained(adapter) for layer in layers.values()):
-            return
+            return False
         if all(layer.repeats_bases(adapter) for layer in layers.values()):
             warnings.warn(
                 "this task was trained in the same bases as the task before it, so nothing protects what that one "
@@ -206,6 +228,7 @@ class DualModeLoraModel(BaseTuner):
         for layer in layers.values():
             layer.fold(adapter, keep_factors)
         self.note_history()
+        return True
 
     def note_history(self) -> None:
         """Bring the configuration in line with the layers' histories."""
@@ -299,7 +322,10 @@ class DualModeLoraModel(BaseTuner):
             (remap(model, config, adapter_name, state) for state in renamed),
             key=lambda state: sum(key in known and PREFIX in key and not in_text_tower(key) for key in state),
         )
-        check_saved(best, known, adapter_name)
+        try:
+            check_saved(best, known, adapter_name)
+        except MisfitError as error:
+            raise ValueError(f"the adapter does not fit this model: {whose(config, model)} ({error})") from error
         # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
         return {key: tensor.clone() for key, tensor in best.items()}
 
@@ -317,3 +343,4 @@ def register() -> None:
     """Make PEFT know the method; repeated calls change nothing."""
     if DULBE not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name=DULBE.value.lower(), config_cls=DualModeLoraConfig, model_cls=DualModeLoraModel)
+        extend_peft_model(DualModeLoraModel)

@@ -1,6 +1,7 @@
 """What an adapter's file must hold to fit a model, and the other names that its keys may have."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,20 @@ KEY_RENAMES: tuple[Callable[[str], str], ...] = (
 )
 
 
+class MisfitError(ValueError):
+    """The adapter is of another base model, or of other settings than its configuration says."""
+
+
+def whose(config: Any, model: Any) -> str:
+    """On which base model an adapter was made, and which one it is being put into."""
+    made, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    own = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
+    here = f"{own!r}, a {type(model).__name__}" if own else f"a {type(model).__name__} without a name"
+    return f"it was made on {made!r}{f', a {kind}' if kind else ''}, and this model is {here}"
+
+
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
     """Raise unless a file's tensors are the adapter's, finite; text LoRA may be missing, or the model's text tower."""
     ours = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
@@ -33,10 +48,10 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
     if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):
         ours, theirs = ({key for key in keys if not in_text_tower(key)} for keys in (ours, theirs))
     if theirs and not ours & theirs:
-        raise ValueError(f"none of the adapter's {len(theirs)} keys fits a layer of this model: {min(theirs)!r}")
+        raise MisfitError(f"none of its {len(theirs)} keys fits a layer: {min(theirs)!r}")
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
-        raise ValueError(f"the saved adapter does not fit: keys missing {missing[:3]}, unknown {unknown[:3]}")
+        raise MisfitError(f"keys missing {missing[:3]}, unknown {unknown[:3]}")
     # PEFT would load them, also in place of a weight of the base model.
     strange = sorted(key for key in saved if f".{PREFIX}" not in key and ".modules_to_save." not in key)
     if strange:
@@ -47,7 +62,7 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
             expected = expected[:1] + saved[key].shape[1:2]
         if saved[key].shape != expected:
             shapes = f"{tuple(saved[key].shape)}, the model's {tuple(known[key].shape)}"
-            raise ValueError(f"the saved adapter does not fit: {key!r} has shape {shapes}")
+            raise MisfitError(f"{key!r} has shape {shapes}")
         if saved[key].dtype not in _FLOATS:
             raise ValueError(f"the saved adapter's {key!r} has type {saved[key].dtype}, expected floating point")
     for key in (key for key in ours if ".dulbe_history_P" in key):

@@ -1,19 +1,17 @@
 """The model card of a learner: its own data, written into the template `assets/cards/learner.md`."""
 
 import json
-from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import answering
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
 
 
@@ -89,11 +87,3 @@ def _header(
         eval_results=measured or None,
     )
     return data.to_yaml().strip()
-
-
-def is_repo_id(name: str | None) -> bool:
-    """Whether `name` can be a repository on the Hub, and is no folder here."""
-    with suppress(HFValidationError):
-        validate_repo_id(name or "")
-        return bool(name) and not Path(str(name)).exists()
-    return False

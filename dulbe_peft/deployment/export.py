@@ -17,7 +17,6 @@ from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from dulbe_peft.adapter.export import write_lora
-from dulbe_peft.checkpoints.card import is_repo_id
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.deployment import FORMATS, PRECISIONS
@@ -29,6 +28,7 @@ from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
+from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
 from dulbe_peft.utils.tensors import write_tensors
 

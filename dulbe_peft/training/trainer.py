@@ -116,7 +116,7 @@ class TaskTrainer:
         with torch.no_grad():
             strategy.finish(task)
         if strategy.folds:
-            adapter.fold_task(strategy.keeps_factors)
+            adapter.fold_if_trained(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode("close", strategy.remembers_inputs)
             memory = strategy.remember(task, inputs)

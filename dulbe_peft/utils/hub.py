@@ -3,12 +3,13 @@
 import glob
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, file_exists, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import HFValidationError
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 
 def fetch(
@@ -74,3 +75,11 @@ def has_file(
     if constants.HF_HUB_OFFLINE:
         return isinstance(try_to_load_from_cache(source, file, cache_dir=cache_dir, revision=revision), str)
     return file_exists(source, file, revision=revision, token=token)
+
+
+def is_repo_id(name: str | None) -> bool:
+    """Whether `name` can be a repository on the Hub, and is no folder here."""
+    with suppress(HFValidationError):
+        validate_repo_id(name or "")
+        return bool(name) and not Path(str(name)).exists()
+    return False

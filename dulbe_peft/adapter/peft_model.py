@@ -1,0 +1,84 @@
+"""What `PeftModel` itself says and publishes of an adapter of this package.
+
+PEFT has no hook for these methods. They are replaced, once, by ones that ask whose adapter it is, and call PEFT's own
+for all others. What PEFT and transformers warn of without reason is silenced here, too.
+"""
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.card import MARK, adapter_card
+from dulbe_peft.adapter.registration import PREFIX
+from dulbe_peft.adapter.text import TextLoraLinear
+from dulbe_peft.utils.hub import push
+
+_TEMPLATE = "# Model Card for Model ID"  # PEFT's, which nobody has filled in
+
+
+def print_trainable_parameters(peft_own: Any, model: Any) -> None:
+    """PEFT's line, and one that says in which tower the parameters are."""
+    peft_own()
+    counts = dict.fromkeys(("shared", "residual", "text"), 0)
+    for module in model.modules():
+        if isinstance(module, DualModeLayer):
+            for name, parameter in module.named_parameters():
+                part = "text" if isinstance(module, TextLoraLinear) else "shared" if "shared_B" in name else "residual"
+                counts[part] += parameter.numel() if parameter.requires_grad and PREFIX in name else 0
+    vision = f"vision tower: {counts['shared']:,} shared + {counts['residual']:,} residual"
+    print(f"{vision} || text tower's LoRA: {counts['text']:,}")
+
+
+def create_or_update_model_card(peft_own: Any, model: Any, output_dir: str) -> None:
+    """A card of this package's own; where a person has written one, PEFT's update of its header."""
+    card = Path(output_dir) / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else MARK
+    if MARK in text or _TEMPLATE in text:
+        card.write_text(adapter_card(model), encoding="utf-8")
+    else:
+        peft_own(output_dir)
+
+
+def push_to_hub(
+    peft_own: Any,
+    model: Any,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> Any:
+    """Upload what `save_pretrained` writes; PEFT's own would put transformers' empty card in place of this one."""
+
+    def write(folder: Path, repo_id: str) -> None:
+        model.save_pretrained(str(folder))
+        (folder / "README.md").write_text(adapter_card(model, repo_id), encoding="utf-8")
+
+    commit: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
+    return push(write, repo_id, commit_message=commit_message or "Upload DULBE adapter", **commit)
+
+
+def extend_peft_model(tuner: type) -> None:
+    """Let `PeftModel` use the functions above around a model of the class `tuner`."""
+    for function in (print_trainable_parameters, create_or_update_model_card, push_to_hub):
+        setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
+    # No name that is a part of the prefix confuses PEFT here: keys have whole names between dots.
+    warnings.filterwarnings("ignore", f"Adapter name '.*' should not be contained in the prefix '{PREFIX}'")
+    # PEFT 0.21 reads an attribute that transformers 5.2x renamed.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def _choosing(peft_own: Any, function: Any, tuner: type) -> Any:
+    @functools.wraps(peft_own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.base_model, tuner):
+            return function(functools.partial(peft_own, self), self, *args, **kwargs)
+        return peft_own(self, *args, **kwargs)
+
+    return method
