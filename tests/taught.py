@@ -26,7 +26,7 @@ SPECS = {
     "visual_agent": "visual_agent",
     "rapf": "rapf:epochs=6,batch_size=32,learning_rate=0.01",
     "bofa": "bofa",
-    "slca": "slca:epochs=5,draws=32",
+    "slca": "slca:draws=32",
     "engine": "engine",
     "proof": "proof:epochs=10,batch_size=32,learning_rate=0.003",
     "clap4clip": "clap4clip",

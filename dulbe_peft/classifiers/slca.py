@@ -40,7 +40,8 @@ class SlcaClassifier(Classifier):
     aligns all classes, so its time grows with their square.
 
     Args:
-        epochs: passes over a task's features.
+        epochs: passes over a task's features. With few steps the head's scores stay small, and the alignment, whose
+            gradient grows as they shrink, overshoots: digits were told at 37 % after 5 steps a task, at 92 % after 20.
         batch_size: features of images per step.
         learning_rate: of SGD for head and alignment.
         rounds: how often the alignment draws anew; its rate falls to 0 over them on a cosine.
