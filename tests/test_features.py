@@ -189,6 +189,56 @@ def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
     assert rows.num_rows == 52
 
 
+def written(file, **columns):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+def test_a_table_that_would_be_read_wrongly_is_refused(table, tmp_path, capsys):
+    unit, labels = [[1.0, 0.0], [0.0, 1.0]], ["a", "b"]
+    bad = {
+        "embeddings of several widths": {"label": labels, "embedding": [[1.0, 2.0, 3.0], [4.0]]},
+        "the content 'caption'": {"label": labels, "embedding": unit, "content": ["caption", None]},
+        "the content '0000'": {"label": labels, "embedding": unit, "content": ["0000", "0001"]},
+        "the content b'": {"label": labels, "embedding": unit, "content": [b"0", b"1"]},
+        "the label None": {"label": ["a", None], "embedding": unit},
+    }
+    for number, (words, columns) in enumerate(bad.items()):
+        with pytest.raises(ValueError, match=words):
+            load_data(written(tmp_path / f"{number}.parquet", **columns))
+    written(tmp_path / "cut" / "a.parquet", label=labels, embedding=unit)
+    (tmp_path / "cut" / "b.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="b.parquet is damaged"):
+        load_data(tmp_path / "cut")
+    written(tmp_path / "two" / "a.parquet", label=labels, embedding=unit)
+    written(tmp_path / "two" / "b.parquet", class_=labels, embedding=unit)
+    with pytest.raises(ValueError, match="b.parquet has the columns .* no 'label'"):
+        load_data(tmp_path / "two")
+    for name, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+        hints = {"info": {"features": {"label": {"names": names}}}}
+        rows = pyarrow.table({"label": [0, 1], "embedding": unit})
+        (tmp_path / "names").mkdir(exist_ok=True)
+        rows = rows.replace_schema_metadata({"huggingface": json.dumps(hints)})
+        parquet.write_table(rows, tmp_path / "names" / f"{name}.parquet")
+    with pytest.raises(ValueError, match="name the classes of their labels in different ways"):
+        load_data(tmp_path / "names")
+    words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
+    call(*words, expected=2)
+    assert "is a table of features already" in capsys.readouterr().err
+    assert FeatureStore(store_path()).facts()[0] == 0, "features of another model would be found in the store"
+
+
+def test_the_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
+    rows, known = [[0.6001, 0.8], [0.0, 1.0], [0.0, 5.0]], "0f" * 32
+    few = load_data(written(tmp_path / "few.parquet", label=["a", "b"], embedding=rows[:2]))
+    more = load_data(written(tmp_path / "more.parquet", label=["a", "b", "b"], embedding=rows))
+    assert more.contents()[:2] == few.contents()
+    some = [known, None, ""]
+    mixed = load_data(written(tmp_path / "mixed.parquet", label=["a", "b", "b"], embedding=rows, content=some))
+    assert mixed.contents() == [bytes.fromhex(known), *more.contents()[1:]]
+
+
 def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
     file = tmp_path / "f.parquet"
     words = ["features", "--model", "demo", "--device", "cpu", "--data", root]

@@ -157,6 +157,16 @@ def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, jun
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
 
 
+def test_a_new_class_of_which_all_images_are_known_holds_nothing_up(photos, june, tmp_path, capsys):
+    data = some(photos, tmp_path / "july", DIGITS[4:5])
+    some(june / "photos", tmp_path / "other", DIGITS[:1])
+    shutil.move(tmp_path / "other" / "train" / DIGITS[0], data / "train" / "renamed")
+    assert learn(june / "run", data, tmp_path / "out") == 0
+    assert f"3 of another class, such as {data / 'train' / 'renamed'}" in capsys.readouterr().out
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
+    assert set(learner.class_names) == {*DIGITS[:4], DIGITS[4]}
+
+
 def test_names_that_contradict_the_dataset():
     class Named(list):
         class_names = ("one", "zero")

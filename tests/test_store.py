@@ -360,6 +360,21 @@ def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, enco
     assert set(encoded.values()) == {3}
 
 
+def test_the_same_weights_in_other_layers_are_another_encoder(photos, tmp_path, base, encoded):
+    clip, processor = base
+    clip.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    run = ["run", "--classifiers", "prototype", *MACHINE, "--data", photos, "--model", tmp_path / "model"]
+    call(*run, "--output", tmp_path / "one")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    other = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[clip.config.vision_config.hidden_act]
+    config["vision_config"]["hidden_act"] = other
+    file.write_text(json.dumps(config))
+    call(*run, "--output", tmp_path / "other")
+    assert set(encoded.values()) == {2}
+
+
 def test_views_are_kept_by_their_own_names(photos, tmp_path, encoded):
     words = [*RUN, "--data", photos, "--augment", "crop+flip", "--copies", 2]
     call(*words, "--output", tmp_path / "one")

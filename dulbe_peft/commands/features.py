@@ -64,6 +64,8 @@ def features(
     from dulbe_peft.runs.encoding import fill_store
 
     parts = _parts(data, split, class_names, skip_unreadable)
+    if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
+        raise ValueError(f"{data!r} is a table of features already: give the images")
     loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):

@@ -69,8 +69,10 @@ def learn(
     say_leaks(train, test, loaded.state.known)
     fresh = new_images(train, loaded.state.known, again)
     known = [name for name in train.class_names if name in set(loaded.class_names)]
-    new = [name for name in train.class_names if name not in set(known)]
-    if not new and (not known or no_update):
+    left, had = set(fresh.labels.tolist()), set(train.labels.tolist())
+    given = [name for label, name in enumerate(train.class_names) if label in left or label not in had]
+    new = [name for name in given if name not in set(known)]
+    if len(fresh) and not new and (not known or no_update):
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +65,13 @@ def feature_files(path: Path) -> list[str]:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if entry.is_file())
         files = [path / name for name in names if name.endswith(".parquet") and name[0] not in "._"]
-    files = [file for file in files if _begins_as_parquet(file)]
-    if not files:
+    whole = [file for file in files if _begins_as_parquet(file)]
+    names = _schema(whole[0]).names if whole else []
+    if not {"embedding", "label"} <= {*names} or "image" in names:
         return []
-    names = _schema(files[0]).names
-    return list(map(os.fspath, files)) if {"embedding", "label"} <= {*names} and "image" not in names else []
+    if len(whole) < len(files):
+        raise ValueError(f"{next(file for file in files if file not in whole)} is damaged, or no parquet file")
+    return list(map(os.fspath, files))
 
 
 def _begins_as_parquet(file: Path) -> bool:
@@ -100,7 +103,9 @@ def load_features(path: Path, split: str | None) -> LabelledImages:
     split, tables = split or "train", []
     for file in feature_files(path):
         schema = _schema(file).names
-        table = _table(file, [name for name in (*COLUMNS, "class") if name in schema])
+        if not {"embedding", "label"} <= {*schema}:
+            raise ValueError(f"{file} has the columns {schema}, and no 'embedding' or no 'label'")
+        table = _table(file, [name for name in COLUMNS if name in schema])
         if "split" in schema:
             table = table.filter(np.array(_texts(table["split"])) == split)
         elif split != "train":
@@ -114,12 +119,20 @@ def load_features(path: Path, split: str | None) -> LabelledImages:
     paths = [text for table in tables for text in (_texts(table["path"]) if "path" in table.column_names else [])]
     images = LabelledImages(_Rows(path, paths, rows, labels), labels, names)
     images.features = FeatureTable(str(path), rows, encoder_note(path))
-    given = [text for table in tables if "content" in table.column_names for text in table["content"].to_pylist()]
-    known = len(given) == count
-    images.note_contents(bytes.fromhex(text) for text in given) if known else images.note_contents(
-        hashlib.sha256(row).digest() for row in rows
-    )
+    given: list[Any] = []
+    for table in tables:
+        given += table["content"].to_pylist() if "content" in table.column_names else [None] * table.num_rows
+    images.note_contents(_content(path, value, row) for value, row in zip(given, rows, strict=True))
     return images
+
+
+def _content(path: Path, value: Any, row: np.ndarray) -> bytes:
+    """The content that a table gives for a row, in hexadecimal digits; that of the feature where it gives none."""
+    if not value:
+        return hashlib.sha256(row).digest()
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-fA-F]{64}", value):
+        raise ValueError(f"{path} has the content {value!r:.80}: it must be a SHA-256 in 64 hexadecimal digits")
+    return bytes.fromhex(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,10 +181,13 @@ def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]
         labels = [place[normalized(value)] for value in values]
         return np.array(labels, dtype=np.int64), names
     if not all(type(value) is int and value >= 0 for value in values):
-        wrong = next(value for value in values if type(value) is not int or value < 0)
+        kind = str if isinstance(values[0], str) else int
+        wrong = next(value for value in values if type(value) is not kind or (kind is int and value < 0))
         raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
-    hints = json.loads((_schema(feature_files(path)[0]).metadata or {}).get(b"huggingface", b"{}"))
-    named = hints.get("info", {}).get("features", {}).get("label", {}).get("names")
+    hints = [json.loads((_schema(file).metadata or {}).get(b"huggingface", b"{}")) for file in feature_files(path)]
+    named, *others = (hint.get("info", {}).get("features", {}).get("label", {}).get("names") for hint in hints)
+    if any(other != named for other in others):
+        raise ValueError(f"{path} has files that name the classes of their labels in different ways")
     names = check_class_names(named or [str(value) for value in range(max(values) + 1)])
     if max(values) >= len(names):
         raise ValueError(f"{path} has the label {max(values)}, and names for {len(names)} classes")
@@ -188,7 +204,8 @@ def _unit_rows(path: Path, columns: Sequence[Any], count: int) -> np.ndarray:
             if not len(array):
                 continue
             values = np.asarray(array.flatten(), dtype=np.float32)
-            if len(values) % len(array) or array.null_count:
+            widths = importlib.import_module("pyarrow.compute").list_value_length(array)
+            if array.null_count or len(widths.unique()) > 1:
                 raise ValueError(f"{path} has embeddings of several widths, or rows without one")
             part = values.reshape(len(array), -1)
             rows = np.empty((count, part.shape[1]), dtype=np.float32) if rows is None else rows
@@ -198,7 +215,7 @@ def _unit_rows(path: Path, columns: Sequence[Any], count: int) -> np.ndarray:
             bad = ~np.isfinite(lengths[:, 0]) | (lengths[:, 0] == 0)
             if bad.any():
                 raise ValueError(f"the embedding of row {done + int(bad.argmax())} of {path} is zero, NaN or infinite")
-            rows[done : done + len(part)] = part if (abs(lengths - 1) <= _UNIT).all() else part / lengths
+            rows[done : done + len(part)] = np.where(abs(lengths - 1) <= _UNIT, part, part / lengths)
             done += len(part)
     assert rows is not None
     return rows

@@ -38,6 +38,7 @@ NO_TEXTS: Texts = MappingProxyType({})
 # A batch without gradients is filled up to a multiple of so many images. In batches of fewer than four images, and in
 # the last one to three rows of a thread's part, products of matrices are rounded in another way.
 WHOLE = 8
+_NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
@@ -121,7 +122,10 @@ class Encoder:
         steps = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
         precision = "bfloat16" if self.args.mixed_precision == "bf16" else "float32"
         digest = hashlib.sha256(steps.encode()).hexdigest()
-        return {"weights": self._digest[1], "image_processor": digest, "precision": precision}
+        config = getattr(self.clip.config, "vision_config", self.clip.config).to_diff_dict()
+        layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
+        made = hashlib.sha256(json.dumps(layers, sort_keys=True, default=str).encode()).hexdigest()
+        return {"weights": self._digest[1], "layers": made, "image_processor": digest, "precision": precision}
 
     @property
     def key(self) -> EncoderKey:
