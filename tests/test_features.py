@@ -226,6 +226,8 @@ def test_a_table_that_would_be_read_wrongly_is_refused(table, tmp_path, capsys):
     words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
     call(*words, expected=2)
     assert "is a table of features already" in capsys.readouterr().err
+    call("check", table, "--page", tmp_path / "page.html", expected=2)
+    assert "has no pictures for --page" in capsys.readouterr().err
     assert FeatureStore(store_path()).facts()[0] == 0, "features of another model would be found in the store"
 
 

@@ -1,5 +1,7 @@
 """Classifiers that learned apart, put together: equal to one that saw all images at once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from small_runs import QUICK
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments
 from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+from dulbe_peft.data.known import KnownImages
 
 DIM, CLASSES = 8, 6
 NAMES = [f"class {c}" for c in range(CLASSES)]
@@ -165,3 +168,6 @@ def test_others_are_refused_and_change_nothing(base, images, settings, words):
     with pytest.raises(ValueError, match=words):
         one.merge(other)
     assert one.state is before
+    one.state = replace(before, known=KnownImages(complete=False))  # as of release 0.2.0
+    with pytest.raises(ValueError, match="does not merge with itself"):
+        one.merge(one)

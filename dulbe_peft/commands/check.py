@@ -68,6 +68,8 @@ def check(
     learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     named = {name: split for name, split in splits.items() if split is not None}
     train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
+    if page is not None and train.features is not None:
+        raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
     sizes, words = _sizes(parts.values()), words_of(page, csv)

@@ -126,7 +126,7 @@ def load_features(path: Path, split: str | None) -> LabelledImages:
     return images
 
 
-def _content(path: Path, value: Any, row: np.ndarray) -> bytes:
+def _content(path: Path, value: Any, row: Any) -> bytes:
     """The content that a table gives for a row, in hexadecimal digits; that of the feature where it gives none."""
     if not value:
         return hashlib.sha256(row).digest()
@@ -182,7 +182,7 @@ def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]
         return np.array(labels, dtype=np.int64), names
     if not all(type(value) is int and value >= 0 for value in values):
         kind = str if isinstance(values[0], str) else int
-        wrong = next(value for value in values if type(value) is not kind or (kind is int and value < 0))
+        wrong = next(value for value in values if type(value) is not kind or (type(value) is int and value < 0))
         raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
     hints = [json.loads((_schema(file).metadata or {}).get(b"huggingface", b"{}")) for file in feature_files(path)]
     named, *others = (hint.get("info", {}).get("features", {}).get("label", {}).get("names") for hint in hints)
