@@ -22,6 +22,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.commands.main import COMMANDS, main
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.report import read_run
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.files import write_csv
@@ -113,6 +114,10 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     said = capsys.readouterr().out
     assert "\nranpac  " in said and "\nlda  " in said and "bridge" not in said
     assert json.loads(Path("out/task-002/learner.json").read_text())["classifiers"] == ["ranpac", "lda"]
+    written = Path("out/results.json").read_text()
+    assert list(json.loads(written)["classifiers"]) == ["ranpac", "lda"] and read_run("out").first == "ranpac"
+    Path("out/results.json").write_text(json.dumps(json.loads(written), sort_keys=True))  # as release 0.2.0 did
+    assert read_run("out").first == "ranpac"
 
     assert main(["evaluate", "out/task-001", "--data", str(folders)]) == 0
     captured = capsys.readouterr()

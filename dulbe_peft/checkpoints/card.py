@@ -54,7 +54,7 @@ def model_card(
         tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
         results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
         dataset_name=dataset_name,
-        settings=json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False),
+        settings=json.dumps(settings, indent=2, ensure_ascii=False),
     )
 
 

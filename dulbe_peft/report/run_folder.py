@@ -170,7 +170,7 @@ def _run(
 ) -> RunFolder:
     """The run as its files tell it; `kept` has the predictions, `order` is that of the learner's classifiers."""
     learned, blocks = results["class_names"], results.get("classifiers", {})
-    if blocks:  # JSON sorts them; the learner's own order is the one that counts
+    if blocks:  # release 0.2.0 sorted them; the learner's own order is the one that counts
         names = [name for name in order if name in blocks]
         results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
     timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]

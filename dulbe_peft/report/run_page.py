@@ -20,8 +20,6 @@ from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import leaderboard, next_steps
 from dulbe_peft.utils.settings import flat_settings
 
-_PHASES = ("probe", "allocate", "train", "close", "teach", "test", "save")  # as they come; JSON sorts them
-
 
 def write_report(
     runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -61,7 +59,6 @@ def write_report(
 def _content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the template shows of a run; `key` is a word that no other run of the page has."""
     times = [_phases(time) for time in run.timings]
-    phases = {name for time in times for name in time.get("phases", {})}
     losses = [record.get("loss", []) for record in run.records]
     learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
     by_class = run.results.get("classes", {})
@@ -77,7 +74,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "classes": sum(len(task) for task in run.learned),
         "task_rows": list(zip(run.learned, run.records, times, strict=True)),
         "captured": any(record.get("shared_capture") is not None for record in run.records),
-        "phases": [*(name for name in _PHASES if name in phases), *sorted(phases.difference(_PHASES))],
+        "phases": list(dict.fromkeys(name for time in times for name in time.get("phases", {}))),
         "settings": sorted(flat_settings(run.settings).items()),
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": next_steps(run, rows, matrix),

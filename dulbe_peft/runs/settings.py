@@ -5,6 +5,7 @@ Flags win over the file, the file over the defaults.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -66,6 +67,15 @@ class StreamArguments:
         count = self.images_per_class
         if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
             raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, got {count!r:.100}")
+
+    @cached_property
+    def methods(self) -> tuple[Any, Any]:
+        """The strategy, and what is asked for as classifiers, or None; both are parsed here, and nowhere else."""
+        from dulbe_peft.classifiers import parse_classifiers
+        from dulbe_peft.strategies import make_strategy
+
+        asked = None if self.classifiers is None else parse_classifiers(self.classifiers)
+        return make_strategy(self.strategy), asked
 
 
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
@@ -145,17 +155,8 @@ def from_text(name: str, text: str, hint: Any) -> Any:
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
     """The settings of a run as the three objects that check them; strategy and classifiers are checked, too."""
     stream = pick(StreamArguments, settings)
-    methods(stream)
+    _ = stream.methods
     return stream, pick(AdapterSettings, settings), pick(LearnerArguments, settings)
-
-
-def methods(stream: StreamArguments) -> tuple[Any, Any]:
-    """The strategy, and what is asked for as classifiers, or None."""
-    from dulbe_peft.classifiers import parse_classifiers
-    from dulbe_peft.strategies import make_strategy
-
-    asked = None if stream.classifiers is None else parse_classifiers(stream.classifiers)
-    return make_strategy(stream.strategy), asked
 
 
 def pick(kind: Any, settings: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.names import normalized
-from dulbe_peft.runs.settings import StreamArguments, methods, read_yaml, validated
+from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -81,7 +81,7 @@ class Setup:
 def set_up(settings: dict[str, Any]) -> Setup:
     """Open the data and load the model that the settings name."""
     stream, adapter, args = validated(settings)
-    strategy, classifiers = methods(stream)
+    strategy, classifiers = stream.methods
     if stream.data and stream.output:
         check_run_folder(stream.data, stream.output)
     import torch

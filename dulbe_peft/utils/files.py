@@ -44,11 +44,11 @@ def paths_below(folder: Path) -> list[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON with sorted keys, whole or not at all."""
+    """Write `content` as JSON, its keys in their order, whole or not at all."""
     with replacing(path) as temporary:
         from pydantic_core import from_json, to_json  # json indents in Python, a hundred times slower
 
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(content, ensure_ascii=False)
         temporary.write_bytes(to_json(from_json(text), indent=2) + b"\n")
 
 
