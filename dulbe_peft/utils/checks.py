@@ -27,10 +27,8 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
     return int(value)
 
 
-def check_number(
-    name: str, value: Any, *, least: Any = None, most: Any = None, positive: bool = False, tiny: bool = False
-) -> None:
-    """Raise unless float32 holds `value`, from `least` to `most`, above 0 where `positive`; `tiny` may round to 0."""
+def check_number(name: str, value: Any, *, least: Any = None, most: Any = None, positive: bool = False) -> None:
+    """Raise unless float32 holds `value`, from `least` to `most`, and above 0 where `positive`."""
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     too_small = (positive and value <= 0) or (least is not None and value < least)
@@ -39,5 +37,5 @@ def check_number(
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:g}, got {value}")
-    if abs(value) > MOST or (positive and not tiny and value < LEAST):
+    if abs(value) > MOST or (positive and value < LEAST):
         raise ValueError(f"{name} must be finite in float32, {LEAST:.1e} to {MOST:.1e}, got {value!r:.40}")
