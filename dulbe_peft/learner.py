@@ -230,6 +230,8 @@ class ClassIncrementalLearner(TakesTurns):
         Example:
             >>> berlin.merge(paris).save_pretrained("both")
         """
+        if other is self:
+            raise ValueError("a learner cannot be merged with itself: all that it has learned would count twice")
         self._check_learned()
         other._check_learned()
         self.state = merged_states(self.state, other.state, self.encoder.facts, other.encoder.facts)

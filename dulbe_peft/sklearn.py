@@ -1,6 +1,7 @@
 """A classifier over features as a scikit-learn estimator, for pipelines, cross-validation and what else takes one."""
 
 from collections.abc import Hashable, Mapping
+from numbers import Number
 from typing import Any, Self
 
 import numpy as np
@@ -84,6 +85,10 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
             known, model = self._labels, self.classifier_.fork()
         if (known.dtype.kind in NUMBERS) != (y.dtype.kind in NUMBERS):
             raise ValueError(f"y must hold labels like {known[:1].tolist()}, got {y[:1].tolist()}")
+        further = [] if classes is None else list(classes)
+        for label in further:  # NumPy would make texts of numbers
+            if isinstance(label, (Number, np.bool_)) != (y.dtype.kind in NUMBERS):
+                raise ValueError(f"classes must hold labels like {y[:1].tolist()}, those of y, got {label!r}")
         old = np.isin(y, known)
         new = np.unique(y[~old])
         if old.any():
@@ -97,7 +102,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         if old.any():
             model.update_classes(X[old], [place[label] for label in y[old].tolist()])
         declared = [] if anew else [self.classes_]
-        self.classes_ = np.unique(np.concatenate([*declared, seen, seen[:0] if classes is None else classes]))
+        self.classes_ = np.unique(np.concatenate([*declared, seen, further if further else seen[:0]]))
         self._labels, self.classifier_ = seen, model
         return self
 

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ FORMS = {
     "arrays": lambda paths: np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]),
     "grey": lambda paths: [np.asarray(Image.open(path))[:, :, None] for path in paths],
     "bytes": lambda paths: [Path(path).read_bytes() for path in paths],
+    "bytearrays": lambda paths: [bytearray(Path(path).read_bytes()) for path in paths],
     "stored": lambda paths: [{"bytes": Path(path).read_bytes(), "path": None} for path in paths],
     "files": lambda paths: [io.BytesIO(Path(path).read_bytes()) for path in paths],
 }
@@ -68,18 +70,40 @@ def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(sa
     assert Predictor(folder)._learner() is not learner
 
 
-def test_what_is_no_image_is_refused(saved, tmp_path):
+NO_IMAGES = {
+    "no image": lambda folder: str(folder / "note.jpg"),
+    "a folder": str,
+    "a folder's path": Path,
+    "an empty path": lambda folder: "",
+    "nothing": lambda folder: None,
+    "numbers": lambda folder: np.zeros((4, 4, 3)),
+    "several": lambda folder: np.zeros((2, 4, 4, 3), np.uint8),
+    "a list": lambda folder: [str(folder / "1.png"), str(folder / "2.png")],
+    "bytes of none": lambda folder: b"",
+    "nothing stored": lambda folder: {"bytes": None, "path": None},
+}
+
+
+@pytest.mark.parametrize("make", [Featurizer, Predictor])
+@pytest.mark.parametrize("kind", NO_IMAGES)
+def test_what_is_no_image_is_refused_by_its_number(saved, tmp_path, make, kind):
+    """A folder of three images was answered for each of them, and the columns had other lengths."""
     folder, paths, _, _ = saved
+    for name in ("1.png", "2.png", "3.png"):
+        shutil.copy(paths[0], tmp_path / name)
     (tmp_path / "note.jpg").write_text("no image")
-    for make in (Featurizer, Predictor):
-        with pytest.raises(ValueError, match="note.jpg.* cannot be read"):
-            make(folder)({"image": [paths[0], str(tmp_path / "note.jpg")]})
-    with pytest.raises(ValueError, match="is a folder, expected the path of an image"):
-        Featurizer(folder)({"image": [str(tmp_path)]})
+    with pytest.raises(ValueError, match="^image 1 "):
+        make(folder)({"image": [paths[0], NO_IMAGES[kind](tmp_path), paths[0]]})
+
+
+@pytest.mark.parametrize("make", [Featurizer, Predictor])
+def test_what_is_no_batch_of_images_is_refused(saved, make):
+    with pytest.raises(ValueError, match=r"the batch has no column 'image'; its columns are \['picture', 'id'\]"):
+        make(saved[0])({"picture": saved[1], "id": [0]})
     with pytest.raises(TypeError, match="save it first"):
-        Featurizer(object())
+        make(object())
     with pytest.raises(ValueError, match="eval_batch_size"):
-        Predictor(folder, {"eval_batch_size": 0})
+        make(saved[0], {"eval_batch_size": 0})
 
 
 @pytest.mark.slow

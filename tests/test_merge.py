@@ -100,6 +100,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_classifier_counts_its_own_images_once(spec):
+    one = learned(spec, [0, 1, 2])
+    state = {key: value.clone() for key, value in one.state_dict().items()}
+    with pytest.raises(ValueError, match="cannot be merged with itself: its images would count twice"):
+        one.merge(one)
+    assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
+
+
 BOTH = ("lda", "prototype", "ridge:ridge=1", "ranpac:features=40,ridge=1", "bayes:features=0")
 
 
@@ -150,6 +159,14 @@ def test_two_teams_are_one(base, images, tmp_path):
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "both", machine={"device": "cpu", "progress": False})
     assert loaded.predict(test) == found.predict(test)
     loaded.learn_task(train.at(slice(0, 6), class_names=["new", *"bcdef"][: len(names)]).select(["new"]))
+
+
+def test_a_learner_counts_its_own_images_once(base, images):
+    one = learner_of(base, images[0])
+    before = one.state
+    with pytest.raises(ValueError, match="cannot be merged with itself"):
+        one.merge(one)
+    assert one.state is before
 
 
 @pytest.mark.parametrize(

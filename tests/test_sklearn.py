@@ -85,5 +85,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
         with pytest.raises(ValueError, match=message):
             made.partial_fit(X[:2], labels)
         np.testing.assert_array_equal(made.predict_proba(X), before)
+    for labels, classes, got in ((y, ["a", "b"], "'a'"), (y, [0, 1, "2"], "'2'"), (y.astype(str), [0, 1], "0")):
+        with pytest.raises(ValueError, match=rf"classes must hold labels like \[.*\], those of y, got {got}"):
+            FeatureClassifier("lda").partial_fit(X, labels, classes=classes)
+    named = FeatureClassifier("lda").partial_fit(X, y.astype(str), classes=np.array(["a"], dtype=object))
+    assert named.classes_.tolist() == [*map(str, range(10)), "a"]
     with pytest.raises(ValueError, match="'lad'; did you mean"):
         FeatureClassifier("lad").fit(X, y)

@@ -152,11 +152,13 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(base, tasks, tmp_path):
 
 def test_the_command_reads_them_from_a_file(tmp_path, capsys):
     file = tmp_path / "texts.yaml"
-    file.write_text("zero: [the digit zero., nought, a round digit]\nno class: [nothing]\n")
+    file.write_text('zero: [the digit zero., nought, a round digit]\nZero: [nothing]\n"tw\\e[2Jo": [two]\n')
     command = ["run", "--model", "demo", "--data", "demo-digits", "--strategy", "frozen", "--classifiers", "text"]
     command += ["--output", str(tmp_path / "run"), "--device", "cpu", "--no-progress", "--max-tasks", "1"]
     assert main([*command, "--class-texts", str(file)]) == 0
-    assert "1 of 10 classes have texts of their own" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 10 classes have texts of their own" in said
+    assert "left out: texts of classes that are not there (Zero, tw\\x1b[2Jo)" in said
     texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 

@@ -60,6 +60,8 @@ def check_directions(sums: Tensor, names: Sequence[str]) -> None:
 
 def check_alike(one: GrowingState, other: GrowingState) -> None:
     """Raise an error unless two classifiers are of one kind, with equal settings and texts, so that they can merge."""
+    if other is one:
+        raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
     if type(other) is not type(one):
         raise TypeError(f"a {one.name!r} classifier merges with one of its kind, got {type(other).__name__}")
     for name in ("embed_dim", "logit_scale", *one.setting_defaults()):

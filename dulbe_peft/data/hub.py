@@ -82,6 +82,8 @@ def _parquet_files(path: Path) -> dict[str, list[str]]:
 
 
 def _import_datasets(name: str) -> Any:
+    if name.strip() == HUB_PREFIX:
+        raise ValueError(f"{name} names no dataset: expected hf:NAME, such as hf:cifar10")
     try:
         return importlib.import_module("datasets")
     except ImportError as error:

@@ -2,7 +2,8 @@
 
 import copy
 import io
-from collections.abc import MutableMapping, Sequence
+import os
+from collections.abc import MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,12 @@ class Featurizer:
 
         Args:
             batch: "image" holds PIL images, (height, width, 3) arrays of bytes, paths, bytes of image files, or
-                {"bytes", "path"} as `datasets` stores them. One that cannot be read is a `ValueError`.
+                {"bytes", "path"} as `datasets` stores them.
+
+        Raises:
+            ValueError: there is no such column, or an image cannot be read; the message has its number, from 0.
         """
-        return _with(batch, embedding=self._learner().image_embeds(_images(batch["image"])).cpu().numpy())
+        return _with(batch, embedding=self._learner().image_embeds(_images(batch)).cpu().numpy())
 
 
 class Predictor(Featurizer):
@@ -58,7 +62,7 @@ class Predictor(Featurizer):
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The batch with "class", (n,), and its calibrated "probability", (n,), float32; see [`Featurizer`]."""
-        answers = self._learner().predict(_images(batch["image"]), return_scores=True)
+        answers = self._learner().predict(_images(batch), return_scores=True)
         names, probabilities = [name for name, _ in answers], [probability for _, probability in answers]
         found = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
         return _with(batch, **found)
@@ -86,15 +90,24 @@ def _with(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapp
     return found
 
 
-def _images(column: Sequence[Any]) -> list[Any]:
+def _images(batch: MutableMapping[str, Any]) -> list[Any]:
     """The images of a batch as `ClassIncrementalLearner.predict` takes them, one entry each."""
-    images = []
-    for image in column:
-        if isinstance(image, np.ndarray):
-            image = Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
-        elif isinstance(image, bytes):
-            image = io.BytesIO(image)
-        elif isinstance(image, str) and Path(image).is_dir():
-            raise ValueError(f"{image!r} is a folder, expected the path of an image")
-        images.append(image)
-    return images
+    if "image" not in batch:
+        raise ValueError(f"the batch has no column 'image'; its columns are {list(batch)}")
+    return [_image(number, image) for number, image in enumerate(batch["image"])]
+
+
+def _image(number: int, image: Any) -> Any:
+    if isinstance(image, np.ndarray):
+        try:
+            return Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
+        except (TypeError, ValueError) as error:
+            form = "expected bytes, (height, width, 3) or (height, width)"
+            raise ValueError(f"image {number} is an array of {image.dtype}, {image.shape}: {form}") from error
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return io.BytesIO(image)
+    if isinstance(image, (str, os.PathLike)) and (not str(image) or os.path.isdir(image)):
+        raise ValueError(f"image {number} is {str(image)!r}, expected the path of an image, and no folder")
+    if isinstance(image, (list, tuple, set)) or getattr(image, "ndim", 3) > 3:
+        raise ValueError(f"image {number} is a {type(image).__name__} of several, expected one image")
+    return image

@@ -64,6 +64,9 @@ class StreamArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for name in ("class_names", "class_texts"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is '', expected the path of a file")
         count = self.images_per_class
         if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
             raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, got {count!r:.100}")
@@ -119,7 +122,7 @@ def _yaml_loader() -> Any:
 
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
     """The settings that somebody gave: those of the YAML file, with the flags on top."""
-    file = read_yaml(Path(config), "configuration") if config else {}
+    file = {} if config is None else read_yaml(Path(config), "configuration")
     settings = setting_values(file, f"configuration file {config!r}")
     return settings | _templates({name: value for name, value in flags.items() if value not in (None, ())})
 

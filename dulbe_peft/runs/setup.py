@@ -11,6 +11,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
+from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
     from peft import PeftModel
@@ -55,13 +56,16 @@ class Setup:
     left_out: list[str]  # what the data holds beside its images, line by line
 
     def class_texts(self) -> dict[str, Any]:
-        """The texts of the stream's classes; those of other classes in the file are left out."""
-        if not self.stream.class_texts:
+        """The texts of the stream's classes; those of other classes in the file are left out, and named."""
+        if self.stream.class_texts is None:
             return {}
         names = {name for task in self.tasks for name in task.class_names}
-        texts = read_yaml(Path(self.stream.class_texts), "class texts").items()
-        found = {name: text for name, text in texts if normalized(str(name)) in names}
+        texts = read_yaml(Path(self.stream.class_texts), "class texts")
+        found = {name: text for name, text in texts.items() if normalized(str(name)) in names}
+        others = [printable(str(name)) for name in texts if name not in found]
         print_once(f"{len(found)} of {len(names)} classes have texts of their own")
+        if others:
+            print_once(f"left out: texts of classes that are not there ({', '.join(others)})")
         return found
 
     def check_zero_shot(self, found: float | None) -> None:

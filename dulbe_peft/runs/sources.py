@@ -52,7 +52,7 @@ def open_source(
         if test is None:
             print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
-    if names:
+    if names is not None:
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
     fraction, count, seed = (source.get(name) for name in _DRAWS)
     if fraction is not None:
@@ -75,7 +75,7 @@ def open_images(data: str, split: str | None, class_names: str | None, skip_unre
     if skip_unreadable:
         images, found = readable_images(images)
         print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
-    return rename_classes(images, class_names) if class_names else images
+    return images if class_names is None else rename_classes(images, class_names)
 
 
 def reopen_tests(tasks: Sequence[FinishedTask], known: KnownImages) -> list[LabelledImages | None]:
