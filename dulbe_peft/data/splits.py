@@ -24,9 +24,9 @@ def hold_out(
     """Divide a data set into images to learn from and images to test on.
 
     A hash of each image's content and of the seed decides. So neither names nor the order of the files nor the other
-    images matter: an image stays on its side when others come, and its copies in the class come along. At least one of a
-    class is learned from; where a class has two or more and `fraction` of them makes half an image or more, at least
-    one is tested on.
+    images matter: an image stays on its side when others come, and its copies in the class come along. At least one
+    image of a class is learned from; where a class has two or more and `fraction` of them makes half an image or more,
+    at least one is tested on.
 
     Args:
         dataset: a data set that carries class names.
