@@ -186,5 +186,5 @@ def test_others_are_refused_and_change_nothing(base, images, settings, words):
         one.merge(other)
     assert one.state is before
     one.state = replace(before, known=KnownImages(complete=False))  # as of release 0.2.0
-    with pytest.raises(ValueError, match="does not merge with itself"):
+    with pytest.raises(ValueError, match="cannot be merged with itself"):
         one.merge(one)

@@ -148,8 +148,9 @@ def stored_bytes(source: Source) -> bytes:
         raise UnreadableImageError(_reason(error, source)) from error
 
 
-def decode_image(source: Source, content: bytes) -> Image.Image:
-    """The bytes of a path or binary file as an upright RGB image; of several frames, the first."""
+def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
+    """A path or binary file as an upright RGB image, from its bytes where they were read; of frames, the first."""
+    content = stored_bytes(source) if content is None else content
     try:
         with open_image(io.BytesIO(content)) as image:
             return to_rgb(image)

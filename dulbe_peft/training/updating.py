@@ -73,8 +73,6 @@ def merged_states(
     state: LearnerState, other: LearnerState, own: Mapping[str, str], theirs: Mapping[str, str]
 ) -> LearnerState:
     """The state of a learner that trains nothing, with what another one has learned; their encoders' facts agree."""
-    if state is other:
-        raise ValueError("a learner does not merge with itself: all its images would count twice")
     for one in (state, other):
         if one.strategy.adapts or one.adapter is not None:
             raise ValueError(f"learners merge where nothing is trained, not with the strategy {one.strategy.name!r}")
