@@ -20,7 +20,7 @@ TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours"}
 TOOLS |= {"rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
 SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream", "tasks"}
-SLOW |= {"store"}
+SLOW |= {"loop", "store"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
