@@ -12,6 +12,7 @@ from threading import Lock, Thread
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
+import transformers
 
 OWNER = "someone"
 
@@ -174,6 +175,7 @@ def on_this_process(monkeypatch, folder):
     for name, value in {**constants, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it keeps the address that it was made with
     try:
         yield hub
     finally:
