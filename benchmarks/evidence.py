@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.comparison.summary import FEW
 
 Row = dict[str, str]
 
@@ -43,7 +44,7 @@ def frozen(
 
 
 def trained(results: Path, file: str, classifiers: str, without: str = "") -> list[list[str]]:
-    """One line a stream and method but one: A_last, and the interval of what training adds; bold where it is clear."""
+    """One line a stream and method but one: A_last, and the interval of what training adds, see `marked`."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = [
         [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
@@ -171,19 +172,20 @@ def gained(row: Row | None, interval: bool = True) -> str:
         return figure
     if interval:
         return written(row, "gain_low", "gain_high", figure)
-    text = f"{figure} ({signed(row['gain'])})"
-    return f"**{text}**" if clear(row, "gain_low", "gain_high") else text
+    return marked(f"{figure} ({signed(row['gain'])})", row, "gain_low", "gain_high")
 
 
 def written(row: Row, low: str, high: str, figure: str) -> str:
     if not row[low]:
         return figure
-    text = f"{figure} ({signed(row[low])} to {signed(row[high])})"
-    return f"**{text}**" if clear(row, low, high) else text
+    return marked(f"{figure} ({signed(row[low])} to {signed(row[high])})", row, low, high)
 
 
-def clear(row: Row, low: str, high: str) -> bool:
-    return float(row[low]) > 0 or float(row[high]) < 0
+def marked(text: str, row: Row, low: str, high: str) -> str:
+    """Bold where the interval is above zero, in italics where it is below; with two seeds or fewer, a sign says so."""
+    if int(row["seeds"]) <= FEW:
+        return f"{text} †"
+    return f"**{text}**" if float(row[low]) > 0 else f"*{text}*" if float(row[high]) < 0 else text
 
 
 def percent(share: str) -> str:

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,17 +148,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--tests", type=int, default=20, help="test images of each class")
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--support-rank", type=int, default=32)
+    options.add_argument("--cells", help="folder of what is finished, to go on with it after a stop")
     options.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     values = common.parse(options, argv)
     found: dict[tuple[str, float], list[Any]] = {}
     names: list[Sequence[str]] = []
     sizes = {}
+    folder = tempfile.mkdtemp()
     for seed in range(values.repeats):
         tasks, held_back = stream(values, seed)
         names.append([name for task in tasks for name in task.class_names])
         for side in (OURS, LORA, FROZEN):
             for rate in [0.0] if side == FROZEN else values.rates[:1] if values.quick else values.rates:
-                answers, kept, sizes[side] = learn(values, side, rate, seed, tasks, held_back)
+                cell = Path(values.cells or folder) / f"{side}-{rate:g}-{seed}.pt"
+                if not cell.is_file():
+                    torch.save(learn(values, side, rate, seed, tasks, held_back), cell)
+                answers, kept, sizes[side] = torch.load(cell, weights_only=False)
                 found.setdefault((side, rate), []).append((answers, kept))
                 last = {head: round(float(answers[head][-1].right.double().mean()), 4) for head in HEADS}
                 print(f"{side}, rate {rate:g}, seed {seed}: {last}", flush=True)

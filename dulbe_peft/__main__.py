@@ -2,14 +2,20 @@
 
 import sys
 
+from dulbe_peft.utils.extras import installed
+
 
 def start() -> int:
     """Call the command line; Ctrl-C while it is imported is one line, too."""
     try:
-        from dulbe_peft.commands.main import main
+        with installed("dulbe-peft"):
+            from dulbe_peft.commands.main import main
     except KeyboardInterrupt:
         print("dulbe-peft: stopped by SIGINT", file=sys.stderr)
         return 130
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        return 2
     return main()
 
 

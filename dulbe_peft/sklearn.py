@@ -6,11 +6,14 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.utils.extras import installed
+
+with installed("an estimator"):
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
 DTYPES = (np.float64, np.float32)
 NUMBERS = "biuf"  # kinds of NumPy's types

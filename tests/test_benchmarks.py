@@ -121,10 +121,11 @@ def test_tables_of_accuracies_are_as_literal_ones(tmp_path):
         "| mean of the lines | **60.0** | **60.0** |",
     ]
     assert text.splitlines()[4:-2] == wanted
-    row = {"last": "0.5", "method": "x", "gain": "0.01", "gain_low": "-0.0001", "gain_high": "0.02"}
+    row = {"last": "0.5", "method": "x", "gain": "0.01", "gain_low": "-0.0001", "gain_high": "0.02", "seeds": "3"}
     assert evidence.gained(row) == "50.0 (0.0 to +2.0)"
     assert evidence.gained(row | {"gain_low": "0.001"}) == "**50.0 (+0.1 to +2.0)**"
-    assert evidence.gained(row | {"gain_high": "-0.00009"}, interval=False) == "**50.0 (+1.0)**"
+    assert evidence.gained(row | {"gain_high": "-0.00009"}, interval=False) == "*50.0 (+1.0)*"
+    assert evidence.gained(row | {"gain_low": "0.001", "seeds": "2"}) == "50.0 (+0.1 to +2.0) †"
     assert evidence.gained(row | {"method": "frozen"}) == "50.0"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,10 +98,12 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
         Column("hidden", None, values={"full": lambda row: row[1]}),
         Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
     ]
+    good = replace(columns[2], bold=lambda row: row[1] is not None)
     rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
     lines = format_text(columns, rows).splitlines()
     assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
     assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
+    assert format_markdown([good], rows).splitlines()[2:] == ["| **0.1 ± 2 → -1** |", "|  |"]
     write_table_csv(columns, rows, tmp_path / "t.csv")
     assert (tmp_path / "t.csv").read_text().splitlines()[:2] == ["name,full", "a_b,0.123456"]
     write_table_latex(columns, rows, tmp_path / "t.tex")

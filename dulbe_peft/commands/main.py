@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -116,8 +115,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     # A bar for each model that is loaded says nothing to a person.
     when_imported("transformers", lambda: import_module("transformers.utils.logging").disable_progress_bar())
-    # PEFT reads an attribute that transformers renamed. Nothing that the user does can change that.
-    warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
     try:
         return int(commands.main(argv, prog_name="dulbe-peft", standalone_mode=False, obj=argv))
     except click.UsageError as error:

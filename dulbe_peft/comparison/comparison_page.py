@@ -10,7 +10,7 @@ from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
-from dulbe_peft.comparison.summary import COLUMNS, count_seeds, named_columns, ordered
+from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, named_columns, ordered
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
@@ -41,7 +41,7 @@ def write_comparison_page(
     if csv is not None:
         write_table_csv(COLUMNS, comparison.entries, Path(csv))
     if latex is not None:
-        write_table_latex(chosen, ordered(comparison.entries), Path(latex), lambda entry: entry.stream)
+        write_table_latex(chosen, ordered(comparison.entries), Path(latex))
     return output
 
 
@@ -54,6 +54,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
         "rows": len(scope.rows),
         "seeds": scope.seeds,
+        "few": FEW,
         "reference": scope.reference.title,
         "missing": _missing(comparison),
         "map": inline_svg(plots.streams_figure(comparison, rows), "map") if several_tested else "",
@@ -100,6 +101,7 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
         first=next((entry for entry in entries if entry.row == reference), None),
         best=[entry for entry in entries if entry.means["last"] == top],
         top=top,
+        few=FEW,
         others=len(entries) - differences.count(None),
         worse=sum(found is not None and found.high < 0 for found in differences),
         percent=percent,

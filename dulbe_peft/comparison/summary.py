@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from dulbe_peft.report.table import Column, filled, format_markdown
 from dulbe_peft.utils.specs import closest
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
+FEW = 2  # seeds that are too few to tell how much a further one would differ
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,24 @@ def _column(
     title: str,
     show: Callable[[Entry], str] | None,
     meaning: str,
-    goodness: Callable[[Entry], float | None] | None = None,
+    measure: Measure | None = None,
     **paths: str,
 ) -> Column[Entry]:
-    """A column; `paths` say where an entry has the values of the CSV file."""
+    """A column, bold by its `measure`; `paths` say where an entry has the values of the CSV file."""
     values = {name: _value(path) for name, path in paths.items()}
-    return Column(title, show, meaning=meaning, values=values, goodness=goodness)
+    bold = None if measure is None else partial(_clearly_better, measure)
+    return Column(title, show, meaning=meaning, values=values, bold=bold)
+
+
+def _clearly_better(measure: Measure, entry: Entry) -> bool:
+    """What bold means everywhere: better than the reference, over more than `FEW` seeds, beyond the interval."""
+    found = entry.differences.get(measure)
+    better = found is not None and (found.high < 0 if measure == "forgetting" else found.low > 0)
+    return better and len(entry.seeds) > FEW
+
+
+def _few_seeds(entry: Entry) -> str:
+    return f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else ""
 
 
 def _name_column(title: str, path: str, meaning: str) -> Column[Entry]:
@@ -207,13 +221,19 @@ COLUMNS: list[Column[Entry]] = [
         "The settings with which the row is best on held-back training images, of those that its method has tried.",
         values={"chosen": lambda entry: as_text(entry.chosen)},
     ),
-    Column("seeds", None, values={"seeds": lambda entry: len(entry.seeds)}),
+    Column(
+        "seeds",
+        _few_seeds,
+        meaning="Of rows with two seeds or one: they say little of how a further seed would turn out, and nothing in "
+        "such a row is bold.",
+        values={"seeds": lambda entry: len(entry.seeds)},
+    ),
     _column(
         "A_last",
         _share("last"),
-        "The percent of all test images that are named right after the last task, with its 95 % interval. The best "
-        "figure of a column is bold.",
-        lambda entry: entry.means["last"],
+        "The percent of all test images that are named right after the last task, with its 95 % interval. Bold in "
+        "every column: clearly better than the reference, for the interval of the difference leaves out zero.",
+        "last",
         **{f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
     ),
     _column(
@@ -221,13 +241,13 @@ COLUMNS: list[Column[Entry]] = [
         _share("average"),
         "After each task, the percent of test images of all classes seen by then that are named right. This is the "
         "mean over the tasks.",
-        lambda entry: entry.means["average"],
+        "average",
     ),
     _column(
         "forgetting",
         _forgetting,
         "What the earlier tasks have lost since each was known best, in percentage points, as a mean. Zero is best.",
-        lambda entry: None if len(entry.curve) < 2 else -entry.means.get("forgetting", 0.0),
+        "forgetting",
     ),
     _column(
         "to the reference (95 %)",
@@ -249,7 +269,6 @@ COLUMNS: list[Column[Entry]] = [
         lambda entry: percent(entry.calibration_error),
         "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
         "is best.",
-        lambda entry: -entry.calibration_error,
         calibration_error="calibration_error",
     ),
     _column(

@@ -13,6 +13,7 @@ from dulbe_peft.data.features import feature_files, load_features
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.hub import HUB_PREFIX, is_dataset_folder, load_hub_images
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.utils.extras import installed
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DEMO_DIGITS = "demo-digits"  # what commands call scikit-learn's, where others are named by their path
@@ -76,8 +77,9 @@ class DigitImages(LabelledImages):
 
 def load_digit_images(split: str | None) -> DigitImages:
     """Three quarters of the digits, the split "train", or the rest, "test"."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    with installed("the data set of handwritten digits"):
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
 
     if split not in ("train", "test"):
         raise FileNotFoundError(f"{DEMO_DIGITS} has the splits 'train' and 'test', got {split!r}")

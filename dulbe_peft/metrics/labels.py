@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Hashable
 
 import numpy as np
-from sklearn.model_selection import StratifiedKFold
 
 from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
@@ -18,6 +17,8 @@ def doubtful_labels(
     `features` are (n, d), `texts` (classes, d). `bayes`, or `lda` without texts, judges each fifth of the images after
     it has learned the others. An image that is alone in its class is not judged: nothing else shows the class.
     """
+    from sklearn.model_selection import StratifiedKFold
+
     counts = np.bincount(labels)
     places = np.flatnonzero(counts[labels] > 1)
     if (counts > 1).sum() < 2:

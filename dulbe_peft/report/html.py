@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
-from dulbe_peft.report.table import best, filled, shown
+from dulbe_peft.report.table import bold_cells, filled, shown
 from dulbe_peft.utils.files import output_file
 
 
@@ -19,7 +19,7 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
-    pages.globals |= {"shown": shown, "filled": filled, "best_cells": best}
+    pages.globals |= {"shown": shown, "filled": filled, "bold_cells": bold_cells}
     style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = pages.get_template(template).render(content, style=style, script=script)
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8

@@ -17,6 +17,7 @@ from dulbe_peft.classifiers import CLASSIFIERS, answering
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import ClassRow, Share
+from dulbe_peft.utils.extras import installed
 
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
@@ -210,9 +211,10 @@ def inline_svg(figure: Any, name: str) -> str:
 
 def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
     """A figure of a page and its axes, in the page's colours, `height` inches high; `look` is for `Axes.set`."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with installed("a picture"):
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     style: Any = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
     style |= {"axes.spines.top": False, "axes.spines.right": False}

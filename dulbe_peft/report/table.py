@@ -32,7 +32,7 @@ class Column(Generic[Row]):
     meaning: str = ""
     short: str = ""  # the title in a terminal
     values: Mapping[str, Callable[[Row], Any]] = field(default_factory=dict)  # CSV column -> value; None: empty
-    goodness: Callable[[Row], float | None] | None = None  # the best rows of a table are bold in this column
+    bold: Callable[[Row], bool] | None = None  # whether a row's cell is bold
 
 
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
@@ -40,21 +40,10 @@ def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[R
     return [column for column in columns if column.show and any(map(column.show, rows))]
 
 
-def best(
-    columns: Sequence[Column[Row]], rows: Sequence[Row], group: Callable[[Row], Any] = lambda _: None
-) -> list[list[bool]]:
-    """Which cells that people read are the best of their column, among the rows of the same group."""
-    found = [[False] * sum(column.show is not None for column in columns) for _ in rows]
-    for place, column in enumerate(column for column in columns if column.show):
-        values: dict[Any, dict[int, float]] = {}
-        for number, row in enumerate(rows):
-            value = None if column.goodness is None else column.goodness(row)
-            if value is not None:
-                values.setdefault(group(row), {})[number] = value
-        for own in values.values():
-            for number, value in own.items():
-                found[number][place] = value == max(own.values()) > min(own.values())
-    return found
+def bold_cells(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[bool]]:
+    """Which cells that people read are bold."""
+    read = [column.bold for column in columns if column.show]
+    return [[bold is not None and bold(row) for bold in read] for row in rows]
 
 
 def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]]:
@@ -74,12 +63,12 @@ def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 
 
 def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """The table in Markdown, the best cells bold."""
+    """The table in Markdown."""
     titles = [column.title for column in columns if column.show]
     marks = ["---:" if column.number else "---" for column in columns if column.show]
     lines = [
         [f"**{cell}**" if bold else cell for cell, bold in zip(cells, marked, strict=True)]
-        for cells, marked in zip(shown(columns, rows), best(columns, rows), strict=True)
+        for cells, marked in zip(shown(columns, rows), bold_cells(columns, rows), strict=True)
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, marks, *lines))
 
@@ -91,15 +80,13 @@ def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: P
         write_rows(file, list(values), ([value(row) for value in values.values()] for row in rows))  # None: empty
 
 
-def write_table_latex(
-    columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path, group: Callable[[Row], Any] = lambda _: None
-) -> None:
-    """Write a LaTeX `tabular` that needs no package; the best figures of each group are bold."""
+def write_table_latex(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
+    """Write a LaTeX `tabular` that needs no package."""
     read = [column for column in columns if column.show]
     layout = "".join("r" if column.number else "l" for column in read)
     titles = " & ".join(latex_text(column.title) for column in read)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", rf"{titles} \\", r"\hline"]
-    for cells, bold in zip(shown(read, rows), best(read, rows, group), strict=True):
+    for cells, bold in zip(shown(read, rows), bold_cells(read, rows), strict=True):
         pairs = zip(read, cells, strict=True)
         texts = [cell.translate(_LATEX_NUMBER) if column.number else latex_text(cell) for column, cell in pairs]
         written = [rf"\textbf{{{text}}}" if top else text for text, top in zip(texts, bold, strict=True)]

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from dulbe_peft.utils.extras import installed
+
 T = TypeVar("T")
 BACKENDS = ("local", "dask", "ray")
 _MOST = 4  # things of `OncePerProcess` that a process keeps
@@ -40,7 +42,8 @@ def on_engine(
     if backend == "ray":
         yield from _on_ray(function, calls, jobs, address)
         return
-    from joblib import Parallel, delayed
+    with installed(f"the engine {backend!r}"):
+        from joblib import Parallel, delayed
 
     with _engine(backend, jobs, address):
         work = (delayed(_numbered)(number, function, arguments) for number, arguments in enumerate(calls))

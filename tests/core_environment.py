@@ -1,0 +1,60 @@
+"""What `.ci/run` calls where only the core is installed: three lines, a trainer, a learner, saving and loading.
+
+It needs neither pytest nor an image on the disk, and no package of an extra.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from peft import PeftModel, get_peft_model
+from PIL import Image
+from transformers import TrainingArguments
+
+import dulbe_peft
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, DualModeTrainer, LearnerArguments, load_clip
+
+ABSENT = ("click", "joblib", "matplotlib", "sklearn")
+
+
+def shades(*colours: tuple[int, int, int]) -> list[tuple[Image.Image, int]]:
+    """Four noisy images of each colour, with its number."""
+    noise = np.random.default_rng(0)
+    rows = [(colour, label) for label, colour in enumerate(colours) for _ in range(4)]
+    pixels = [(np.clip(np.array(colour) + noise.normal(0, 9, (16, 16, 3)), 0, 255), label) for colour, label in rows]
+    return [(Image.fromarray(values.astype(np.uint8)), label) for values, label in pixels]
+
+
+def main() -> None:
+    present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+    assert not present, f"the core brings {present}"
+    clip, processor = load_clip("demo")
+    model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
+    model.print_trainable_parameters()
+    args = LearnerArguments(epochs=1, device="cpu", progress=False)
+    learner = ClassIncrementalLearner(model, processor, args=args, classifiers=["bridge", "lda", "bayes"])
+    learner.learn_task(shades((200, 30, 30), (30, 200, 30)), ["red", "green"])
+    with tempfile.TemporaryDirectory() as folder:
+        training = TrainingArguments(folder, num_train_epochs=1, use_cpu=True, report_to="none")
+        trainer = DualModeTrainer(learner, training, shades((30, 30, 200)), class_names=["blue"])
+        trainer.train()
+        trainer.save_model(f"{folder}/learner")
+        model.save_pretrained(f"{folder}/adapter")
+        assert PeftModel.from_pretrained(load_clip("demo")[0], f"{folder}/adapter").history_rank == 18
+        found = ClassIncrementalLearner.from_pretrained(f"{folder}/learner")
+        pictures = [image for image, _ in shades((200, 30, 30), (30, 200, 30), (30, 30, 200))]
+        assert found.predict(pictures) == learner.predict(pictures)
+        print(found.predict(pictures))
+    called = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
+    if importlib.util.find_spec("click") is None:
+        assert (called.returncode, called.stdout) == (2, "")
+        wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[commands]'\n"
+        assert called.stderr == wanted, called.stderr
+    print(f"dulbe_peft {dulbe_peft.__version__} in {Path(dulbe_peft.__file__).parent}")
+
+
+if __name__ == "__main__":
+    main()
