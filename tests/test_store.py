@@ -113,11 +113,11 @@ def test_images_that_are_no_files_are_known_by_pixels_size_and_type():
 
 
 def test_what_is_held_back_follows_content_and_copies_stay_together(photos, tmp_path):
-    for number in range(3):
+    for number in range(8):
         for name, copy in (("a", "x"), ("a", "y"), ("b", "z")):
             (tmp_path / name).mkdir(exist_ok=True)
             shutil.copy(photos / "train" / "two" / f"{number}.png", tmp_path / name / f"{copy}{number}.png")
-    for number in range(3):
+    for number in range(8):
         shutil.copy(photos / "train" / "one" / f"{number}.png", tmp_path / "b" / f"{number}.png")
     images = ImageFolder(tmp_path)
     train, test = hold_out(images, 0.3, seed=1)
