@@ -27,10 +27,10 @@ from dulbe_peft.deployment.batches import Predictor as Predictor
 from dulbe_peft.deployment.export import export_learner as export_learner
 from dulbe_peft.deployment.export import export_onnx as export_onnx
 from dulbe_peft.deployment.export import export_transformers as export_transformers
-from dulbe_peft.dual_mode_trainer import DualModeTrainer as DualModeTrainer
 from dulbe_peft.encoders.loading import load_clip as load_clip
 from dulbe_peft.encoders.loading import load_dual_encoder as load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner as ClassIncrementalLearner
+from dulbe_peft.runs.dual_mode_trainer import DualModeTrainer as DualModeTrainer
 from dulbe_peft.strategies import STRATEGIES as STRATEGIES
 from dulbe_peft.strategies import Strategy as Strategy
 from dulbe_peft.strategies import register_strategy as register_strategy

@@ -22,7 +22,7 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
 )
-from dulbe_peft.dual_mode_trainer import accuracy
+from dulbe_peft.runs.dual_mode_trainer import accuracy
 
 PROMPT = {"prompt_template": "the digit {}."}
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -159,6 +159,11 @@ def test_a_checkpoint_is_of_its_task_alone(base, tasks, tmp_path):
         trainer.train(resume_from_checkpoint=str(folder))
     with pytest.raises(ValueError, match="has no checkpoint of this task"):
         trainer.train(resume_from_checkpoint=True)
+    mirrored = [(row["image"].transpose(0), row["label"]) for row in tasks[0].train]  # the same labels
+    trainer.train_dataset, trainer.class_names = mirrored, tasks[0].class_names
+    with pytest.raises(ValueError, match="another task, with 18 images"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    trainer.train_dataset, trainer.class_names = tasks[1].train, None
     with pytest.raises(ValueError, match=r"is no checkpoint of a DualModeTrainer: it holds no task\.safetensors"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
     assert differences(everything(trainer.learner), before) == []

@@ -23,7 +23,6 @@ WINGS = [
     {"training", "metrics"},
     {"checkpoints"},
     {"learner"},
-    {"dual_mode_trainer"},
     {"deployment"},
     {"runs"},
     {"report"},

@@ -188,3 +188,13 @@ def test_others_are_refused_and_change_nothing(base, images, settings, words):
     one.state = replace(before, known=KnownImages(complete=False))  # as of release 0.2.0
     with pytest.raises(ValueError, match="cannot be merged with itself"):
         one.merge(one)
+
+
+def test_learners_without_notes_of_their_images_say_so(base, images):
+    train, _ = images
+    names = list(train.class_names)
+    one, other = learner_of(base, train.select(names[:2])), learner_of(base, train.select(names[2:]))
+    other.state = replace(other.state, known=KnownImages(complete=False))
+    with pytest.warns(UserWarning, match="no notes of its images: those that both have learned count twice"):
+        one.merge(other)
+    assert not one.state.known.complete and one.state.known.learned.keys() == set(names[:2])

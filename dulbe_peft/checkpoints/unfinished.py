@@ -1,30 +1,32 @@
 """What a checkpoint in the middle of a task holds beside the learner: which task, and what was measured before it."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dulbe_peft.checkpoints.layout import TASK_FILE
+from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FORMAT = "dulbe-task-1"
 
 
-def record_of(images: LabelledImages) -> dict[str, Any]:
-    """What tells a task from others: its classes, and its labels in their order."""
-    digest = hashlib.sha256(np.ascontiguousarray(images.labels, dtype="<i8").tobytes()).hexdigest()
-    return {"class_names": list(images.class_names), "images": len(images), "labels_sha256": digest}
+def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
+    """What tells a task from others: its classes and images, see `fingerprint`."""
+    return {
+        "class_names": list(images.class_names),
+        "images": len(images),
+        "fingerprint": fingerprint(images, look=look),
+    }
 
 
-def write(folder: Path, images: LabelledImages, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def write(folder: Path, images: LabelledImages, look: bool, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Add the file of an unfinished task to a folder."""
-    record = json.dumps(record_of(images), ensure_ascii=False, sort_keys=True)
+    record = json.dumps(record_of(images, look), ensure_ascii=False)
     measured = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_tensors(folder / TASK_FILE, measured, {FORMAT: record})
 

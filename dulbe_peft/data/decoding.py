@@ -41,6 +41,7 @@ _UPRIGHT = {
 # filters stand behind the user's own.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
+READING = "1"  # goes up where the same file gives other pixels or another view: kept features are then made anew
 MOST_OBLONG = 100  # a processor that resizes the short side makes the long one as many times longer
 _LARGE = 2**25  # pixels; of larger images, all processes that read images decode one at a time, and keep a smaller one
 

@@ -49,11 +49,12 @@ class FeatureTable:
         """Raise a `ValueError` unless an encoder of this width, with these facts, may have made the features."""
         if self.rows.shape[1] != width:
             raise ValueError(f"{self.name} has embeddings of width {self.rows.shape[1]}, the model's have {width}")
-        noted = facts if self.note is None else self.note.facts
-        wrong = [name for name in facts if noted.get(name) != facts[name]]
+        if self.note is None:
+            return
+        wrong = [name for name in facts if self.note.facts.get(name) != facts[name]]
         if wrong:
-            made = f"by {self.note.model!r}" if self.note else "elsewhere"
-            raise ValueError(f"{self.name} was made {made}, not by this model as it is: {', '.join(wrong)} differ")
+            made = f"{self.name} was made by {self.note.model!r}"
+            raise ValueError(f"{made}, not by this model as it is: {', '.join(wrong)} differ")
 
 
 def feature_files(path: Path) -> list[str]:

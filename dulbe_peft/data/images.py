@@ -225,9 +225,10 @@ def pixels_content(image: Any) -> bytes | None:
     if isinstance(image, Image.Image):
         kind, values = f"{image.mode} {image.size}", image.tobytes()
     elif hasattr(image, "shape") and hasattr(image, "dtype"):
-        array = image.detach().cpu().contiguous() if hasattr(image, "detach") else image
+        array = image.detach().cpu() if hasattr(image, "detach") else image
         kind = f"{type(image).__name__} {array.dtype} {tuple(array.shape)}"
-        values = np.ascontiguousarray(array.float() if hasattr(array, "float") else array).tobytes()
+        # NumPy has no bfloat16; every value of it is one of float32.
+        values = np.asarray(array.float() if "bfloat16" in str(array.dtype) else array).tobytes()
     else:
         return None
     return hashlib.sha256(f"dulbe_peft pixels {kind}\0".encode() + values).digest()

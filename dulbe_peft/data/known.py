@@ -73,10 +73,12 @@ class KnownImages:
 
 
 def _by_class(images: LabelledImages) -> Contents:
+    """The contents of images that were just encoded, by class; without its content, one could count twice later."""
     grouped: dict[str, list[bytes]] = {}
-    for content, label in zip(images.contents(), images.labels.tolist(), strict=True):
-        if content is not None:
-            grouped.setdefault(images.class_names[label], []).append(content)
+    for index, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
+        if content is None:
+            raise ValueError(f"{images.item_name(index)} cannot be read any more: begin again")
+        grouped.setdefault(images.class_names[label], []).append(content)
     return {name: tuple(contents) for name, contents in grouped.items()}
 
 

@@ -132,7 +132,8 @@ class Encoder:
         """What makes two features of an image equal bit by bit: also versions, and what computes."""
         facts, kind = self.facts, self.device.type
         precision = facts.pop("precision")
-        facts |= {"attention": self.clip.config._attn_implementation, "device": kind}
+        facts |= {"attention": self.clip.config._attn_implementation, "device": kind, "reading": decoding.READING}
+        facts["products"] = torch.get_float32_matmul_precision()
         if kind == "cpu":
             facts["processor"] = torch.backends.cpu.get_cpu_capability()
         else:  # the size of a batch chooses the kernel
@@ -242,7 +243,8 @@ class Encoder:
             return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         store = None if few or self.adapted else self.store
-        rows, copies = self._unknown(store, images, features)
+        kept = None if store is None else (store, self.key, _view_name(images))
+        rows, copies = self._unknown(kept, images, features)
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
             for pixels, contents, errors, index in self.batches(KnownPixels(images, skip), title, rows):
@@ -250,8 +252,9 @@ class Encoder:
                 found = [content or None for content in contents]
                 self._note(images, index.tolist(), found)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
-                if store is not None:
-                    store.put(self.key, _view_name(images), found, features[index].cpu().numpy())
+                if kept is not None:
+                    store, key, view = kept
+                    store.put(key, view, found, features[index].cpu().numpy())
         features[list(unreadable)] = 0
         processes.sum_over_processes([features])
         for row, first in copies.items():
@@ -259,15 +262,16 @@ class Encoder:
         return features, unreadable | {row: unreadable[first] for row, first in copies.items() if first in unreadable}
 
     def _unknown(
-        self, store: FeatureStore | None, images: PixelDataset, features: torch.Tensor
+        self, kept: tuple[FeatureStore, EncoderKey, str] | None, images: PixelDataset, features: torch.Tensor
     ) -> tuple[list[int], dict[int, int]]:
         """The rows that must be encoded, and copies of those; fills in the `features` that the store has."""
-        if store is None:
+        if kept is None:
             return list(range(len(images))), {}
+        store, key, view = kept
 
         def look() -> tuple[list[bytes | None], dict[bytes, Any]]:
             contents = images.images.contents()
-            return contents, store.get(self.key, _view_name(images), contents)
+            return contents, store.get(key, view, contents)
 
         contents, found = processes.on_main_process(look)
         rows, copies, first = list[int](), dict[int, int](), dict[bytes, int]()

@@ -3,6 +3,7 @@
 Each returns a new state and leaves the given one as it is, so an error changes nothing.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -90,6 +91,8 @@ def merged_states(
         mine, others = texts.get(name), other.class_texts.get(name)
         if mine != others:
             raise ValueError(f"the texts of class {name!r} differ: {mine} and {others}")
+    if not (state.known.complete and other.known.complete):
+        warnings.warn("a learner has no notes of its images: those that both have learned count twice", stacklevel=4)
     both = set(state.known.class_of()) & set(other.known.class_of())
     if both:
         raise ValueError(f"both learners have learned {len(both)} of the same images, which would count twice")

@@ -1,9 +1,7 @@
 """transformers' `Trainer` as the training loop of a task; around it stand the probe, the allocation and the close."""
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -17,47 +15,19 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving, unfinished
 from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.runs.trainer_arguments import check_arguments, learner_of
 from dulbe_peft.strategies.base import NewTask
-from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, EvaluationImages, Order, WholeBatches
 from dulbe_peft.training.state import set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
-
-# Settings of a learner that TrainingArguments has under names of its own.
-_NAMES = {
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "learning_rate": "learning_rate",
-    "lr_schedule": "lr_scheduler_type",
-    "seed": "seed",
-    "num_workers": "dataloader_num_workers",
-    "device": "use_cpu",
-    "log_with": "report_to",
-    "progress": "disable_tqdm",
-}
-# What TrainingArguments offers and this loop does not do; nothing is left out in silence.
-_REFUSED = (
-    "auto_find_batch_size",
-    "bf16_full_eval",
-    "dataloader_drop_last",
-    "deepspeed",
-    "fp16_full_eval",
-    "fsdp",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "torch_compile",
-    "use_liger_kernel",
-)
 
 
 class DualModeTrainer(Trainer):
@@ -110,8 +80,8 @@ class DualModeTrainer(Trainer):
         **settings: Any,
     ) -> None:
         args = args or TrainingArguments(output_dir="tmp_trainer")
-        _check_arguments(args, settings)
-        self.learner = _learner(model, processing_class, args, settings)
+        check_arguments(args, settings)
+        self.learner = learner_of(model, processing_class, args, settings)
         self.class_names = class_names
         self._task: _LoopTask | None = None
         self._output: Any = None
@@ -185,13 +155,13 @@ class DualModeTrainer(Trainer):
         """The checkpoint to go on with, of the task that `train_dataset` is."""
         if not asked:
             return None
-        wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names))
+        wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
         if asked is not True:
             found = unfinished.read(Path(asked))[1]
             if found != wanted:
                 raise ValueError(
                     f"{asked} is a checkpoint of another task, with {found['images']} images of the classes "
-                    f"{found['class_names']!r:.200}; train_dataset has {wanted['images']} of "
+                    f"{found['class_names']!r:.200}; train_dataset has {wanted['images']} other ones of "
                     f"{wanted['class_names']!r:.200}"
                 )
             return Path(asked)
@@ -200,6 +170,11 @@ class DualModeTrainer(Trainer):
         if not own:
             raise ValueError(f"{self.args.output_dir} has no checkpoint of this task: call train() without resuming")
         return max(own, key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+    @property
+    def _looks(self) -> bool:
+        """Whether images that are no files are the same each time, so that their pixels tell them from others."""
+        return self.learner.args.teacher == "cached"
 
     def _restore(self, checkpoint: Path) -> None:
         learned, state = self.learner.tasks, loading.restore(self.learner.state, checkpoint)
@@ -321,7 +296,7 @@ class DualModeTrainer(Trainer):
         if self._task is None:
             return
         tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
-        unfinished.write(folder, self._task.images.images, tensors)
+        unfinished.write(folder, self._task.images.images, self._looks, tensors)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `save_model` writes a card of its own."""
@@ -382,47 +357,3 @@ class _LoopTask(TaskTrainer):
 def accuracy(found: Any) -> dict[str, float]:
     """The share of images whose highest score is that of their class; what `evaluate` gives by itself."""
     return {"accuracy": float((found.predictions.argmax(axis=1) == found.label_ids).mean())}
-
-
-def _check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
-    misplaced = [name for name in settings if name in _NAMES]
-    if misplaced:
-        raise TypeError(f"{misplaced[0]} is {_NAMES[misplaced[0]]} of TrainingArguments here: set it there")
-    refused = [name for name in _REFUSED if getattr(args, name, None)]
-    if refused:
-        raise ValueError(f"{refused[0]}={getattr(args, refused[0])!r}: DualModeTrainer does not do this, leave it out")
-    if getattr(args, "train_sampling_strategy", "random") != "random":
-        raise ValueError(f"train_sampling_strategy={args.train_sampling_strategy!r}: images come in random order here")
-    if args.n_gpu > 1:  # one process on several GPUs would be wrapped in DataParallel: one of them works
-        args._n_gpu = 1
-    if args.device.type == "cpu":  # torch would warn that there is no other memory
-        args.dataloader_pin_memory = False
-
-
-def _learner(model: Any, processor: Any, args: TrainingArguments, settings: dict[str, Any]) -> ClassIncrementalLearner:
-    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
-    given = {
-        "epochs": max(1, math.ceil(args.num_train_epochs)),
-        "batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size),
-        "eval_batch_size": args.per_device_eval_batch_size,
-        "learning_rate": args.learning_rate,
-        "seed": args.seed if args.data_seed is None else args.data_seed,
-        "num_workers": args.dataloader_num_workers,
-        "device": args.device.type,
-        "progress": not args.disable_tqdm,
-        **settings,
-    }
-    if not isinstance(model, ClassIncrementalLearner):
-        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
-        if learner.model.history_rank or any(layer.is_trained("default") for layer in learner.state.layers.values()):
-            raise ValueError(
-                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
-                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
-            )
-        return learner
-    if not isinstance(model.strategy, Dulbe):
-        raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
-    if model.device.type != args.device.type:
-        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
-    model.change_settings(replace(model.args, **given))
-    return model

@@ -1,0 +1,85 @@
+"""transformers' `TrainingArguments` as a learner's settings: which are the same, and which are refused."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from transformers import TrainingArguments
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.strategies.dulbe import Dulbe
+
+# Settings of a learner that TrainingArguments has under names of its own.
+_NAMES = {
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "learning_rate": "learning_rate",
+    "lr_schedule": "lr_scheduler_type",
+    "seed": "seed",
+    "num_workers": "dataloader_num_workers",
+    "device": "use_cpu",
+    "log_with": "report_to",
+    "progress": "disable_tqdm",
+}
+# What TrainingArguments offers and this loop does not do; nothing is left out in silence.
+_REFUSED = (
+    "auto_find_batch_size",
+    "bf16_full_eval",
+    "dataloader_drop_last",
+    "deepspeed",
+    "fp16_full_eval",
+    "fsdp",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "torch_compile",
+    "use_liger_kernel",
+)
+
+
+def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
+    """Raise where `args` ask for what the loop does not do, or a setting belongs into them."""
+    misplaced = [name for name in settings if name in _NAMES]
+    if misplaced:
+        raise TypeError(f"{misplaced[0]} is {_NAMES[misplaced[0]]} of TrainingArguments here: set it there")
+    refused = [name for name in _REFUSED if getattr(args, name, None)]
+    if refused:
+        raise ValueError(f"{refused[0]}={getattr(args, refused[0])!r}: DualModeTrainer does not do this, leave it out")
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        raise ValueError(f"train_sampling_strategy={args.train_sampling_strategy!r}: images come in random order here")
+    if args.n_gpu > 1:  # one process on several GPUs would be wrapped in DataParallel: one of them works
+        args._n_gpu = 1
+    if args.device.type == "cpu":  # torch would warn that there is no other memory
+        args.dataloader_pin_memory = False
+
+
+def learner_of(
+    model: Any, processor: Any, args: TrainingArguments, settings: dict[str, Any]
+) -> ClassIncrementalLearner:
+    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
+    given = {
+        "epochs": max(1, math.ceil(args.num_train_epochs)),
+        "batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size),
+        "eval_batch_size": args.per_device_eval_batch_size,
+        "learning_rate": args.learning_rate,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "num_workers": args.dataloader_num_workers,
+        "device": args.device.type,
+        "progress": not args.disable_tqdm,
+        **settings,
+    }
+    if not isinstance(model, ClassIncrementalLearner):
+        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
+        if learner.model.history_rank or any(layer.is_trained("default") for layer in learner.state.layers.values()):
+            raise ValueError(
+                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
+                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
+            )
+        return learner
+    if not isinstance(model.strategy, Dulbe):
+        raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
+    if model.device.type != args.device.type:
+        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
+    model.change_settings(replace(model.args, **given))
+    return model
