@@ -309,3 +309,11 @@ def test_a_base_model_that_is_none_is_named(base, learned_folder, given, error):
     wrong = {"wrapped": make_learner(base).model, "vision": base[0].vision_model}.get(given, given)
     with pytest.raises(error, match="base_model|the served types are"):
         ClassIncrementalLearner.from_pretrained(learned_folder, wrong)
+
+
+def test_a_trained_learner_notes_every_image(base):
+    """Also where the pixel values of preprocessed images were kept while it trained."""
+    learner = learner_of(base, strategy="lora", epochs=1, pixel_cache_mb=64)
+    images = [(torch.rand(3, *[learner.clip.config.vision_config.image_size] * 2), label) for label in (0, 1, 0)]
+    learner.learn_task(images, ["a", "b"])
+    assert {name: len(of) for name, of in learner.state.known.learned.items()} == {"a": 2, "b": 1}

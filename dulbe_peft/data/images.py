@@ -89,12 +89,17 @@ class LabelledImages:
         return [self._content(index) for index in range(len(self))]
 
     def note_content(self, index: int, content: bytes | None) -> bool:
-        """Take what `read` found in another process for the content; False where a file had another one before."""
+        """Take what `read` found, also in another process; False where a file had another content before.
+
+        None is of pixel values that were kept, or of an image that cannot be read: it says nothing.
+        """
         position = int(self.indices[index])
         before, entry = self._contents.get(position, (None, None))
+        if content is None:
+            return True
         if entry is None and not self.stored:
             self._contents[position] = content, None
-        return entry is None or content in (None, before)
+        return entry is None or content == before
 
     def note_contents(self, contents: Iterable[bytes | None]) -> None:
         """Take contents that somebody else has found, one for each position of the source."""
