@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import builtins
 import errno
+import hashlib
 import io
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dulbe_peft.utils.folders import MANIFEST, json_sha256
 
 BY_PATH = "chmod link listdir lstat mkdir open readlink remove rename replace rmdir scandir stat symlink unlink utime"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -78,3 +82,12 @@ class _Written:
 
     def __exit__(self, *_: Any) -> None:
         self.file.close()
+
+
+def seal(folder: Path, name: str) -> None:
+    """Make the manifest fit a changed file, as somebody does who forges one."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["sha256"]
+    content = (folder / name).read_bytes()
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))

@@ -4,8 +4,10 @@ import string
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -142,3 +144,18 @@ def save_encoder(model_type: str, folder: Path, tokenizer: Any = None) -> Path:
     make_model(model_type).save_pretrained(folder)
     make_processor(model_type, tokenizer).save_pretrained(folder)
     return folder
+
+
+QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+
+CONFIG = {"residual_rank": 2, "support_rank": 4}
+
+
+def pictures(seed=0):
+    generator, sides = np.random.default_rng(seed), ((20, 26), (16, 16), (90, 21), (33, 34))
+    return [Image.fromarray(generator.integers(0, 255, (*side, 3), np.uint8)) for side in sides]
+
+
+def learn(learner, index):
+    rows = [(image, place % 2) for place, image in enumerate(pictures(seed=index))]
+    learner.learn_task(rows, [f"a{index}", f"b{index}"])

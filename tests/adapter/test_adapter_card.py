@@ -1,0 +1,180 @@
+"""What an adapter says of itself: its card, its parameters, whose it is; and what it does not warn of."""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adapted_clip import CONFIG, image_features, learned
+from hub_stub import on_this_process
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import ResNetConfig, ResNetModel
+
+from dulbe_peft import DualModeLoraConfig
+from dulbe_peft.adapter.card import MARK
+from dulbe_peft.demo import demo_model_folder
+
+# PEFT asks the Hub for a base model of this name.
+pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file")
+
+
+@pytest.fixture
+def adapted(base):
+    """The demo's CLIP, as if from the Hub, after two folded tasks and with a third one under way."""
+    clip = copy.deepcopy(base[0])
+    clip.name_or_path = "someone/tiny-clip"
+    return learned(get_peft_model(clip, DualModeLoraConfig(**CONFIG)), 3)
+
+
+def test_the_card_is_of_the_adapter(adapted, tmp_path):
+    adapted.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("peft", "someone/tiny-clip")
+    assert {"dulbe", "clip"} <= set(card.data.tags)
+    for words in (
+        "| base model | `someone/tiny-clip`, a `CLIPModel` |",
+        "| tasks learned | 2, and one that is not finished |",
+        "| adapted layers | 16: fc1, fc2, k_proj, v_proj |",
+        "| ranks | shared 1, residual 2, support 4 |",
+        "| text tower | LoRA of rank 8 in 8 layers |",
+        "import dulbe_peft",
+        "KeyError: 'DULBE'",
+        "## Licence",
+    ):
+        assert words in card.text
+    assert "Model ID" not in card.text
+
+
+@pytest.mark.slow
+def test_the_card_s_lines_run_and_need_the_import(base, tmp_path):
+    model = learned(get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG)))
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert str(demo_model_folder()) not in text, "where it lies on this machine is nobody's business"
+    code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
+    for placeholder, folder in (("path/to/the/base/model", demo_model_folder()), ("path/to/this/folder", tmp_path)):
+        code = code.replace(placeholder, str(folder))
+    without = code.replace("import dulbe_peft", "#")
+    for lines, expected in ((code + "print(model.history_rank)", "3"), (without, "KeyError: 'DULBE'")):
+        done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+        assert expected in (done.stdout or done.stderr)
+
+
+def test_a_published_card_names_its_repository(adapted, base, tmp_path, monkeypatch):
+    with on_this_process(monkeypatch, tmp_path) as hub:
+        adapted.push_to_hub("adapter", private=True)
+        text = hub.files("someone/adapter")["README.md"].decode()
+        assert "PeftModel.from_pretrained(model, 'someone/adapter')" in text and MARK in text
+        found = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/adapter")
+        with pytest.raises(TypeError, match="max_shard"):
+            adapted.push_to_hub("adapter", max_shard_size="1GB")
+    assert found.history_rank == adapted.history_rank
+
+
+def test_a_card_that_somebody_wrote_stays(adapted, tmp_path):
+    adapted.save_pretrained(tmp_path)
+    card = tmp_path / "README.md"
+    card.write_text("# Birds of my garden\n", encoding="utf-8")
+    adapted.fold_task()
+    adapted.save_pretrained(tmp_path)
+    assert "# Birds of my garden" in card.read_text(encoding="utf-8")
+    card.write_text(f"{MARK}\nold\n", encoding="utf-8")
+    adapted.save_pretrained(tmp_path)
+    assert "| tasks learned | 3 |" in card.read_text(encoding="utf-8")
+
+
+def test_every_adapter_of_a_model_is_on_the_card_and_a_dense_history_counts_no_tasks(base, tmp_path):
+    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG | {"residual_rank": 40}, text_rank=0))
+    learned(model, 3).fold_task()
+    model.add_adapter("birds", DualModeLoraConfig(**CONFIG))
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "subfolder='birds', adapter_name='birds'" in text and "**birds**" in text
+    assert "| tasks learned | not known: the history is one matrix a layer |" in text
+    assert "| text tower | as it was |" in text
+
+
+def test_parameters_are_told_by_tower_and_other_adapters_left_to_peft(adapted, base, tmp_path, capsys):
+    adapted.print_trainable_parameters()
+    first, second = capsys.readouterr().out.splitlines()
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", second)]
+    assert second.startswith("vision tower: ") and "|| text tower's LoRA: " in second
+    assert f"trainable params: {sum(numbers):,d} " in first and all(numbers)
+    other = get_peft_model(copy.deepcopy(base[0]), LoraConfig(target_modules=["fc1"], r=2))
+    other.print_trainable_parameters()
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    other.save_pretrained(tmp_path)
+    assert "Model ID" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_s_sizes_of_vit_b_16():
+    """Keys, values and the two layers of the MLP, r = 9, in twelve blocks; float32."""
+    shapes, mib = 12 * [(768, 768), (768, 768), (768, 3072), (3072, 768)], 2**20 / 4
+    task = sum(9 * (wide + high) for wide, high in shapes) / mib
+    text = 12 * 8 * (2 * (512 + 512) + 2 * (512 + 2048)) / mib
+    most = sum(wide * high for wide, high in shapes) / mib
+    last = [wide * high // (9 * (wide + high)) for wide, high in (shapes[0], shapes[2])]  # while factors take less
+    page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+    for words in (f"LoRA | {task + text:.1f} |", f"adds | {task:.1f} |", f"from task {last[1] + 1} on | {most:.0f} |"):
+        assert words in page
+    assert f"keys and values from task {last[0] + 1} on" in page
+
+
+@pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")  # the import's filter ends with a test
+@pytest.mark.parametrize("name", ["b", "e", "_", "dulbe", "dulbe_", "ul"])
+def test_a_name_that_is_a_part_of_the_prefix_confuses_nothing(tiny_clip, tmp_path, name):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG), adapter_name=name))
+    expected = image_features(model)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path / name, adapter_name=name)
+    assert torch.equal(image_features(loaded), expected)
+    further = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
+    further.load_adapter(tmp_path / name, name)
+    further.set_adapter(name)
+    assert torch.equal(image_features(further), expected)
+
+
+QUIET = """
+import warnings
+warnings.simplefilter("error")
+import dulbe_peft
+from dulbe_peft.demo import demo_model_folder
+from peft import get_peft_model
+clip, _ = dulbe_peft.load_clip(demo_model_folder())
+model = get_peft_model(clip, dulbe_peft.DualModeLoraConfig(), adapter_name="b")
+model.add_adapter("u", dulbe_peft.DualModeLoraConfig())
+"""
+
+
+@pytest.mark.slow
+def test_a_user_is_not_warned_of_what_is_no_matter():
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_folding_nothing_is_said(tiny_clip):
+    model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
+    with pytest.warns(UserWarning, match="nothing to fold: no mode was trained"):
+        model.fold_task()
+    learned(model).fold_task()
+    with pytest.warns(UserWarning, match="nothing to fold"):
+        model.fold_task()
+    assert model.history_rank == 6
+
+
+def test_another_kind_of_model_is_told_which_are_known():
+    small = ResNetConfig(num_channels=3, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    message = "ResNetModel is no encoder.*CLIPModel, SiglipModel.*DualModeLoraConfig\\(target_modules="
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(ResNetModel(small), DualModeLoraConfig())
+
+
+def test_an_adapter_of_another_base_model_is_named_as_such(adapted, tiny_clip, tmp_path):
+    adapted.save_pretrained(tmp_path)
+    message = "the adapter does not fit this model: it was made on 'someone/tiny-clip'.*and this model is a CLIPModel"
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(tiny_clip(), tmp_path)

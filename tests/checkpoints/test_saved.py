@@ -1,0 +1,80 @@
+"""Files that a release wrote go on loading, and give the answers that they gave."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import write_saved
+from failing_files import seal
+
+from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, class_incremental_tasks
+from dulbe_peft.utils.folders import MANIFEST, CheckpointError
+
+SAVED = Path(__file__).parents[1] / "saved"
+READ = "import json, sys, pathlib, write_saved; print(json.dumps(write_saved.read(pathlib.Path(sys.argv[1]))))"
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in SAVED.iterdir()))
+def test_files_of_a_release_load_in_a_fresh_process(version, tmp_path):
+    folder = shutil.copytree(SAVED / version, tmp_path / version)
+    command = [sys.executable, "-c", READ, str(folder)]
+    done = subprocess.run(command, cwd=SAVED.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, expected = json.loads(done.stdout.splitlines()[-1]), json.loads((folder / "answers.json").read_text())
+    for learner in ("frozen", "run"):
+        assert [[name for name, _ in row] for row in found[learner]] == [
+            [name for name, _ in row] for row in expected[learner]
+        ]
+        for row, saved in zip(found[learner], expected[learner], strict=True):
+            assert [score for _, score in row] == pytest.approx([score for _, score in saved], abs=1e-5)
+    assert found["scores"].keys() == expected["scores"].keys()
+    for name, row in found["scores"].items():
+        # What all classes have in common changes no answer.
+        ours, theirs = (
+            [score - sum(scores) / len(scores) for score in scores] for scores in (row, expected["scores"][name])
+        )
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-3), name
+
+
+def edited(path, *places_and_value):
+    """Change one value in a JSON file, and make the manifest fit."""
+    *places, last, value = places_and_value
+    content = found = json.loads(path.read_text())
+    for place in places:
+        found = found[place]
+    assert last in found
+    found[last] = value
+    path.write_text(json.dumps(content))
+    if path.name != MANIFEST and (path.parent / MANIFEST).is_file():
+        seal(path.parent, path.name)
+
+
+def test_what_no_release_after_it_reads_is_refused_by_the_name_of_that_release(tmp_path):
+    folder = shutil.copytree(SAVED / "0.2.0", tmp_path / "saved")
+    base = write_saved.load_clip(write_saved.demo_model_folder())[0]
+    whitened, sketches = (
+        f"{name} is gone: release 0.2.0 reads" for name in ("metric='whitened'", "statistics='sketch'")
+    )
+    for place in ("frozen", "head"):
+        edited(folder / place / "head_config.json", "settings", "metric", "whitened")
+    with pytest.raises(CheckpointError, match=whitened):
+        ClassIncrementalLearner.from_pretrained(folder / "frozen", base)
+    with pytest.raises(ValueError, match=whitened):
+        BridgeEnsembleHead.from_pretrained(folder / "head")
+    task = folder / "run" / "task-001"
+    edited(task / "learner.json", "arguments", "statistics", "sketch")
+    with pytest.raises(CheckpointError, match=sketches):
+        ClassIncrementalLearner.from_pretrained(task, base)
+    for places, value, words in (
+        (("arguments", "statistics"), "sketch", sketches),
+        (("classifiers", "bridge", "metric"), "whitened", whitened),
+    ):
+        run = shutil.copytree(SAVED / "0.2.0" / "run", tmp_path / f"run {value}")
+        edited(run / "task-001" / MANIFEST, "notes", "identity", *places, value)
+        seal(run / "task-001", "learner.json")
+        tasks = class_incremental_tasks(write_saved.digits(0, 4), write_saved.digits(4, 6), increment=2)[:2]
+        with pytest.raises(CheckpointError, match=words):
+            write_saved.learner_of("dulbe", "bridge").run(tasks, run)

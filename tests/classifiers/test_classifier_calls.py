@@ -1,0 +1,202 @@
+"""What every classifier does beside its scores: refusals, copies, files, specs, and one from outside the package."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hub_stub import on_this_process
+from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
+from torch.nn import functional as F
+
+from dulbe_peft import CLASSIFIERS, LdaClassifier, register_classifier
+from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifiers, spec
+from dulbe_peft.classifiers.closing import linear_map
+
+
+def test_other_bad_calls_are_named_and_change_nothing(tmp_path):
+    images, labels = task([0, 1])
+    classifier, trained, text = (learned(name) for name in ("lda", "rapf", "text"))
+    state = snapshot(classifier)
+    text.install({"text_embeds": 1e38 * text.text_embeds})
+    opposite = torch.cat([torch.eye(DIM), -torch.eye(DIM)[:1]])
+    for call, message in (
+        (lambda: classifier.add_classes(["x"], opposite[[0, -1]], [0, 0]), "class 'x' cancel out"),
+        (lambda: classifier.move(torch.full((DIM, DIM), math.nan)), "the map"),
+        (lambda: classifier.load_state_dict(state | {"means": state["means"][:4]}), r"means must be .*\(10, 64\)"),
+        (lambda: classifier.load_state_dict(state | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
+        (lambda: make_classifier("lda", DIM)(images), "no class yet"),
+        (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
+        (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
+        (lambda: LdaClassifier.from_pretrained(tmp_path), "lda_config.json does not exist"),
+        (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
+        (lambda: make_classifier(classifier, DIM), "already has 10 classes"),
+        (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
+    ):
+        with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=message):
+            call()
+    assert_equal_states(snapshot(classifier), state)
+
+
+def test_add_classes_refuses_and_changes_nothing():
+    classifier = learned("bridge")
+    images, labels = task([0, 1])
+    texts = torch.cat([digits.texts, digits.texts[:2] + 1])
+    state = snapshot(classifier)
+    good = {"class_names": ["x", "y"], "image_embeds": images, "labels": labels, "text_embeds": texts}
+    for change, message in (
+        ({"class_names": ["digit 0", "x"]}, "'digit 0', a class that was seen already"),
+        ({"image_embeds": torch.full((120, DIM), math.nan)}, "image_embeds row 0 holds NaN or infinity"),
+        ({"image_embeds": torch.zeros(120, DIM)}, "image_embeds row 0 is zero"),
+        ({"image_embeds": torch.ones(120, 3)}, r"must be \(rows, 64\), got shape \(120, 3\)"),
+        ({"image_embeds": torch.ones(120, DIM).long()}, "must be a floating-point tensor"),
+        ({"labels": [True, False] * 60}, "labels must be integers, got torch.bool"),
+        ({"labels": torch.arange(120) % 2 + 1}, "label 2 is out of range for 2 classes"),
+        ({"labels": torch.zeros(5).long()}, r"labels must be \(120,\), one per image"),
+        ({"labels": torch.zeros(120).long()}, "class 'y' has no image"),
+        ({"text_embeds": torch.ones(3, DIM)}, "text_embeds must have 12 rows"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            classifier.add_classes(**{**good, **change})
+    assert_equal_states(snapshot(classifier), state)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_texts_are_asked_for_where_they_are_needed(name):
+    if CLASSIFIERS[name].needs_text:
+        with pytest.raises(TypeError, match="text_embeds"):
+            learned(name, text=False)
+        classifier = learned(name)
+        classifier.set_text_embeds(digits.texts.flip(0))
+        torch.testing.assert_close(classifier.text_embeds, F.normalize(digits.texts.flip(0), dim=1))
+    else:
+        classifier = learned(name, text=False)
+        assert torch.equal(classifier(digits.tests), learned(name)(digits.tests))
+        with pytest.raises(ValueError, match=f"'{name}' classifier keeps no text"):
+            classifier.set_text_embeds(digits.texts)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_gradients_reach_the_features_and_copies_are_independent(name):
+    classifier = learned(name)
+    images = digits.tests[:5].clone().requires_grad_()
+    with torch.inference_mode():
+        expected = classifier(digits.tests)
+    classifier(images)[:, 0].sum().backward()
+    assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
+    for twin in (copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), classifier.fork()):
+        assert not twin._derived  # a pickle would be twice as large
+        assert torch.equal(twin(digits.tests), expected) and twin.temperature == classifier.temperature
+        twin.forget_class("digit 0")
+        assert torch.equal(classifier(digits.tests), expected)
+
+
+@pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac", "bayes"])
+def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(name):
+    classifier = learned(name)
+    expected = classifier(digits.tests)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(classifier(digits.tests), expected)
+        assert torch.equal(learned(name)(digits.tests), expected)
+    double = {key for key, value in classifier.state_dict().items() if value.dtype == torch.float64}
+    classifier.to(torch.bfloat16)
+    assert double and double == {k for k, v in classifier.state_dict().items() if v.dtype == torch.float64}
+    if name in ("prototype", "lda", "ridge"):  # G of ranpac and the texts of bayes are float32 and are rounded
+        assert torch.equal(classifier(digits.tests), expected)
+    assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_state_dicts_and_files_give_the_same_bits_back(name, tmp_path):
+    classifier = learned(name)
+    other = make_classifier(SPECS[name], DIM, SCALE)
+    other.load_state_dict(classifier.state_dict())
+    classifier.save_pretrained(tmp_path / "a")
+    loaded = type(classifier).from_pretrained(tmp_path / "a")
+    for found in (other, loaded):
+        assert_equal_states(snapshot(found), snapshot(classifier))
+        assert torch.equal(found(digits.tests), classifier(digits.tests))
+        assert torch.equal(found.probabilities(digits.tests), classifier.probabilities(digits.tests))
+        assert spec(found) == spec(classifier) and found.temperature != 1
+    loaded.save_pretrained(tmp_path / "b")
+    stem = type(classifier).file_stem
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {f"{stem}_config.json", f"{stem}.safetensors"}
+    assert all(path.read_bytes() == (tmp_path / "b" / path.name).read_bytes() for path in (tmp_path / "a").iterdir())
+    images, labels = task([0, 1])
+    for further in (classifier, loaded):
+        further.add_classes(["x", "y"], images, labels, torch.cat([digits.texts, digits.texts[:2] + 1]))
+    assert_equal_states(snapshot(loaded), snapshot(classifier))
+
+
+@pytest.fixture
+def page(monkeypatch, capsys):
+    """The names that the page's code makes, and what it prints; `median` is a classifier from outside the package."""
+    monkeypatch.setitem(CLASSIFIERS, "median", None)
+    monkeypatch.delitem(CLASSIFIERS, "median")
+    text = (Path(__file__).parents[2] / "docs" / "classifiers.md").read_text(encoding="utf-8")
+    names = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(block, "docs/classifiers.md", "exec", dont_inherit=True), names)
+    return names | {"printed": capsys.readouterr().out}
+
+
+def test_a_classifier_from_outside_works_with_files_and_the_hub(page, tmp_path, monkeypatch):
+    assert page["printed"] == "tensor([0, 1, 2])\n"
+    cls = page["NearestMedian"]
+    classifier = make_classifier("median:power=2", DIM, SCALE)
+    assert type(classifier) is cls and classifier.power == 2 and spec(classifier) == "median:power=2.0"
+    images, labels = task(range(CLASSES))
+    classifier.add_classes([f"digit {c}" for c in range(CLASSES)], images, labels)
+    assert (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean() > 0.7
+    classifier.forget_class("digit 9")
+    classifier.save_pretrained(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"median_config.json", "median.safetensors"}
+    with on_this_process(monkeypatch, tmp_path) as hub:
+        classifier.push_to_hub("median")
+        online = cls.from_pretrained("someone/median")
+        commit = hub.repos["someone/median"]["branches"]["main"]
+    assert online.source == {"repo_id": "someone/median", "commit": commit}
+    for loaded in (online, cls.from_pretrained(tmp_path / "saved")):
+        assert loaded.power == 2 and torch.equal(loaded(digits.tests), classifier(digits.tests))
+
+
+def test_classes_that_cannot_be_registered_are_refused(page):
+    base = page["NearestMedian"]
+    assert register_classifier(base) is base
+    for cls, error, message in (
+        (dict, TypeError, "derived from Classifier"),
+        (type("A", (base,), {"name": "Two words"}), ValueError, "characters a-z"),
+        (type("B", (base,), {"name": "lda"}), ValueError, "LdaClassifier has"),
+        (type("C", (base,), {"name": "mine", "file_stem": "head"}), ValueError, "BridgeEnsembleHead has"),
+    ):
+        with pytest.raises(error, match=message):
+            register_classifier(cls)
+    with pytest.raises(TypeError, match="D has an __init__: make its settings fields"):
+        type("D", (base,), {"__init__": lambda self, embed_dim: None})
+    assert {*NAMED, "median"} == set(CLASSIFIERS)
+
+
+def test_names_and_settings_make_classifiers_or_are_refused():
+    assert set(NAMED) == set(CLASSIFIERS)
+    made = make_classifiers(["bridge:num_depths=4", "ranpac:features=50,seed=3", "lda"], 8, 15.0)
+    assert list(map(spec, made.values())) == ["bridge:num_depths=4", "ranpac:features=50,seed=3", "lda"]
+    assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
+    assert spec(make_classifier("bridge:depths=0.3/0.5", 8)) == "bridge:depths=0.3/0.5"
+    assert list(make_classifiers("bridge:depths=0/1,lda", 8)) == ["bridge", "lda"]
+    assert [CLASSIFIERS[name].follows_drift() for name in ("bayes", "lda", "ranpac")] == [True, True, False]
+    for text, message in (
+        ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
+        ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
+        ("bridge:metric=whitened", "no setting 'metric'"),
+        ("lda:shrinkage=0", "'lda' classifier: shrinkage must be greater than 0 or 'oas', got 0"),
+        ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
+        ("ridge:ridge=0", "'ridge' classifier: ridge must be positive, 1.2e-38 at least or 'auto', got 0"),
+        ("lda,text,lda:shrinkage=0.1", "'lda' is asked for twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_classifiers(text)

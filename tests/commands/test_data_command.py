@@ -1,0 +1,289 @@
+"""What `check` and `run` say of the data, and what a file that cannot be read does to a stream."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+from dulbe_peft.commands.main import main
+from dulbe_peft.data import decoding
+from dulbe_peft.data.decoding import image_suffixes
+from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.inventory import NEAR, SIDE, Inventory, find_duplicates
+from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.metrics.labels import doubtful_labels
+from dulbe_peft.report.html import write_page
+from dulbe_peft.sklearn import FeatureClassifier
+from dulbe_peft.utils.files import read_csv
+
+QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
+MACHINE = ["--device", "cpu", "--no-progress"]
+FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
+
+
+@pytest.fixture
+def photos(digit_folders, tmp_path):
+    """Four digits, one, three, two and zero, with five images each to learn and three to test, to be damaged."""
+    return shutil.copytree(digit_folders(4, 5, 3), tmp_path / "photos")
+
+
+def run(photos, *more: str) -> int:
+    return main(["run", "--model", str(demo_model_folder()), "--data", str(photos), *QUICK, *more])
+
+
+def test_a_run_says_what_there_is_and_tests_on_what_is_held_back(photos, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert run(photos, "--test-fraction", "0.4", "--output", out, *FROZEN) == 2
+    assert "has the test split 'test'" in capsys.readouterr().err
+    assert run(photos / "train", "--test-fraction", "0.4", "--output", out, *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("4 classes; images: ") and "in test" in said.splitlines()[0]
+    assert "task 1/1: 4 classes" in said and said.splitlines()[-1] == f"next: dulbe-peft report {out}"
+    assert "prototype" in json.loads((tmp_path / "out" / "results.json").read_text())["classifiers"]
+
+
+def test_a_run_without_test_images(photos, tmp_path, capsys):
+    shutil.rmtree(photos / "test")
+    assert run(photos, "--increment", "9", "--output", str(tmp_path / "out"), *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert f"{photos} has no test images" in said and "--test-fraction" in said
+    assert "increment is 9, there are 4 classes: they are learned as one task" in said and "task 1/1" in said
+    assert "classifiers" not in json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
+    bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
+    bad.write_bytes(bad.read_bytes()[:60])
+    (photos / "test" / "two" / "notes.txt").write_text("x")
+    assert main(["check", str(photos)]) == 2
+    assert capsys.readouterr().out.endswith(" --skip-unreadable --output out-photos\n")  # else that would fail, too
+    assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--skip-unreadable" in said
+    assert run(photos, "--skip-unreadable", "--output", out, *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
+    assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
+    other = photos / "test" / "two" / "x.png"
+    other.write_bytes(bad.read_bytes())
+    capsys.readouterr()
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu"]) == 2
+    assert str(other) in capsys.readouterr().err
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--skip-unreadable"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_images"] == 12
+    encoded = ["features", out, "--data", str(photos), "--device", "cpu", "--output"]
+    assert main([*encoded, str(tmp_path / "none")]) == 2 and not (tmp_path / "none").exists()
+    for number, split in enumerate(([], ["--split", "train"])):
+        assert main([*encoded, str(tmp_path / f"{number}"), "--skip-unreadable", *split]) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("dulbe", ["k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8", "statistics: 1.28 MiB"]),
+        ("frozen", ["nothing is trained, no layer is adapted"]),
+        ("bofa", ["visual_projection  96 -> 64  1 layer "]),
+    ],
+)
+def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    quick = ["--classifiers", "prototype"] if strategy == "frozen" else []
+    assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy, *quick) == 0
+    said = capsys.readouterr().out
+    words = [*words, "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three", " MiB with 4 classes"]
+    assert all(word in said for word in words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("names", ["text_projection", "k_porj"])
+def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys, names):
+    flags = ["--output", str(tmp_path / "out"), "--target-modules", names]
+    assert run(photos, *flags, "--strategy", "dulbe") == 2
+    said = capsys.readouterr().err
+    assert names in said and ("text_target_modules" in said) == names.startswith("text")
+    assert not (tmp_path / "out").exists()
+    assert run(photos, *flags, "--dry-run", *FROZEN) == 0
+    assert "--target-modules changes nothing" in capsys.readouterr().err
+
+
+def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
+    """The same file across splits and in two classes, and a picture that was saved again, smaller and brighter."""
+    shutil.copy(photos / "train" / "one" / "1.png", photos / "test" / "one" / "copy.png")
+    shutil.copy(photos / "train" / "two" / "2.png", photos / "train" / "zero" / "copy\x1b[2J.png")
+    noise = np.random.default_rng(0).integers(0, 256, (12, 12), dtype=np.uint8)
+    large = Image.fromarray(noise).resize((480, 480), Image.Resampling.BICUBIC)
+    large.save(photos / "train" / "three" / "large.png")
+    again = ImageEnhance.Brightness(large.resize((200, 200))).enhance(1.05)
+    again.save(photos / "test" / "three" / "again.jpg", quality=60)
+    (photos / "train" / "rare").mkdir()
+    large.rotate(90).save(photos / "train" / "rare" / "1.png")
+    (photos / "test" / "one" / "notes.txt").write_text("x")
+    (photos / "test" / "one" / "bad\x1b.png").write_bytes(b"x")
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html"), "--csv", str(tmp_path / "t.csv")]) == 2
+    header, bad, *rows = read_csv(tmp_path / "t.csv")
+    assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
+    assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
+        ["", f"{photos}/test/one/notes.txt", "left out", "files ending in .txt are not read"],
+        ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
+        ["test", f"{photos}/test/three/again.jpg", "near copy", f"of train: {photos}/train/three/large.png"],
+        ["train", rf"{photos}/train/zero/copy\x1b[2J.png", "duplicate", f"of train: {photos}/train/two/2.png"],
+    ]
+    for name in ("notes.txt", "bad\x1b.png"):
+        (photos / "test" / "one" / name).unlink()
+    capsys.readouterr()
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
+    for words, first, second in (
+        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
+        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+    ):
+        pair = f"  {first}  =  {second}".replace("?", str(photos))
+        assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
+    assert "sizes in pixels: 8 x 8 to 480 x 480" in said and "\x1b" not in said
+    assert said.endswith(f" run --model openai/clip-vit-base-patch16 --data {photos} --output out-photos\n")
+    pictures = re.findall(r'<img[^>]* src="([^"]+)"', (tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
+    assert run(photos, "--dry-run", *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+
+
+def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
+    """Every pair's correlation of grey thumbnails in float64; of pairs with one image, that with its first one."""
+    generator = np.random.default_rng(0)
+    pictures = [generator.integers(0, 256, (16, 16)).astype(float) for _ in range(4)]
+    pictures += [pictures[0] * 0.9 + 9, pictures[0] + generator.normal(0, 5, (16, 16)), *np.full((2, 16, 16), 40.0)]
+    pictures[-1] += 1
+    (tmp_path / "a").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(tmp_path / "a" / f"{number}.png")
+    images = ImageFolder(tmp_path)
+    rows = [np.asarray(images.image(i).convert("L"), dtype=float).ravel() for i in range(len(images))]
+    textured = [i for i, row in enumerate(rows) if row.std() > 1]
+    expected = {(i, j) for i in textured for j in textured if i < j and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR}
+    assert SIDE == 16 and {row.places for row in find_duplicates({"train": images}, near=True)} == {(0, 4), (0, 5)}
+    assert expected == {(0, 4), (0, 5), (4, 5)} and find_duplicates({"train": images}) == []
+
+
+def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, capsys, monkeypatch):
+    (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
+    monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
+    assert main(["check", str(photos)]) == 0
+    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    (photos / "train" / "one" / "1.png").write_bytes(b"x")
+    assert main(["check", str(photos)]) == 2
+    assert "cannot be read: 1" in capsys.readouterr().out
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
+    for command in (["check", archive], ["run", "--model", "m", "--data", archive, "--output", "o"]):
+        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+    assert "unzip it" in decoding.image_problem(archive)
+
+
+def test_photographs_of_phones_are_read(photos, capsys):
+    pytest.importorskip("pillow_heif")
+    Image.linear_gradient("L").convert("RGB").save(photos / "train" / "one" / "phone.heic", format="HEIF")
+    images = ImageFolder(photos, "train")
+    assert images.image(len(images.labels[images.labels == 0]) - 1).size == (256, 256)
+    assert main(["check", str(photos)]) == 0 and "left out" not in capsys.readouterr().out
+
+
+def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    model, namespace = "openai/clip-vit-base-patch16", {"__name__": "page"}
+    pieces = re.findall(r"```(bash|python)\n(.*?)```", text, flags=re.DOTALL)
+    assert len(pieces) >= 5
+    for language, code in pieces:
+        if language == "python":
+            exec(compile(code, "docs/data.md", "exec"), namespace)
+            continue
+        for command in code.replace("\\\n", " ").strip().splitlines():
+            words = [str(demo_model_folder()) if word == model else word for word in command.split()[1:]]
+            if "--engine" not in words:  # test_engine runs those
+                assert main([*words, *({"run": [*QUICK, *FROZEN], "features": MACHINE}.get(words[0], []))]) == 0, (
+                    command
+                )
+    assert (tmp_path / "held-back" / "results.json").is_file()
+    assert "classifier prototype: " in capsys.readouterr().out
+    for suffix in image_suffixes():
+        assert f"`{suffix}`" in text
+
+
+def clouds(counts, seed=0):
+    generator = np.random.default_rng(seed)
+    centres, labels = generator.normal(size=(len(counts), 16)), np.repeat(np.arange(len(counts)), counts)
+    return (centres[labels] + 0.3 * generator.normal(size=(len(labels), 16))).astype(np.float32), labels, centres
+
+
+def test_a_class_alone_and_images_alone_have_no_doubts():
+    features, labels, _ = clouds([5, 1, 1])
+    assert doubtful_labels(features, labels, None, 10.0) == []
+    features, labels, _ = clouds([30, 30])
+    assert doubtful_labels(features, labels, None, 10.0) == []
+
+
+def test_the_order_is_that_of_cleanlab():
+    features, labels, _ = clouds([20] * 4)
+    labels[::9] = (labels[::9] + 1) % 4
+    found = doubtful_labels(features, labels, None, 10.0)
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    made = FeatureClassifier("lda", logit_scale=10.0)
+    probabilities = cross_val_predict(made, features, labels, cv=folds, method="predict_proba")
+    scores = probabilities[np.arange(len(labels)), labels]  # cleanlab's "self_confidence"
+    wrong = [
+        number for number in np.argsort(scores, kind="stable") if probabilities[number].argmax() != labels[number]
+    ]
+    assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
+
+
+@pytest.fixture
+def doubted(digit_folders, tmp_path):
+    return shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
+
+
+def check_labels(doubted, *more):
+    return main(
+        ["check", str(doubted), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu", *more]
+    )
+
+
+def test_the_command_names_them_and_shows_them(doubted, tmp_path, capsys):
+    moved = {"one": ("train/two/1.png", "train/one/x.png"), "zero": ("test/three/14.png", "test/zero/y\x1b.png")}
+    for source, target in moved.values():
+        (doubted / source).rename(doubted / target)
+    page, table = tmp_path / "page.html", tmp_path / "t.csv"
+    assert check_labels(doubted, "--page", str(page), "--csv", str(table)) == 0
+    assert {tuple(row[:3]) for row in read_csv(table)} >= {
+        ("train", f"{doubted}/train/one/x.png", "looks like another class"),
+        ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
+    }
+    said = capsys.readouterr().out
+    lines = said[said.index("look like another class") :].split("\n\n")[0].splitlines()[1:]
+    assert 2 <= len(lines) <= 10
+    assert re.search(
+        r"train/one/x\.png: looks like 'two', not like 'one' \(probability [0-9.]+%\)", lines[0] + lines[1]
+    )
+    assert re.search(r"test/zero/y\\x1b\.png: looks like 'three', not like 'zero'", lines[0] + lines[1])
+    text = page.read_text(encoding="utf-8")
+    part = text[text.index("Labels to look at") : text.index("The classes")]
+    assert part.count("data:image/jpeg") == len(lines) and "one/x.png" in part
+
+
+def test_a_page_shows_names_that_are_not_utf8(tmp_path):
+    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful"), ())
+    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "found": Inventory({}), **empty})
+    assert "\\udcff.png" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_model_and_the_flag_go_together(doubted, capsys):
+    for words in (["--check-labels"], ["--model", "demo"]):
+        assert main(["check", str(doubted), *words]) == 2
+        assert "go together" in capsys.readouterr().err

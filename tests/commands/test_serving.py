@@ -1,0 +1,228 @@
+"""The page to try a learner: what it can ask for, what is refused, and the command."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import struct
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from PIL import Image
+from served import photo, running, served, two_colours
+
+from dulbe_peft import ClassIncrementalLearner, serving
+from dulbe_peft.commands.main import main
+
+
+def sent(*images: Image.Image) -> list[str]:
+    texts = []
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    return texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return two_colours(tmp_path_factory.mktemp("served"))
+
+
+def ask(url, content=None, **headers):
+    """Status and answer."""
+    data = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
+            body = answer.read()
+            return answer.status, json.loads(body) if "json" in answer.headers["Content-Type"] else body
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def best(url, image):
+    status, found = ask(f"{url}/predict", {"images": sent(image)})
+    assert status == 200 and sum(row["probability"] for row in found["best"]) == pytest.approx(1, abs=1e-5)
+    return found["best"][0]["class"]
+
+
+def test_a_visit(folder, tmp_path):
+    learner = ClassIncrementalLearner.from_pretrained(folder)
+    with served(folder) as url:
+        assert b"<title>Try the learner</title>" in ask(url + "/")[1]
+        assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
+        assert best(url, photo(0)) == learner.predict(photo(0))[0] == "red"
+        before = ask(f"{url}/predict", {"images": sent(photo(2))})[1]
+        status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2))})
+        assert status == 200 and facts["classes"][-1] == "blue" and facts["undo"] == "2 images of blue"
+        assert best(url, photo(2)) == "blue"
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects an answer
+        (tmp_path / "learner.zip").write_bytes(ask(f"{url}/learner.zip")[1])
+        assert ask(f"{url}/undo", {})[1]["undo"] == "2 images of blue"
+        assert ask(f"{url}/undo", {})[1] | {"undo": 0} == ask(f"{url}/facts")[1] | {"undo": 0}
+        assert ask(f"{url}/predict", {"images": sent(photo(2))})[1] == before
+        assert ask(f"{url}/undo", {}) == (400, {"error": "there is nothing to undo"})
+    with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
+        archive.extractall(tmp_path)
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").predict(photo(2)) == ["blue"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "words"),
+    [
+        ("/predict", {"images": ["!"]}, {}, 400, "image 1 cannot be read"),
+        ("/predict", b"[" * 10**5, {}, 400, ""),
+        ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "as the page does"),
+        ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
+        ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "from 1 to 200 images"),
+        ("/../serving.py", None, {}, 404, "no such page"),
+        ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
+        ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "evil.example:80"}, 403, "own address"),
+        ("/facts", None, {"Host": "127.0.0.1.evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "[::1"}, 403, "own address"),
+        ("/undo", {}, {"Origin": "null"}, 403, "own address"),
+        ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
+    ],
+)
+def test_what_is_refused(folder, path, content, headers, status, words):
+    with served(folder) as url:
+        found, answer = ask(url + path, content, **headers)
+        assert found == status and words in answer["error"]
+        assert ask(f"{url}/facts")[1]["undo"] is None
+
+
+MACHINE = socket.gethostname()
+HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
+    "127.0.0.1": (
+        ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
+        ["192.168.1.5", MACHINE, "localhost@evil"],
+    ),
+    "localhost": (["localhost:8000"], ["localhost.evil.example", "evil.example/localhost", "evil.example?localhost"]),
+    "0.0.0.0": (
+        ["192.168.1.5:7860", "[fe80::1]", "localhost", f"{MACHINE}:80", f"{MACHINE}.local"],
+        ["evil.example", ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("listened", HOSTS)
+def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
+    """The name of another website may lead here: what its script asks for has that name."""
+    with running(folder, host=listened, names=["Photos.example.org"]) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        own, others = HOSTS[listened]
+        for host in (*own, "photos.example.org:443"):
+            with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}), timeout=30) as answer:
+                assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+            assert ask(f"{url}/facts", Host=host, Origin=f"http://{host}")[0] == 200
+        for host in (*others, "1e100.net", "127.0.0.1.nip.io"):
+            for path, content in (("/", None), ("/facts", None), ("/learner.zip", None), ("/undo", {})):
+                status, answer = ask(url + path, content, Host=host)
+                assert status == 403 and "own address" in answer["error"]
+
+
+def test_no_address_is_not_the_whole_network(folder):
+    with pytest.raises(ValueError, match="the host is '', expected the address to listen on"):
+        serving.make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
+
+
+LARGE = {"classes": ["x" * 2**20] * 32}  # more than the buffers of a connection take
+
+
+@pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/predict", "/teach", "/undo"])
+def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path):
+    name = "download" if path == "/learner.zip" else path[1:]
+    asked = threading.Event()
+
+    def large(*_):
+        asked.set()
+        return json.dumps(LARGE).encode() if name == "download" else LARGE
+
+    with running(folder) as server:
+        address = server.server_address[:2]
+        with monkeypatch.context() as patch, socket.create_connection(address) as slow:
+            patch.setattr(server.app, name, large)
+            method = "GET" if path in ("/facts", "/learner.zip") else "POST"
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            assert asked.wait(30)
+            patch.undo()
+            assert best("http://{}:{}".format(*address), photo(1)) == "green"
+            assert ask("http://{}:{}/learner.zip".format(*address))[0] == 200
+            slow.settimeout(30)
+            parts = iter(lambda: slow.recv(2**20), b"")
+            assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), "it has all of it at last"
+
+
+def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
+    head = b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    with running(folder) as server, ExitStack() as opened:
+        address = server.server_address[:2]
+        for sent_so_far in (b"", head[:9], head[:-2], head, head + b'{"class'):
+            for _ in range(20):
+                opened.enter_context(socket.create_connection(address)).sendall(sent_so_far)
+        assert best("http://{}:{}".format(*address), photo(1)) == "green"
+        assert ask("http://{}:{}/facts".format(*address))[1]["undo"] is None
+
+
+def test_a_name_is_never_a_path(folder, tmp_path):
+    app, name = serving.App(ClassIncrementalLearner.from_pretrained(folder)), "../../etc"
+    app.teach({"class": name, "images": sent(photo(2))})
+    with zipfile.ZipFile(io.BytesIO(app.download())) as archive:
+        assert all(entry.startswith("learner/") and ".." not in entry for entry in archive.namelist())
+        archive.extractall(tmp_path)
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").class_names[-1] == name
+
+
+def test_many_ask_at_once_and_some_go_away(folder, capfd):
+    """Thirty images and ten corrections at once, after uploads that end in the middle: none is lost."""
+    with served(folder) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for reset in (True, False):
+            gone = socket.create_connection(address)
+            gone.sendall(b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            gone.sendall(b'Content-Length: 1000\r\n\r\n{"class": "red", "images": ["')
+            if reset:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        with ThreadPoolExecutor(40) as pool:
+            taught = [pool.submit(ask, f"{url}/teach", {"class": "red", "images": sent(photo(0))}) for _ in range(10)]
+            found = list(pool.map(lambda _: best(url, photo(1)), range(30)))
+            assert found == ["green"] * 30 and [change.result()[0] for change in taught] == [200] * 10
+        for _ in range(10):
+            status, facts = ask(f"{url}/undo", {})
+            assert status == 200
+        assert facts["undo"] is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
+    app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
+    monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
+    assert not app.facts()["teachable"]
+    assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
+    with pytest.raises(ValueError, match="'blue' is a new class.*dulbe-peft learn"):
+        app.teach({"class": "blue", "images": sent(photo(2))})
+
+
+def test_the_command_prints_the_address(folder, monkeypatch, capsys):
+    def stopped(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.PageServer, "serve_forever", stopped)
+    assert main(["serve", str(folder), "--port", "0"]) == 0
+    assert "open http://127.0.0.1:" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(folder), "--port", port]) == 2
+    words = f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port or --host"
+    assert words in capsys.readouterr().err

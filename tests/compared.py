@@ -1,0 +1,62 @@
+"""A comparison made by hand: four rows on two streams."""
+
+from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention, Scope
+from dulbe_peft.comparison.intervals import Difference
+from dulbe_peft.comparison.plan import Row
+from dulbe_peft.utils.records import write_record
+
+REFERENCE = Row("frozen", "bridge")
+
+CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.04), Difference(-0.1, -0.15, -0.05)
+
+
+def around(mean):
+    return Difference(mean, mean - 0.01, mean + 0.01)
+
+
+def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None, chosen=None):
+    spread = 0.01234 if len(seeds) > 1 else None
+    return Entry(
+        stream=stream,
+        row=row,
+        chosen=chosen or {},
+        seeds=seeds,
+        means={"last": last, "average": last + 0.03, "forgetting": 0.02},
+        spreads={"last": spread, "average": spread},
+        intervals={"last": around(last), "average": around(last + 0.03), "forgetting": around(0.02)},
+        differences={"last": difference, "average": difference},
+        gain=None if row.method == REFERENCE.method else difference,
+        calibration_error=0.0789,
+        seconds=12.4,
+        cpu_seconds=9.6,
+        curve=[last + 0.06, last],
+        trainable_parameters=28800,
+        kept_bytes=3 * 2**20,
+        retention=retention,
+    )
+
+
+def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier="lda"):
+    """Four rows on two streams, of which the second lacks a row and a seed of another."""
+    other, moved, best = Row(method, classifier), Row(method, classifier, "linear"), Row("frozen", "ranpac:features=9")
+    known = Retention(before=0.9, after=0.85)
+    entries = [
+        entry(REFERENCE, 0.8, None, names[0], retention=Retention(before=0.9, after=0.9)),
+        entry(best, 0.81, UNCLEAR, names[0]),
+        entry(other, 0.85, CLEAR, names[0], retention=known, chosen={"learning_rate": 1e-3}),
+        entry(moved, 0.7, WORSE, names[0], retention=known, chosen={"learning_rate": 1e-3}),
+        entry(REFERENCE, 0.9, None, names[1]),
+        entry(best, 0.91, UNCLEAR, names[1]),
+        entry(other, 0.9, UNCLEAR, names[1], seeds=(0, 1)),
+    ]
+    settings = {"model": "demo", "data": "demo-digits"}
+    streams = {name: {**settings, "images_per_class": count} for name, count in zip(names, (4, 16), strict=True)}
+    methods = {"frozen": {"strategy": "frozen"}, method: {"strategy": "dulbe"}}
+    choices = {method: {"learning_rate": [1e-4, 1e-3]}}
+    rows = (REFERENCE, best, other, moved)
+    scope = Scope(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
+    return Comparison(entries=entries, scope=scope)
+
+
+def write_into(comparison, folder):
+    write_record(folder / COMPARISON_FILE, comparison)

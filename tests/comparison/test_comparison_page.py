@@ -1,0 +1,215 @@
+"""The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
+
+import csv
+import json
+import shutil
+
+import pytest
+from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
+from pages import Page, self_contained
+
+from dulbe_peft.commands.main import main
+from dulbe_peft.comparison.comparison_file import Comparison, read_comparison
+from dulbe_peft.comparison.comparison_page import lead, write_comparison_page
+from dulbe_peft.comparison.comparison_plots import (
+    MOST,
+    cost_figure,
+    curves_figure,
+    forest_figure,
+    image_counts,
+    important_rows,
+    streams_figure,
+    with_difference,
+)
+from dulbe_peft.comparison.plan import Row
+from dulbe_peft.comparison.summary import COLUMNS
+from dulbe_peft.report.table import write_table_csv
+
+TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # of three seeds
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "compared"
+    path.mkdir()
+    write_into(made_comparison(), path)
+    write_table_csv(COLUMNS, made_comparison().entries, path / "comparison.csv")
+    return path
+
+
+def changed(record, **fields):
+    return record.model_copy(update=fields)
+
+
+def beside(*others, seeds=(0, 1, 2)):
+    """What is said of the reference, which has 80 %, and of rows with these accuracies and differences."""
+    rows = [entry(Row("DuLBE", str(n)), *other) for n, other in enumerate(others)]
+    return lead([entry(REFERENCE, 0.8, seeds=seeds), *rows], REFERENCE)
+
+
+def test_the_first_sentence_says_what_the_differences_say():
+    clear = beside((0.85, CLEAR), (0.7, WORSE))
+    assert clear.startswith("DuLBE with 0 names most test images right after the last task: 85.0 %. It is clearly")
+    assert "frozen with bridge, which has 80.0 %" in clear and "+2.0 to +8.0, leaves out zero." in clear
+    unclear = beside((0.81, UNCLEAR), (0.81, UNCLEAR))
+    assert "not distinguishable from the reference" in unclear and "-2.0 to +4.0, holds zero" in unclear
+    assert "clearly" not in unclear and "One other has the same accuracy." in unclear
+    first = beside((0.8, UNCLEAR), (0.7, WORSE))
+    assert first.startswith("No row is better than the reference, frozen with bridge. It names 80.0 % of")
+    assert first.endswith("One of the 2 others is clearly worse.")
+    for unknown in (beside((0.9,), seeds=(1,)), lead([entry(Row("DuLBE", "lda"), 0.9)], REFERENCE)):
+        assert "No seed is finished for both" in unknown and "better than" not in unknown
+    assert lead([], REFERENCE) == "Nothing is finished yet."
+
+
+def test_the_page_has_all_figures(folder):
+    assert read_comparison(folder) == made_comparison()
+    page = Page(write_comparison_page(folder))
+    self_contained(page)
+    text = page.words
+    assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
+    assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text and "With one seed" not in text
+    cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
+    first, second = (table for table in cells if table[0][:2] == ["method", "classifier"])
+
+    def row(method, classifier, drift, last, *rest):
+        figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
+        costs = ["7.9", "12", "10", "28,800", "3.0"]
+        chosen = "learning_rate=0.001" if method == "DuLBE" else ""
+        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:2], *costs, *rest[2:]]
+
+    assert first == [
+        TITLES,
+        row("DuLBE", "lda", "", 85, *2 * ["+5.0 (+2.0 to +8.0)"], "90.0 → 85.0"),
+        row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", "", ""),
+        row("frozen (reference)", "bridge", "", 80, "", "", "90.0 → 90.0"),
+        row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
+    ]
+    assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
+    assert page.source.count("<strong>") == 4, "clearly better: A_last, A_bar; of the lead the names of both streams"
+    assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
+    assert [line[2] for line in second[1:]] == ["", "", "2, few"]
+    assert all(column.meaning in text for column in COLUMNS)
+    assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
+    missing = [["16 images", "DuLBE", "lda", "2"], ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"]]
+    assert page.table("stream", "classifiers", "seeds") == missing
+    settings = dict(page.table("stream or method"))
+    assert settings["16 images"] == "data = demo-digits; images_per_class = 16; model = demo"
+    assert page.source.count("<svg") == 7, "one of the streams; of each one differences, curves and costs"
+    entries = made_comparison().entries[:4]
+    lines = curves_figure(entries, [REFERENCE, Row("DuLBE", "lda")]).axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx([86, 80]), pytest.approx([91, 85])]
+    frozen, dulbe = cost_figure(entries).axes[0].lines
+    assert list(frozen.get_ydata()) == [80, 81] and list(dulbe.get_ydata()) == [85, 70]
+    assert set(dulbe.get_xdata()) == {9.6}, "the CPU's seconds where they are known"
+
+
+def test_a_finished_comparison_of_one_stream_with_one_seed(tmp_path):
+    table = made_comparison()
+    scope = changed(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
+    entries = [changed(one, seeds=(0,)) for one in table.entries[:4]]
+    write_into(Comparison(entries=entries, scope=scope), tmp_path)
+    page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
+    text = page.words
+    self_contained(page)
+    assert "With one seed, an interval speaks of the test images alone." in text
+    assert "not finished" not in text and "Settings to choose from" in text
+    assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in text
+
+
+def test_nothing_finished_is_a_page_too(tmp_path):
+    write_into(changed(made_comparison(), entries=[]), tmp_path)
+    page = Page(write_comparison_page(tmp_path))
+    self_contained(page)
+    assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
+    assert "Nothing is finished yet" in page.text and "<svg" not in page.source
+
+
+def test_a_name_is_only_a_text(tmp_path):
+    names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
+    write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
+    page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
+    self_contained(page)
+    assert not {"b", "i"} & {tag for tag, _ in page.tags}
+    for name in names:
+        assert [1 for level, text in page.headings if (level, text) == (2, name)], name
+    assert page.text.count("_<b>$\\frac$ with <i>&amp;") >= 4, "in the lead, the legend and the pictures"
+    assert r"\_{<}b{>}\$\textbackslash{}frac\$" in (tmp_path / "t.tex").read_text(encoding="utf-8")
+
+
+def test_the_map_from_images_to_accuracy():
+    table = made_comparison()
+    assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
+    for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
+        first = {**table.scope.streams["4 images"], **change}
+        assert image_counts({**table.scope.streams, "4 images": first}) == {}, change
+    rows = important_rows(table)
+    assert rows == [REFERENCE, Row("DuLBE", "lda"), Row("frozen", "ranpac:features=9")]
+    figure = streams_figure(table, rows)
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log" and axes.get_ylim() == (0, 100)
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["4", "16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [row.title for row in rows]
+    lines = [container.lines[0] for container in axes.containers]
+    assert [list(line.get_xdata()) for line in lines] == [[4, 16]] * 3
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
+
+
+def test_differences_are_drawn_with_their_intervals():
+    rows = with_difference(made_comparison().entries[:4])
+    assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]
+    axes = forest_figure(rows).axes[0]
+    zero, *lines = axes.lines
+    assert list(zero.get_xdata()) == [0, 0]
+    assert [list(line.get_xdata()) for line in lines[::2]] == [[2, 8], [-2, 4], [-15, -5]]
+    assert [line.get_xdata()[0] for line in lines[1::2]] == [5, 1, -10]
+    assert [line.get_markerfacecolor() == "none" for line in lines[1::2]] == [False, True, False]
+    many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST + 5)]
+    assert len(forest_figure(many).axes[0].texts) == MOST
+
+
+def test_the_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), "--csv", "a.csv", "--latex", "a.tex"]) == 0
+    assert capsys.readouterr().out.split()[1:6:2] == [str(folder / "report.html"), "a.csv", "a.tex"]
+    assert (tmp_path / "a.csv").read_bytes() == (folder / "comparison.csv").read_bytes()
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        row = list(csv.DictReader(file))[2]
+    assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
+    lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == r"\begin{tabular}{lllllrrrrrrrrrrrr}"
+    start = r"4 images & DuLBE & lda &  & learning\_rate=0.001 &  & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0"
+    assert lines[4].startswith(start)
+    assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
+    assert all(line.count("&") == 16 for line in lines if line.endswith(r"\\"))
+    columns = ["--latex", "c.tex", "--columns", "method, A_last"]
+    assert main(["report", str(folder), *columns, "--output", "c.html"]) == 0
+    assert r"DuLBE & \textbf{85.0 (84.0 to 86.0)} \\" in (tmp_path / "c.tex").read_text()
+    assert main(["report", str(folder), *columns[:3], "A_lats", "--output", "d.html"]) == 2
+    assert "there is no column 'A_lats'; did you mean 'A_last'?" in capsys.readouterr().err
+    assert main(["report", str(folder), "--output", "b.html"]) == 0 and (tmp_path / "b.html").is_file()
+
+
+def test_a_page_is_about_runs_or_about_one_comparison(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert main(["report", str(run), str(folder), "--output", str(tmp_path / "p.html")]) == 2
+    assert f"{folder} is a comparison and {run} is none" in capsys.readouterr().err
+    shutil.copytree(folder, tmp_path / "copy")
+    assert main(["report", str(folder), str(tmp_path / "copy")]) == 2
+    assert "got 2 comparisons" in capsys.readouterr().err
+    assert not (tmp_path / "p.html").exists() and not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("field, value", [("entries", 3), ("entries.0.means.last", 99), ("scope.methods", [])])
+def test_a_damaged_comparison_is_named_with_its_field(folder, capsys, field, value):
+    path = folder / "comparison.json"
+    content = part = json.loads(path.read_text(encoding="utf-8"))
+    *outer, last = field.split(".")
+    for name in outer:
+        part = part[int(name) if isinstance(part, list) else name]
+    part[last] = value
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["report", str(folder)]) == 2
+    assert f"{path} is damaged or foreign: {field}: " in capsys.readouterr().err
+    assert not (folder / "report.html").exists()

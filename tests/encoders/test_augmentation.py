@@ -1,0 +1,124 @@
+"""Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_runs import learner_of
+
+from dulbe_peft import class_incremental_tasks
+from dulbe_peft.arguments import AUGMENTATIONS
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.data.augmentation import CHANGES, augmented
+from dulbe_peft.data.readers import load_digit_images
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """Two tasks of two digits each, eight images a digit."""
+    images = load_digit_images("train")
+    rows = np.concatenate([np.flatnonzero(images.labels == label)[:8] for label in range(10)])
+    return class_incremental_tasks(images.at(rows), load_digit_images("test"), increment=2)[:2]
+
+
+def made(base, strategy="frozen", classifiers="lda", **fields):
+    quick = {"epochs": 2, "batch_size": 8, "prompt_template": "the digit {}."}
+    return learner_of(base, strategy, classifiers, **quick | fields)
+
+
+def test_a_crop_is_a_part_and_a_mirror_image_is_one():
+    assert tuple(CHANGES) == AUGMENTATIONS
+    pixels = np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) // 15 % 256
+    image = Image.fromarray(pixels.astype(np.uint8))
+    found = set()
+    for seed in range(20):
+        part = np.asarray(augmented(image, "crop", [seed]))
+        height, width = part.shape[:2]
+        assert 0.45 <= height * width / 1200 <= 1 and 0.7 <= width / height / (4 / 3) <= 1.45
+        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(image), part.shape).reshape(-1, *part.shape)
+        assert (windows == part).all(axis=(1, 2, 3)).any()
+        mirrored = np.asarray(augmented(image, "flip", [seed]))
+        assert any(np.array_equal(mirrored, side) for side in (pixels, pixels[:, ::-1]))
+        found.add(np.array_equal(mirrored, pixels))
+    assert found == {True, False}
+
+
+def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
+    """A literal float64 reference: the value at each place is that of the place it came from."""
+    row, column = np.mgrid[:64, :64].astype(float)
+    ramp = np.where((row % 63 == 0) | (column % 63 == 0), 200, 40 + row + 2 * column)
+    image = Image.fromarray(ramp.round().astype(np.uint8)).convert("RGB")
+    view = np.asarray(augmented(image, "affine", [3, 5]))[..., 0].astype(float)
+    random = np.random.default_rng([3, 5])
+    angle, shear, zoom = (
+        np.radians(random.uniform(-10, 10)),
+        np.radians(random.uniform(-5, 5)),
+        random.uniform(0.9, 1.1),
+    )
+    move = random.uniform(-0.1, 0.1, 2) * 64
+    x, y = column + 0.5 - 32 - move[0], row + 0.5 - 32 - move[1]
+    sheared = x + np.tan(shear) * y
+    from_x = zoom * (np.cos(angle) * sheared - np.sin(angle) * y) + 31.5
+    from_y = zoom * (np.sin(angle) * sheared + np.cos(angle) * y) + 31.5
+    inside = (from_x > 4) & (from_x < 59) & (from_y > 4) & (from_y < 59)
+    outside = (from_x < -1) | (from_x > 64) | (from_y < -1) | (from_y > 64)
+    assert inside.sum() > 1500 and outside.sum() > 20
+    assert np.abs(view - (40 + from_y + 2 * from_x))[inside].max() < 1.5
+    assert (view[outside] == 200).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_classifiers_learn_the_mean_of_an_image_and_its_views(base, tasks, workers):
+    """In float64, by hand: view v of an image has the seed (seed, 0, v, content), whatever its place and task."""
+    learner = made(base, augment="crop+affine", copies=2, num_workers=workers)
+    by_hand = make_classifier("lda", 64, learner.logit_scale)
+
+    def means(data):
+        images = [data.image(i) for i in range(len(data))]
+        seeds = [int.from_bytes(content, "little") for content in data.contents()]
+        views = [[augmented(x, "crop+affine", [0, 0, v, s]) for x, s in zip(images, seeds)] for v in (1, 2)]
+        return sum(learner.image_embeds(view).double() for view in (images, *views)) / 3
+
+    for task in tasks:
+        learner.learn_task(task.train)
+        by_hand.add_classes(task.class_names, means(task.train), task.train.labels)
+    learner.update_classes(tasks[0].train.at([0]))
+    by_hand.update_classes(means(tasks[0].train.at([0])), tasks[0].train.labels[:1])
+    for name, tensor in by_hand.tensors().items():
+        torch.testing.assert_close(learner.classifier.tensors()[name], tensor, msg=name, rtol=1e-4, atol=1e-5)
+    plain = made(base)
+    plain.learn_task(tasks[0].train)
+    assert not torch.allclose(plain.classifier.means, learner.classifier.means[:2], atol=1e-3)
+
+
+def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
+    options = {"strategy": "dulbe", "classifiers": "bridge", "augment": "crop+flip+affine", "copies": 1}
+    whole, stopped, plain = (made(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"}))
+    whole.run(tasks, tmp_path / "whole")
+    stopped.run(tasks[:1], tmp_path / "stopped")
+    made(base, **options).run(tasks, tmp_path / "stopped")
+    plain.run(tasks, tmp_path / "plain")
+    for name in ("adapter_model.safetensors", "head.safetensors"):
+        file = f"task-002/{name}"
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "stopped" / file).read_bytes(), name
+    other = (tmp_path / "plain" / "task-002" / "adapter_model.safetensors").read_bytes()
+    assert other != (tmp_path / "whole" / "task-002" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="augment"):
+        made(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
+
+
+def test_the_page_says_what_views_were_measured_to_cost():
+    root, figures = Path(__file__).parents[2], {}
+    page = (root / "docs/results.md").read_text(encoding="utf-8").partition("## Augmented views")[2]
+    for file in (root / "benchmarks/results/augmentation").glob("*.json"):
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            line, kind = row["what"].removesuffix(": A_last").split(", augment ")
+            figures.setdefault(kind, {})[line] = row["value"]
+    none = figures.pop("none")
+    assert set(figures) == {"crop", "flip", "affine"}
+    for kind, found in figures.items():
+        costs = [none[line] - value for line, value in found.items()]
+        assert f"`{kind}` costs {min(costs):.1f} to {max(costs):.1f} points" in page

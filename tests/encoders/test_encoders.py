@@ -1,0 +1,340 @@
+"""Every served encoder with tiny random weights: its features, its adapter, its learner, saved and loaded."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny_encoders as tiny
+import torch
+import transformers
+from lives import stream
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_encoders import CONFIG, QUICK, learn, pictures
+from torch.nn import functional as F
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    export_lora,
+    load_clip,
+    load_dual_encoder,
+)
+from dulbe_peft.deployment.pixels import pixel_values as pixel_values_of_lines
+from dulbe_peft.deployment.pixels import processor_steps
+from dulbe_peft.encoders.loading import (
+    ImageOnlyProcessor,
+    embed_dim,
+    encoder_of,
+    has_text,
+    image_shape,
+    logit_scale,
+    pixel_values,
+    tokenize,
+    unit_image_embeds,
+    unit_text_embeds,
+)
+from dulbe_peft.encoders.registry import ENCODERS
+
+EVERY = [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY]
+PROMPTS = ["a photo of the cat.", "dog", "a digit of zero-one", "the low bird"]
+NAFLEX = {"patch_size": tiny.PATCH, "max_num_patches": tiny.PATCHES}  # SigLIP 2's processor has its own defaults
+
+ATTENTION, MLP = ["self_attn.k_proj", "self_attn.v_proj"], ["mlp.fc1", "mlp.fc2"]
+VISION = {name: ("vision_model.encoder.layers", [*ATTENTION, *MLP]) for name in tiny.WITH_TEXT} | {
+    "dinov2": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
+    "dinov2_with_registers": ("encoder.layer", ["attention.k_proj", "attention.v_proj", *MLP]),
+    "dinov3_vit": ("model.layer", ["attention.k_proj", "attention.v_proj", "mlp.up_proj", "mlp.down_proj"]),
+    "vit": ("layers", ["attention.k_proj", "attention.v_proj", *MLP]),
+}
+BERT = ["attention.self.key", "attention.self.value", "intermediate.dense", "output.dense"]
+TEXT = {
+    name: ("text_model.encoder.layers", [*ATTENTION, *MLP]) for name in ("clip", "siglip", "siglip2", "metaclip_2")
+} | {
+    "chinese_clip": ("text_model.encoder.layer", BERT),
+    "altclip": ("text_model.roberta.encoder.layers", BERT),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model type -> its folder; "gemma" is a SigLIP 2, which is a SigLIP with another tokenizer."""
+    root = tmp_path_factory.mktemp("encoders")
+    saved = {name: tiny.save_encoder(name, root / name) for name in EVERY}
+    return {**saved, "gemma": tiny.save_encoder("siglip", root / "gemma", tiny.gemma_tokenizer())}
+
+
+def adapted(model_type, **fields):
+    torch.manual_seed(0)
+    return get_peft_model(tiny.make_model(model_type), DualModeLoraConfig(**{**CONFIG, **fields}))
+
+
+def pixels(processor, images=None):
+    return torch.stack([pixel_values(processor, image) for image in images or pictures()])
+
+
+def paths(block, names):
+    return {f"{block}.{index}.{name}" for index in range(2) for name in names}
+
+
+def features(model, model_type):
+    """Image features and, where there are texts, text features of an adapted model."""
+    base, processor = model.get_base_model(), tiny.make_processor(model_type)
+    processor = processor if has_text(base) else ImageOnlyProcessor(processor)
+    with torch.no_grad():
+        images = unit_image_embeds(base, pixels(processor))
+        return [images, unit_text_embeds(base, tokenize(processor, PROMPTS, base))] if has_text(base) else [images]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("siglip", {"padding": "max_length"}),
+        ("gemma", {"padding": "max_length", "max_length": tiny.LONGEST}),
+        ("siglip2", {"padding": "max_length", "max_length": tiny.LONGEST}),
+        *((name, {"padding": True}) for name in ("clip", "metaclip_2", "chinese_clip", "altclip")),
+    ],
+)
+def test_text_features_equal_the_processors_own_call(folders, name, options):
+    """The call of each family's documentation, without this library; SigLIP 2's says to lower the case before."""
+    model_type = "siglip" if name == "gemma" else name
+    own = tiny.make_processor(model_type, tiny.gemma_tokenizer() if name == "gemma" else None)
+    texts = [text.lower() for text in ("A Photo of the Cat.", "Dog", "a digit of zero-one")]
+    given = ["A Photo of the Cat.", "Dog", "a digit of zero-one"] if "siglip" in model_type else texts
+    with torch.no_grad():
+        output = tiny.make_model(model_type).get_text_features(**own(text=texts, return_tensors="pt", **options))
+        expected = F.normalize(output.pooler_output, dim=-1)
+        model, processor = load_dual_encoder(folders[name])
+        found = unit_text_embeds(model, tokenize(processor, given, model))
+        with_its_own = unit_text_embeds(model, tokenize(own, texts, model))
+    assert found.shape == (3, embed_dim(model)) and found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(with_its_own, expected, atol=1e-6, rtol=1e-5)
+    assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not tell texts apart"
+
+
+def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
+    """The tower was trained to read its padding; a tokenizer that was saved without this setting gives a mask."""
+    tokenizer = tiny.siglip_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    model, processor = load_dual_encoder(tiny.save_encoder("siglip", tmp_path / "siglip", tokenizer))
+    inputs = processor(text=PROMPTS, padding="max_length", return_tensors="pt")
+    assert set(inputs) == {"input_ids"}
+    assert torch.equal(inputs["input_ids"], tokenize(processor, PROMPTS, model)["input_ids"])
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_image_features_equal_the_models_own(folders, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    own, record = tiny.make_processor(model_type), ENCODERS[model_type]
+    assert type(model).__name__ == record.model
+    assert not any("pooler" in name for name in model.state_dict()), "it has random weights in many checkpoints"
+    with torch.no_grad():
+        inputs = own(images=pictures(), return_tensors="pt", **(NAFLEX if record.patches else {}))
+        reference = tiny.make_model(model_type)
+        if record.image_only:
+            expected = reference(**inputs).last_hidden_state[:, 0]
+        else:
+            expected = reference.get_image_features(**inputs).pooler_output
+        found = unit_image_embeds(model, pixels(processor))
+    assert found.shape == (4, embed_dim(model))
+    if has_text(model):
+        model.logit_scale.data.fill_(3.0)
+    assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
+    assert pixels(processor).shape[1:] == image_shape(model, processor)
+    assert image_shape(model) == ((4, 3 * tiny.PATCH**2 + 2) if record.patches else (3, 16, 16))
+    torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
+    if "dino" in model_type:
+        with torch.no_grad():
+            torch.testing.assert_close(expected, reference(**inputs).pooler_output)
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_padding_batch_and_order_never_change_a_text_feature(folders, name):
+    model, processor = load_dual_encoder(folders[name])
+    with torch.no_grad():
+        alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
+        turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
+    torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["clip", "altclip"])
+def test_training_mode_drops_nothing_of_a_text(model_type):
+    model, processor = tiny.make_model(model_type), tiny.make_processor(model_type)
+    tokens = tokenize(processor, PROMPTS, model)
+    expected = unit_text_embeds(model, tokens)
+    assert torch.equal(unit_text_embeds(model.train(), tokens), expected)
+    assert all(module.training for module in model.text_model.modules())
+
+
+def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
+    tiny.save_encoder("dinov2", tmp_path)
+    square = {"height": 24, "width": 24}
+    transformers.BitImageProcessorPil(size={"shortest_edge": 24}, crop_size=square).save_pretrained(tmp_path)
+    model, processor = load_dual_encoder(tmp_path)
+    assert image_shape(model) == (3, 16, 16) and image_shape(model, processor) == (3, 24, 24)
+    assert unit_image_embeds(model, pixels(processor)).shape == (4, 32)
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_path, model_type):
+    shutil.copytree(folders[model_type], tmp_path / "bare", ignore=shutil.ignore_patterns("*processor_config.json"))
+    model, processor = load_dual_encoder(tmp_path / "bare")
+    assert type(processor.image_processor).__name__ == ENCODERS[model_type].image_processor
+    assert pixels(processor).shape == (4, *image_shape(model))
+
+
+def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path):
+    for model_type, why in (
+        ("of_nobody", ""),
+        ("timm_wrapper", r" \(timm needs torchvision"),
+        ("dinov3_convnext", r" \(it has no class token"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(ValueError, match=f"of type '{model_type}'{why}") as caught:
+            load_dual_encoder(tmp_path)
+        assert all(f"'{name}'" in str(caught.value) for name in ENCODERS)
+
+
+def test_load_clip_loads_clip_alone(folders):
+    assert type(load_clip(folders["clip"])[0]).__name__ == "CLIPModel"
+    with pytest.raises(ValueError, match="holds a SiglipModel, expected a CLIPModel.*load_dual_encoder"):
+        load_clip(folders["siglip"])
+    with pytest.raises(FileNotFoundError, match=r"\./nowhere"):
+        load_dual_encoder("./nowhere")
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_texts_that_are_too_long_or_the_same_are_refused(folders, name):
+    model, processor = load_dual_encoder(folders[name])
+    with pytest.raises(ValueError, match=f"tokens, the text tower takes {tiny.LONGEST}: shorten it"):
+        tokenize(processor, ["0123456789-0123456789-0123456789"], model)
+    with pytest.raises(ValueError, match="the same to the tokenizer: rename a class"):
+        tokenize(processor, ["cat", "cat"], model)
+    texts = ["1" * n for n in range(1, 30)]
+    longest = [text for text in texts if len(processor.tokenizer(text)["input_ids"]) <= tiny.LONGEST][-1]
+    assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_image_only_encoders_refuse_texts(folders, tmp_path, model_type):
+    model, processor = load_dual_encoder(folders[model_type])
+    assert isinstance(processor, ImageOnlyProcessor) and not has_text(model)
+    named = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
+    with pytest.raises(ValueError, match=named):
+        ClassIncrementalLearner(adapted(model_type), processor, args=LearnerArguments(**QUICK))
+
+
+def test_parts_of_models_and_of_processors_are_refused(folders):
+    model, processor = adapted("siglip"), tiny.make_processor("siglip")
+    args = LearnerArguments(**QUICK)
+    with pytest.raises(TypeError, match="(?s)must be a SiglipProcessor or like one.*without tokenizer"):
+        ClassIncrementalLearner(model, ImageOnlyProcessor(processor.image_processor), args=args)
+    with pytest.raises(ValueError, match="statistics_tokens is 'cls', but a SiglipModel has no class token"):
+        ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK, statistics_tokens="cls"))
+    classifier = transformers.Dinov2ForImageClassification(tiny.make_config("dinov2"))
+    with pytest.raises(ValueError, match="not the whole DINOv2 encoder: give a Dinov2Model"):
+        ClassIncrementalLearner(get_peft_model(classifier, DualModeLoraConfig(**CONFIG)), processor, args=args)
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_targets_are_keys_values_and_mlp_of_the_blocks_or_all_of_their_layers(model_type):
+    block, names = VISION[model_type]
+    attention, output = ("attention", "o_proj") if model_type in tiny.IMAGE_ONLY else ("self_attn", "out_proj")
+    expected = paths(block, [*names, f"{attention}.q_proj", f"{attention}.{output}"])
+    assert set(adapted(model_type, target_modules="all-linear").dual_mode_layers()) == expected
+    model = adapted(model_type)
+    assert set(model.dual_mode_layers()) == paths(block, names)
+    text = {name.rpartition(".dulbe_text_A")[0] for name in model.state_dict() if "dulbe_text_A" in name}
+    expected = paths(*TEXT[model_type]) if model_type in TEXT else set()
+    assert {name.removeprefix("base_model.model.") for name in text} == expected
+
+
+def test_the_gated_mlp_of_dinov2_giant_is_adapted():
+    config = tiny.make_config("dinov2")
+    config.use_swiglu_ffn = True
+    model = get_peft_model(transformers.Dinov2Model(config), DualModeLoraConfig(**CONFIG))
+    names = ["attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert set(model.dual_mode_layers()) == paths("encoder.layer", names)
+
+
+def test_lists_stay_inside_the_blocks_and_expressions_reach_further():
+    listed = adapted("siglip", target_modules=["fc1", "out_proj"])  # the pooling head has layers of these names
+    assert set(listed.dual_mode_layers()) == paths("vision_model.encoder.layers", ["mlp.fc1", "self_attn.out_proj"])
+    head = "vision_model.head.mlp.fc1"
+    assert set(adapted("siglip", target_modules=r".*head\.mlp\.fc1").dual_mode_layers()) == {head}
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_an_adapter_is_saved_loaded_and_exported_as_stock_lora(model_type, tmp_path):
+    model = adapted(model_type, init_weights=False)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "adapter")
+    plain = features(adapted(model_type), model_type)
+    for found, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
+        assert torch.equal(found, expected) and not torch.allclose(expected, before, atol=1e-3)
+    model.fold_task()
+    export_lora(model, tmp_path / "lora")
+    stock = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "lora")
+    assert isinstance(stock.active_peft_config, LoraConfig)
+    for found, expected in zip(features(stock, model_type), features(model, model_type)):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, name, tmp_path):
+    torch.manual_seed(0)
+    model, processor = load_dual_encoder(folders[name])
+    model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
+    learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK))
+    before = {key: value.clone() for key, value in learner.model.state_dict().items() if "text_B" in key}
+    learn(learner, 0)
+    after = learner.model.state_dict()
+    assert before and all(not torch.equal(after[key], value) for key, value in before.items())
+    learner.save_pretrained(tmp_path / "learner")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", args=learner.args)
+    assert type(loaded.clip) is type(learner.clip)
+    assert type(loaded.processor).__name__ == encoder_of(loaded.clip).processor
+    assert type(loaded.processor.image_processor) is type(learner.processor.image_processor)
+    assert loaded.predict(pictures()) == learner.predict(pictures())
+    for each in (learner, loaded):
+        learn(each, 1)
+    images = [(image, 0) for image in pictures(seed=9)]
+    assert torch.equal(loaded.image_embeds(images), learner.image_embeds(images))
+    title = "CLIP" if name == "clip" else encoder_of(loaded.clip).title
+    card = (tmp_path / "learner/README.md").read_text(encoding="utf-8")
+    assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
+
+
+@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
+    """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
+    model, processor = load_dual_encoder(folders[model_type])
+    args = LearnerArguments(device="cpu", progress=False)
+    with pytest.raises(ValueError, match="'text' needs text"):
+        ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers=("prototype", "text"))
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen")
+    assert learner.classifiers and not any(classifier.needs_text for classifier in learner.classifiers.values())
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
+    results = learner.run(stream(2), tmp_path / "run")
+    assert "zero_shot" not in results and "text" not in results and "prototype" in results["classifiers"]
+    again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+    assert again.predict(pictures()) == learner.predict(pictures())
+    assert isinstance(again.processor, ImageOnlyProcessor)
+
+
+@pytest.mark.parametrize("model_type", tiny.OF_ONE_SIZE)
+def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
+    processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
+    steps = json.loads(json.dumps(processor_steps(processor)))
+    for photo in [*pictures(), *(picture.resize((301, 77)) for picture in pictures())]:
+        values = processor.image_processor(images=[photo], return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixel_values_of_lines(photo, steps), values, atol=1e-5)
+
+
+def test_a_processor_that_does_something_else_is_kept():
+    for name, value in (("do_normalize", False), ("do_resize", False), ("size", {"longest_edge": 16})):
+        image_processor = tiny.make_image_processor("siglip")
+        setattr(image_processor, name, value)
+        assert processor_steps(type("Processor", (), {"image_processor": image_processor})()) is None

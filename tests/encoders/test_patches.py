@@ -1,0 +1,104 @@
+"""SigLIP 2 NaFlex: images of many proportions in one batch, whose padding counts nowhere."""
+
+import pytest
+import reference
+import tiny_encoders as tiny
+import torch
+from peft import get_peft_model
+from tiny_encoders import CONFIG, QUICK, learn, pictures
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds
+from dulbe_peft.encoders.patches import unpacked
+from dulbe_peft.encoders.pixels import with_image_resize
+from dulbe_peft.report.inspection import relevance_maps
+from dulbe_peft.subspaces.inputs import observed_inputs
+
+COUNTS = [6, 4, 5, 6]  # patches of each picture
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny.make_processor("siglip2")
+
+
+@pytest.fixture(scope="module")
+def packed(processor):
+    return torch.stack([pixel_values(processor, image) for image in pictures()])
+
+
+def adapted():
+    torch.manual_seed(0)
+    return get_peft_model(tiny.make_model("siglip2"), DualModeLoraConfig(**CONFIG, init_weights=False)).eval()
+
+
+def learner():
+    return ClassIncrementalLearner(adapted(), tiny.make_processor("siglip2"), args=LearnerArguments(**QUICK))
+
+
+def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
+    expected = processor.image_processor(images=pictures(), return_tensors="pt")
+    found = unpacked(packed)
+    assert packed.dtype == torch.float32 and packed.shape[1:] == image_shape(tiny.make_model("siglip2"), processor)
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+    assert torch.equal(found["spatial_shapes"], expected["spatial_shapes"])
+    assert torch.equal(found["pixel_attention_mask"], expected["pixel_attention_mask"].bool())
+    assert expected["pixel_attention_mask"].sum(dim=1).tolist() == COUNTS
+    small = unpacked(packed[1:3])
+    assert small["pixel_values"].shape[1] == 5 and small["pixel_attention_mask"].sum(dim=1).tolist() == [4, 5]
+    small = unpacked(packed[1:2])
+    assert small["pixel_values"].shape[1] == 4 and small["pixel_attention_mask"] is None
+
+
+def test_features_and_gradients_of_a_batch_are_those_of_its_images_alone(packed):
+    """In float64, each image is cut to its own patches and passes without a mask."""
+    model = adapted().double()
+    base, trained = model.get_base_model(), [p for p in model.parameters() if p.requires_grad]
+    together = unit_image_embeds(base, packed)
+    alone = torch.cat([unit_image_embeds(base, image[None]) for image in packed])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)  # unit features are float32
+    directions = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.autograd.grad((z * directions).sum(), trained, allow_unused=True) for z in (together, alone)]
+    pairs = [(a, b) for a, b in zip(*gradients) if b is not None and b.numel()]
+    assert len(pairs) >= 16
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def inputs_of(model, packed):
+    """What each adapted layer reads of each image alone, of which nothing is padding."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    with torch.no_grad(), observed_inputs(model.dual_mode_layers(), lambda n, x: seen.setdefault(n, []).append(x[0])):
+        for image in packed:
+            unit_image_embeds(model.get_base_model(), image[None])
+    assert all([len(tokens) for tokens in inputs] == COUNTS for inputs in seen.values())
+    return {name: torch.cat(inputs) for name, inputs in seen.items()}
+
+
+def test_a_learner_s_statistics_leave_the_padding_out(packed):
+    ours = learner()
+    learn(ours, 0)
+    for name, tokens in inputs_of(ours.model, packed).items():
+        torch.testing.assert_close(ours.memory[name].double(), reference.occupation(tokens), rtol=1e-4, atol=1e-3)
+
+
+def test_an_image_that_cannot_be_read_is_stepped_over(tmp_path):
+    ours = learner()
+    learn(ours, 0)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    pictures()[0].save(tmp_path / "whole.png")
+    broken, whole = ours.predictions(tmp_path)
+    assert broken.error and whole.error is None and ours.predict(tmp_path / "whole.png") == [whole.classes[0]]
+
+
+def test_what_needs_images_of_one_size_is_refused(processor):
+    ours = learner()
+    learn(ours, 0)
+    with pytest.raises(ValueError, match="SigLIP 2 NaFlex gives each image a grid of its own"):
+        relevance_maps(ours, pictures(), ours.text_embeds(["a0"]))
+    with pytest.raises(ValueError, match="Siglip2ImageProcessorPil cannot crop"):
+        with_image_resize(processor, ours.clip, "squash")
+    with pytest.raises(ValueError, match=r"are \(3, 16, 16\), the model takes \(6, 194\)"):
+        ours.predict([torch.zeros(3, 16, 16)])
+    with pytest.raises(ValueError, match="statistics_tokens is 'cls', but a Siglip2Model has no class token"):
+        ClassIncrementalLearner(adapted(), processor, args=LearnerArguments(**QUICK, statistics_tokens="cls"))

@@ -1,0 +1,222 @@
+"""Answers for unlabelled images: what is taken, what is given back, what is stepped over, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    ImageFolder,
+    LdaClassifier,
+    LearnerArguments,
+    PrototypeClassifier,
+    load_clip,
+)
+from dulbe_peft.commands.main import main
+from dulbe_peft.demo import demo_model_folder
+
+
+@pytest.fixture(scope="module")
+def world(digit_folders, tmp_path_factory):
+    """A learner of six digits that was saved, and the folders that it learned from."""
+    root = digit_folders(6, 20, 8)
+    clip, processor = load_clip(demo_model_folder())
+    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", progress=False)
+    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("ranpac", "bridge"))
+    train, test = ImageFolder(root, "train"), ImageFolder(root, "test")
+    learner.learn_task(train)
+    folder = tmp_path_factory.mktemp("saved") / "learner"
+    learner.save_pretrained(folder)
+    return SimpleNamespace(learner=learner, root=root, test=test, folder=str(folder))
+
+
+def files(world):
+    return [world.test.item_name(index) for index in range(len(world.test))]
+
+
+def test_whatever_holds_the_images_the_answers_are_the_same(world):
+    images = [world.test[index]["image"] for index in range(len(world.test))]
+    pixels = torch.stack([world.learner.encoder.images(world.test)[i][0] for i in range(len(images))])
+    expected = world.learner.predict(images)
+    assert len(set(expected)) > 3
+    for given in (world.test, files(world), str(world.root / "test"), world.root / "test", pixels, list(pixels)):
+        assert world.learner.predict(given) == expected
+    assert world.learner.predict([world.root / "test", images[0]]) == [*expected, expected[0]]
+    assert world.learner.predict(images[0]) == expected[:1] == world.learner.predict(files(world)[0])
+    assert world.learner.predict((images[0], images[1])) == expected[:2]
+    assert world.learner.predict([(images[0], 3), (images[1], 4)]) == expected[:2]
+    assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
+
+
+def test_the_best_classes_and_their_probabilities(world):
+    features = world.learner.image_embeds(world.test)
+    probabilities = world.learner.classifier.probabilities(features).double()
+    rows = world.learner.predict(world.test, top_k=3, return_scores=True)
+    for row, expected in zip(rows, probabilities, strict=True):
+        order = sorted(range(6), key=lambda label: -expected[label])[:3]
+        assert [name for name, _ in row] == [world.learner.class_names[label] for label in order]
+        assert [p for _, p in row] == pytest.approx([expected[label].item() for label in order], abs=1e-6)
+    assert world.learner.predict(world.test, top_k=3) == [[name for name, _ in row] for row in rows]
+    assert world.learner.predict(world.test, return_scores=True) == [row[0] for row in rows]
+    assert len(world.learner.predict(world.test, top_k=99)[0]) == 6
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        world.learner.predict(world.test, top_k=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_cannot_be_read_is_stepped_over(world, tmp_path, workers):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "bad.jpg").write_bytes(b"no image")
+    Image.open(files(world)[0]).save(tmp_path / "deep" / "good.png")
+    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", num_workers=workers)
+    learner = ClassIncrementalLearner.from_pretrained(world.folder, args=args)
+    rows = {row.image: row for row in learner.predictions([tmp_path, tmp_path / "gone.png"])}
+    assert len(rows) == 3
+    read = rows[str(tmp_path / "deep" / "good.png")]
+    assert read.error is None and list(read.classes) == world.learner.predict(files(world)[0])
+    assert "it is none of the formats JPEG" in rows[str(tmp_path / "deep" / "er" / "bad.jpg")].error
+    assert "No such file" in rows[str(tmp_path / "gone.png")].error
+    with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: it is none of"):
+        learner.predict(tmp_path)
+
+
+def test_rejected_images_have_no_class(world):
+    noise = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+    threshold = world.learner.classifier.rejection_threshold(0.3)
+    scored = world.learner.predict(noise, return_scores=True)
+    answers = world.learner.predict(noise, reject=0.3)
+    assert answers == [name if p >= threshold else None for name, p in scored]
+    assert None in answers
+    assert world.learner.predict(noise, top_k=2, reject=0.3)[answers.index(None)] == []
+    known = world.learner.predict(world.test, reject=0.3)
+    assert known.count(None) / len(known) < answers.count(None) / len(answers)
+
+
+def test_sets_cover_the_right_class(world):
+    features = world.learner.image_embeds(world.test)
+    sets = world.learner.classifier.prediction_sets(features, 0.7)
+    answers = world.learner.predict(world.test, coverage=0.7, return_scores=True)
+    for row, members in zip(answers, sets, strict=True):
+        assert {name for name, _ in row} == {world.learner.class_names[label] for label in members.nonzero()[:, 0]}
+        assert [p for _, p in row] == sorted([p for _, p in row], reverse=True)
+    assert world.learner.predict(world.test, coverage=0.7) == [[name for name, _ in row] for row in answers]
+    with pytest.raises(ValueError, match=r"top_k is 2 and coverage 0.7: give one of them"):
+        world.learner.predict(world.test, top_k=2, coverage=0.7)
+
+
+def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
+    folder = str(world.root / "test")
+    argv = ["predict", world.folder, folder, "--top-k", "2", "--device", "cpu", "--num-workers", "0"]
+    assert main([*argv, "--csv", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json")]) == 0
+    expected = world.learner.predict(folder, top_k=2, return_scores=True)
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["path", "class", "probability"] and len(rows) == 2 * len(expected)
+    flat = [answer for answers in expected for answer in answers]
+    assert [row["class"] for row in rows] == [name for name, _ in flat]
+    assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
+    assert {row["path"] for row in rows} == {row["path"] for row in written} == set(files(world))
+    capsys.readouterr()
+    assert main(argv) == 0
+    first = capsys.readouterr().out.splitlines()[0].split("\t")
+    assert first[0] == written[0]["path"] and first[1] == f"{expected[0][0][0]} {100 * expected[0][0][1]:.2f} %"
+
+
+def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.png").write_bytes(b"no")
+    paths = [str(tmp_path / name) for name in ("empty", "bad.png", "gone")]
+    argv = ["predict", "--device", "cpu", world.folder, *paths]
+    assert main([*argv, files(world)[0]]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(files(world)[0]) and said.out.count("\n") == 1
+    assert f"{tmp_path / 'empty'} cannot be read: the folder holds no image" in said.err
+    assert "bad.png cannot be read" in said.err and "1 image, 3 could not be read" in said.err
+    assert main(argv) == 2
+
+
+def test_names_that_are_not_utf_8_and_names_that_look_like_formulas(world, tmp_path, capsys, monkeypatch):
+    odd, formula = os.fsencode(tmp_path) + b"/\xff\xe9.png", "=1+1.png"
+    for name in (odd, os.fsencode(tmp_path / formula)):
+        Path(os.fsdecode(name)).write_bytes(Path(files(world)[0]).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(odd + b"\r\n" + formula.encode() + b"\n")))
+    argv = ["predict", world.folder, "-", "--device", "cpu", "--csv", "a.csv", "--json", "a.json"]
+    assert main(argv) == 0
+    table, written = (tmp_path / "a.csv").read_bytes(), (tmp_path / "a.json").read_bytes()
+    assert odd in table and odd in written and b"\n'=1+1.png," in table
+    assert json.loads(os.fsdecode(written))[0]["path"] == os.fsdecode(odd)
+
+
+def test_standard_input_is_an_image_a_list_of_paths_or_one_line_of_error(world, capsys, monkeypatch):
+    def given(data, *more):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert main(["predict", world.folder, "-", *more, "--device", "cpu", "--csv", "-"]) == 0
+        said = capsys.readouterr()
+        return [(row["path"], row["class"]) for row in csv.DictReader(io.StringIO(said.out))], said.err
+
+    names = files(world)[:2]
+    first, second = world.learner.predict(names)
+    image = Path(names[0]).read_bytes()
+    assert given(image)[0] == [("standard input", first)]
+    assert given("\n".join(names).encode())[0] == list(zip(names, (first, second), strict=True))
+    for damaged in (image[:-30], b"\0\1\n\2\n"):
+        said = given(damaged, names[0])[1]
+        assert said.count("cannot be read") == 1 and "standard input cannot be read: " in said
+
+
+CLASSES, WIDTH = 1000, 32
+
+
+class Index:
+    """What faiss's IndexFlatIP does."""
+
+    def __init__(self, width):
+        self.rows = np.zeros((0, width), np.float32)
+
+    def add(self, rows):
+        self.rows = np.concatenate([self.rows, rows])
+
+    def search(self, queries, count):
+        scores = queries @ self.rows.T
+        places = np.argsort(-scores, axis=1)[:, :count]
+        return np.take_along_axis(scores, places, axis=1), places
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (PrototypeClassifier, lambda means: {"sums": means}),
+        (LdaClassifier, lambda means: {"means": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
+    ],
+)
+def test_the_five_best_of_many_classes(kind, state, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(IndexFlatIP=Index))
+    page = (Path(__file__).parents[2] / "docs" / "predicting.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "faiss" in block)
+    namespace: dict = {}
+    exec(code, namespace)
+    classifier = kind(WIDTH)
+    means, counts = F.normalize(torch.randn(CLASSES, WIDTH), dim=1), torch.ones(CLASSES, dtype=torch.int64)
+    classifier.install({"counts": counts} | state(means))
+    classifier._class_names = [str(number) for number in range(CLASSES)]
+    features = F.normalize(torch.randn(20, WIDTH), dim=1)
+    scores, places = namespace["best_classes"](classifier, features)
+    expected = classifier(features).topk(5)
+    np.testing.assert_array_equal(places, expected.indices)
+    np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)

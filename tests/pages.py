@@ -1,0 +1,111 @@
+"""A page as a test reads it, and runs to write one of."""
+
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import get_peft_model
+
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft import class_incremental_tasks as tasks_of
+from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.report.pictures import write_pictures
+from dulbe_peft.streams.tasks import Task
+
+NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")
+
+
+def digits(start, stop):
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == label)[start:stop] for label in range(6)])
+    images = DigitImages(data.images[rows], data.target[rows])
+    images.class_names = NAMES
+    return images
+
+
+def learn(output, strategy="dulbe", seed=0, order=range(6), tests=True, tasks=3):
+    clip, processor = load_clip(demo_model_folder())
+    torch.manual_seed(seed)
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=["fc1"])
+    model = get_peft_model(clip, config) if strategy == "dulbe" else clip
+    args = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, seed=seed)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
+    stream = tasks_of(digits(0, 6), digits(6, 16), increment=2, class_order=list(order))
+    stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
+    results = learner.run(stream[:tasks], output, keep_features=strategy == "frozen")
+    write_pictures(output, [task.test for task in stream[:tasks]], results, ["2 files are no <images>"])
+    return output
+
+
+class Page(HTMLParser):
+    """What a test asks of a page: tags with attributes, the text of its cells, and its headings."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.tables, self.headings, self.text, self._open = [], [], [], "", None
+        self.source = Path(path).read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._open = tag
+        elif re.fullmatch("h[1-6]", tag):
+            self.headings.append([int(tag[1]), ""])
+            self._open = tag
+
+    def handle_endtag(self, tag):
+        if tag == self._open:
+            self._open = None
+
+    def handle_data(self, data):
+        self.text += data
+        if self._open in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        elif self._open:
+            self.headings[-1][1] += data
+
+    @property
+    def words(self):
+        return " ".join(self.text.split())
+
+    def table(self, *heads):
+        """The rows of the tables whose header has these cells, after the header."""
+        found = [t for t in self.tables if set(heads) <= {cell.strip() for cell in t[0]}]
+        assert found, f"no table has the columns {heads}"
+        return [[" ".join(cell.split()) for cell in row] for row in found[0][1:]]
+
+
+def self_contained(page):
+    """The page asks for nothing, runs its own few lines alone, and says what its pictures show."""
+    assert not {"iframe", "object", "embed"} & {tag for tag, _ in page.tags}
+    assert [attributes for tag, attributes in page.tags if tag == "script"] == [{}]
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href"):
+            assert attributes.get(name, "#").startswith(("data:", "#")), (tag, attributes)
+        assert tag != "img" or attributes["alt"]
+        assert tag != "svg" or "role" not in attributes
+    assert "@import" not in page.source and "url(http" not in page.source
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert dict(page.tags)["html"] == {"lang": "en"}
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    for table in page.tables:  # no column is empty
+        assert len(table) < 2 or all(
+            any(cell.strip() for cell in column[1:]) or not column[0].strip() or column[0] == "test images of it"
+            for column in itertools.zip_longest(*table, fillvalue="")
+        ), table[0]

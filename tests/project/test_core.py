@@ -1,0 +1,77 @@
+"""What the core brings: no package of the extra `commands` is needed by it, and an import costs what PEFT's does."""
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dulbe_peft.utils.extras import COMMANDS, installed
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dulbe_peft"
+# Where such a package may be imported at the top; elsewhere it is inside a function, where it is asked for.
+AT_THE_TOP = ("commands/", "sklearn.py")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_packages_of_the_extra_are_imported_where_they_are_needed(path):
+    if path.relative_to(PACKAGE).as_posix().startswith(AT_THE_TOP):
+        return
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in names} & set(COMMANDS), f"line {node.lineno}"
+
+
+def test_the_extra_has_what_the_sentence_promises():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+
+    def named(text):
+        return {re.split(r"[<>=]", line)[0] for line in text.split()}
+
+    assert named(setup["options.extras_require"]["commands"]) == set(COMMANDS.values())
+    assert not named(setup["options"]["install_requires"]) & set(COMMANDS.values())
+
+
+def test_a_missing_package_is_a_sentence_that_names_the_extra():
+    message = r"a picture needs the package scikit-learn: pip install 'dulbe_peft\[commands\]'"
+    with pytest.raises(ImportError, match=message), installed("a picture"):
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), installed("a picture"):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+WITHOUT_CLICK = """
+import sys
+sys.modules["click"] = None
+from dulbe_peft.__main__ import start
+sys.exit(start())
+"""
+
+
+def test_the_command_line_without_click_is_one_sentence():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CLICK, "--help"], capture_output=True, text=True)
+    wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[commands]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
+
+
+@pytest.mark.slow
+def test_the_core_does_its_work():
+    """`.ci/run` calls the same script where nothing else is installed."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests/core_environment.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_importing_it_beside_peft_brings_no_further_package():
+    def packages(code):
+        code += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+        return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+
+    more = packages("import peft, dulbe_peft; dulbe_peft.DualModeLoraConfig") - packages("import peft")
+    assert more == {"dulbe_peft", "annotated_types"}

@@ -1,0 +1,79 @@
+"""Every file in `examples/` runs, in a process of its own and a folder of its own."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dulbe_peft.demo import demo_model_folder
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HELPERS = {"demo_glyphs.py"}  # imported by pretrain_demo_clip.py, which tests/project/test_demo_model.py runs
+ELSEWHERE = {"pretrain_demo_clip.py"}
+
+
+def run(name, *arguments, cwd):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
+
+
+def test_adapt_clip(tmp_path):
+    said = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
+    assert "the loaded adapter gives the same features: True" in said
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_head_alone(tmp_path):
+    said = run("head_alone.py", cwd=tmp_path)
+    assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
+
+
+def test_image_folders(tmp_path, digit_folders):
+    arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
+    said = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "task 2/2: 4 classes" in said and "A_last" in said
+    again = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
+
+
+def test_domains(tmp_path, digit_folders):
+    for name in ("first", "second"):
+        shutil.copytree(digit_folders(2, 3, 2), tmp_path / name)
+    (tmp_path / "second" / "class_names.txt").write_text("zero\tround\none\tstraight\n")
+    protocol = {
+        "model": str(demo_model_folder()),
+        "strategy": "dulbe",
+        "learner": {"epochs": 1},
+        "zero_shot_tolerance": 100,
+        "domains": {"first": {"classes": 2, "train": 6, "test": 4, "zero_shot": 50}, "second": {"classes": 2}},
+    }
+    (tmp_path / "two.yaml").write_text(json.dumps(protocol))
+    arguments = ("two.yaml", "--data", ".", "--output", "out")
+    said = run("domains.py", *arguments, cwd=tmp_path)
+    assert "second: " in said and "task 2/2: 4 classes" in said
+    found = json.loads((tmp_path / "out" / "domains.json").read_text())
+    (_, ahead), last = found["matrix"]
+    assert found["transfer"] == ahead and found["last"] == sum(last) / 2  # by the definition, for two data sets
+    # Among its own two classes a data set is told apart at least as well as among all four.
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["classifiers"]["bridge"]["matrix"]
+    assert all(own >= among for own, among in zip(last, results[-1], strict=True))
+    assert run("domains.py", *arguments, cwd=tmp_path).splitlines()[-1] == said.splitlines()[-1]
+
+    protocol["domains"]["first"]["train"] = 7
+    (tmp_path / "two.yaml").write_text(json.dumps(protocol))
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run("domains.py", *arguments, cwd=tmp_path)
+    assert "first: " in failed.value.stderr and "6 images to learn from, expected 7" in failed.value.stderr
+
+
+def test_every_example_is_run_by_a_test():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    here = Path(__file__).read_text(encoding="utf-8")
+    missing = [name for name in scripts - HELPERS - ELSEWHERE if f'run("{name}"' not in here]
+    assert not missing
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(name in listed for name in (scripts - HELPERS) | {path.name for path in EXAMPLES.glob("*.ipynb")})

@@ -1,0 +1,113 @@
+"""Who may import whom: a wing imports from the wings that stand in lines above its own, and nothing from below."""
+
+import ast
+import configparser
+import graphlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dulbe_peft
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dulbe_peft"
+WINGS = [
+    {"utils"},
+    {"arguments", "data", "subspaces"},
+    {"streams", "encoders", "classifiers"},
+    {"adapter", "sklearn"},
+    {"strategies"},
+    {"training", "metrics"},
+    {"checkpoints"},
+    {"learner"},
+    {"deployment"},
+    {"runs"},
+    {"report"},
+    {"comparison"},
+    {"demo", "serving"},
+    {"commands"},
+    {"__init__", "__main__"},
+]
+# A learner's `run` is handed to the wing of runs when it is called.
+DOWN = {("learner.py", "runs")}
+RANK = {wing: rank for rank, wings in enumerate(WINGS) for wing in wings}
+FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def wing_of(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imported_names(file: str) -> set[str]:
+    """What a file imports of the package, also inside functions and for types alone: dotted names."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name for name in names if name.split(".")[0] == "dulbe_peft"}
+    return found
+
+
+def imported(file: str) -> set[str]:
+    """The wings that a file imports."""
+    parts = [name.split(".") for name in imported_names(file)]
+    return {part[1] if len(part) > 1 and part[1] in RANK else "__init__" for part in parts}
+
+
+def test_imports_go_up_this_list():
+    arrows = [(file, wing) for file in FILES for wing in imported(file) - {wing_of(file)} if (file, wing) not in DOWN]
+    assert [f"{file} imports {wing}" for file, wing in arrows if RANK[wing] >= RANK[wing_of(file)]] == []
+
+
+def test_no_two_modules_import_each_other_by_whatever_way_round():
+    modules = {"dulbe_peft." + file.removesuffix(".py").replace("/", "."): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+
+    def module(name):
+        return name if name in modules else module(name.rpartition(".")[0])
+
+    graph = {name: {module(other) for other in imported_names(file)} - {name} for name, file in modules.items()}
+    graph["dulbe_peft.learner"] -= {"dulbe_peft.runs.run"}  # see DOWN
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
+
+
+def test_one_version_and_what_to_cite():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    metadata = setup["metadata"]
+    assert dulbe_peft.__version__ == metadata["version"]
+    assert f"## {metadata['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [cited[key] for key in ("title", "version", "license", "abstract")] == [
+        metadata[key] for key in ("name", "version", "license", "description")
+    ]
+    assert cited["authors"] == [{"name": metadata["author"]}]
+    (paper,) = cited["references"]
+    authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+    assert f"{authors},\n*{paper['title']}*" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_everything_public_is_documented():
+    for name in dulbe_peft.__all__:
+        assert getattr(dulbe_peft, name).__doc__ and name in dir(dulbe_peft), name
+    with pytest.raises(AttributeError, match="has no attribute 'laod_clip'"):
+        dulbe_peft.laod_clip  # noqa: B018
+
+
+def test_nothing_is_left_for_later():
+    marks = re.compile("TO" + "DO|FIX" + "ME|XX" + "X")
+    for folder in ("dulbe_peft", "tests", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".md"):
+                assert not marks.search(path.read_text(encoding="utf-8")), path
+
+
+def test_every_reference_of_a_page_is_a_name_of_the_package():
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            assert pkgutil.resolve_name(name), (page.name, name)

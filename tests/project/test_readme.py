@@ -1,0 +1,181 @@
+"""The README and the pages: their Python runs, their commands parse, and their options, messages and links exist."""
+
+import ast
+import json
+import re
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import yaml
+from documents import blocks, text_of
+from small_runs import parse
+
+from dulbe_peft.arguments import AdapterSettings, LearnerArguments
+from dulbe_peft.commands.main import main
+from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.strategies import STRATEGIES
+from dulbe_peft.utils.settings import field_types
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+# A block of Python with one of these titles is not run. It must compile.
+NOT_RUN = ("needs the Hub",)
+# Pages whose Python another test runs, and looks at what comes out.
+ELSEWHERE = {
+    "docs/classifiers.md": "classifiers/test_classifier_calls.py",
+    "docs/data.md": "commands/test_data_command.py",
+    "docs/deploying.md": "deployment/test_deployment.py",
+    "docs/next-month.md": "commands/test_next_month.py",
+}
+# Pages whose commands run, too, block after block together with their Python.
+WALKED = ("docs/photographs.md",)
+WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
+SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
+
+
+def commands(page):
+    """Every dulbe-peft command of a page, as a list of arguments; a line that ends in a backslash goes on."""
+    lines = [line for _, _, code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
+    called = [re.split(r"dulbe-peft |-m dulbe_peft ", line, maxsplit=1) for line in lines]
+    return [shlex.split(parts[1].split("#")[0]) for parts in called if len(parts) == 2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder to work in; what a page registers is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in (*WALKED, *ELSEWHERE)])
+def test_python_of_pages_runs(page, elsewhere, capsys):
+    namespace: dict = {"__name__": "__main__"}
+    for number, (_, title, code) in enumerate(blocks(page, "python"), 1):
+        compiled = compile(code, f"{page} block {number}", "exec")
+        if title not in NOT_RUN:
+            exec(compiled, namespace)
+    if page == "README.md":
+        assert "trainable params" in capsys.readouterr().out
+        assert (elsewhere / "my-learner" / "manifest.json").is_file()
+
+
+def test_the_notebook_runs(elsewhere, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)  # as nobody has run it
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(code, 1):
+        exec(compile("".join(cell["source"]), f"own_folder.ipynb cell {number}", "exec"), namespace)
+    learner, folder = namespace["again"], namespace["work"]
+    assert learner.tasks == [("one", "two", "zero"), ("three",)] and folder.is_relative_to(elsewhere)
+    best = [row[0][0] for row in namespace["answers"]]
+    assert len(best) >= 5 and best.count("three") / len(best) > 0.8  # of images that all show the class learned later
+    assert (folder / "exported" / "model.safetensors").is_file()
+
+
+def test_few_blocks_are_not_run_and_others_elsewhere():
+    titles = [title for page in PAGES for _, title, _ in blocks(page, "python")]
+    assert len(titles) >= 12 and sum(title in NOT_RUN for title in titles) <= 4
+    assert {title for title in titles if title} <= set(NOT_RUN)
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / "tests" / test).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WALKED)
+def test_commands_of_a_page_run(page, elsewhere, capsys):
+    """The page from top to bottom, as a person types it."""
+    namespace: dict = {"__name__": "__main__"}
+    called = 0
+    for number, (language, _, code) in enumerate(blocks(page, "python", "bash"), 1):
+        if language == "python":
+            exec(compile(code, f"{page} block {number}", "exec"), namespace)
+            continue
+        for line in code.replace("\\\n", " ").splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "dulbe-peft", line
+            assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+            called += 1
+    assert called >= 5
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_parse(page):
+    for command in commands(page):
+        parse(command)
+
+
+def test_ci_runs_what_contributors_are_told_to_run():
+    script, told = (ROOT / ".ci" / "run").read_text(encoding="utf-8"), []
+    for page, word in (("CONTRIBUTING.md", "ruff"), ("README.md", "pytest")):
+        lines = [line for _, _, code in blocks(page, "bash") for line in code.splitlines() if word in line]
+        told += [command.strip() for line in lines[:1] for command in line.split("&&") if "install" not in command]
+    assert len(told) >= 5 and all(command in script for command in told)
+
+
+def test_the_tests_behind_the_promises_exist():
+    named = re.findall(r"`(test_\w+)`", text_of("docs/trust.md"))
+    files = re.findall(r"`(tests/[\w/]+\.py)`", text_of("docs/trust.md"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 25 and not [name for name in named if f"def {name}(" not in tests]
+    assert all((ROOT / name).is_file() for name in files)
+
+
+def test_start_page_links_every_page():
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md"))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
+    assert set(linked) == pages
+    assert pages <= set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_pages_name_exist(page, tmp_path):
+    text = text_of(page)
+    for _, _, block in blocks(page, "yaml"):
+        if "streams" in yaml.safe_load(block):
+            (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
+            read_plan(tmp_path / "plan.yaml")
+        else:
+            assert set(yaml.safe_load(block)) <= set(SETTINGS)
+    for name, value in re.findall(r'`(\w+)="(\w+)"', text):
+        hint = SETTINGS[name]
+        assert get_origin(hint) is not Literal or value in get_args(hint), f"{name}={value!r}"
+    for name in re.findall(r"`([a-z_]+)=[\d\[]", text):
+        assert name in SETTINGS, name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / page).parent.joinpath(target).is_file(), target
+
+
+def test_messages_that_troubleshooting_explains_are_the_code_s():
+    """A text of the code holds the message, or its fixed parts make up a third of the message."""
+    texts = []
+    for path in (ROOT / "dulbe_peft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):  # its fixed parts together
+                texts.append([part.value.strip() for part in node.values if isinstance(part, ast.Constant)])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append([node.value.strip()])
+
+    def known(message):
+        found = (sum(len(part) for part in parts if part in message) for parts in texts)
+        return any(message in "".join(parts) for parts in texts) or 3 * max(found) >= len(message)
+
+    messages = re.findall(r"^\| `([^`]+)` \|", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
+    assert len(messages) >= 12 and [message for message in messages if not known(message)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_narrow_enough_not_to_scroll(page):
+    lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
+    assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)

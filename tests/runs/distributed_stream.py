@@ -1,0 +1,106 @@
+"""What test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
+with. Arguments: the output folder, how many processes are meant to run, strategies with commas between, each of which
+learns the stream, and "break" for errors in one process alone before the stream."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    load_clip,
+)
+from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.utils.processes import leave, world
+
+
+def world_from_launcher() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class OneUnreadable:
+    """Digits of which one image cannot be read in the second process."""
+
+    def __init__(self, digits: DigitImages, rank: int, index: int) -> None:
+        self.digits, self.labels, self.broken = digits, digits.labels, index if rank == 1 else -1
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == self.broken:
+            raise OSError("disk on fire")
+        return self.digits[index]
+
+
+def fail_alone(learner: ClassIncrementalLearner, digits: DigitImages, rank: int) -> None:
+    """Break the probe, the training, the closing pass and the choice of classes, each time in one process alone."""
+    task = class_incremental_tasks(digits, increment=2)[0]
+    expected = (ValueError, "disk on fire") if rank == 1 else (RuntimeError, "process 1 stopped: .*disk on fire")
+    for index in (0, len(task.train) - 1):
+        broken = OneUnreadable(task.train, rank, index)
+        try:
+            learner.learn_task(broken, task.class_names)
+        except expected[0] as error:
+            assert re.search(expected[1], str(error)), error
+        else:
+            raise SystemExit("a broken image was learned")
+    names = task.class_names if rank == 0 else task.class_names[::-1]
+    bare = [task.train[index] for index in range(len(task.train))]  # a list carries no names that could contradict
+    try:
+        learner.learn_task(bare, names)
+    except ValueError as error:
+        assert "differ" in str(error), error
+    else:
+        raise SystemExit("two tasks were learned as one")
+
+
+def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
+    clip, processor = load_clip(demo_model_folder())
+    clip.set_attn_implementation("eager")
+    args = LearnerArguments(
+        epochs=2, batch_size=8, eval_batch_size=5, device="cpu", progress=False, prompt_template="the digit {}."
+    )
+    torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
+    config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
+    return ClassIncrementalLearner(get_peft_model(clip, config), processor, args=args, strategy=strategy)
+
+
+def state_of(learner: ClassIncrementalLearner) -> dict[str, torch.Tensor]:
+    """The adapter, the head and what the strategy keeps."""
+    state = {k: v for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k}
+    state |= dict(learner.head.named_buffers(prefix="head"))
+    state |= {f"statistics.{name}": matrix for name, matrix in (learner.memory or {}).items()}
+    return {name: tensor.contiguous().clone() for name, tensor in state.items()}
+
+
+def main() -> None:
+    output, processes = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    data = load_digits()
+    # 17 images a task in batches of 8: the last batch has one image, whatever the number of processes.
+    rows = np.concatenate([np.flatnonzero(data.target == c)[: 8 + c % 2] for c in range(10)])
+    digits = DigitImages(data.images[rows], data.target[rows])
+    rank, size = world_from_launcher()
+    for strategy in sys.argv[3].split(","):
+        learner = make_learner(strategy, rank)
+        if world() != (rank, processes):
+            raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+        if sys.argv[4:] and size > 1:
+            fail_alone(learner, digits, rank)
+        learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / strategy)
+        save_file(state_of(learner), output / f"{strategy}-{rank}.safetensors")
+    leave()
+
+
+main()

@@ -1,0 +1,51 @@
+"""A learner of two colours behind its page."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import tiny_encoders as tiny
+from PIL import Image
+from tiny_encoders import QUICK
+
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder, serving
+
+
+def photo(colour: int) -> Image.Image:
+    noise = np.random.default_rng(colour).integers(0, 40, (16, 16, 3))
+    noise[..., colour] += 200
+    return Image.fromarray(noise.astype(np.uint8))
+
+
+def two_colours(root):
+    """The folder of a learner that tells red from green."""
+    base = tiny.save_encoder("clip", root / "base")
+    model, processor = load_dual_encoder(base)
+    learner = ClassIncrementalLearner(
+        model, processor, args=LearnerArguments(**QUICK), strategy="frozen", classifiers="prototype"
+    )
+    rows = [{"image": photo(colour), "label": colour} for colour in (0, 1) for _ in range(4)]
+    learner.learn_task(rows, ["red", "green"])
+    learner.save_pretrained(root / "learner")
+    return root / "learner"
+
+
+@contextmanager
+def running(folder, **options):
+    server = serving.make_server(ClassIncrementalLearner.from_pretrained(folder), port=0, **options)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def served(folder, **options):
+    with running(folder, **options) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"

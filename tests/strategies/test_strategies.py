@@ -1,0 +1,325 @@
+"""Every strategy through a learner's whole life: learn, save, load in a fresh process, go on, export."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lives import QUICK, content, images_of, learned, stream, tiny_base, tiny_learner
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from stepping import adapted, features, new_task, step_of, texts
+from tiny_encoders import save_encoder
+
+from dulbe_peft import (
+    STRATEGIES,
+    CheckpointError,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    Strategy,
+    export_lora,
+    register_strategy,
+)
+from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.runs.settings import pick
+from dulbe_peft.strategies import NewTask, make_strategy
+from dulbe_peft.strategies.lora import kaiming_bases
+
+IMAGES = images_of(0, 1, 2, 3, seed=9)
+
+
+SPECS = {"zscl": "zscl:reference_images=$REFERENCES"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _named_base(tmp_path_factory, digit_folders):
+    """The base model lies in a folder, so that saved learners find it, and so do images that a strategy refers to."""
+    os.environ["REFERENCES"] = str(digit_folders(2, 2, 0))
+    model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
+    model.name_or_path = model.config.name_or_path = folder
+    yield
+    model.name_or_path = model.config.name_or_path = ""
+    del os.environ["REFERENCES"]
+
+
+def make_learner(name):
+    few = [f"{key}:features=50" if key in ("ranpac", "bayes") else key for key in make_strategy(name).classifiers]
+    return tiny_learner(SPECS.get(name, name), tuple(few), drift="linear", epochs=2)
+
+
+def learn(learner, index):
+    task = stream(index + 1)[index]
+    learner.learn_task(task.train, task.class_names)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    """A function that makes a learner of two tasks and says where it is saved; a strategy's is made once."""
+    made = {}
+
+    def live(name):
+        if name not in made:
+            learner, folder = learn(learn(make_learner(name), 0), 1), tmp_path_factory.mktemp(name) / "saved"
+            learner.save_pretrained(folder)
+            made[name] = learner, folder
+        return made[name]
+
+    return live
+
+
+def assert_same_answers(z, logits, learner):
+    features = learner.image_embeds(IMAGES)
+    torch.testing.assert_close(z, features, rtol=1e-5, atol=1e-6)
+    for key, rows in logits.items():
+        torch.testing.assert_close(rows, learner.classifiers[key](features), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_life(name, lives, tmp_path):
+    learner, folder = lives(name)
+    learner = copy.deepcopy(learner)
+    assert set(learner.evaluate(stream(2)[1].test)["classifiers"]) == set(learner.classifiers)
+    again = ClassIncrementalLearner.from_pretrained(folder)
+    assert again.strategy == learner.strategy and list(again.classifiers) == list(learner.classifiers)
+    z = again.image_embeds(IMAGES)
+    assert_same_answers(z, {key: classifier(z) for key, classifier in again.classifiers.items()}, learner)
+    for one in (learner, again):
+        learn(one, 2)
+    torch.testing.assert_close(again.image_embeds(IMAGES), learner.image_embeds(IMAGES), rtol=1e-4, atol=1e-5)
+
+    if learner.strategy.adapts:
+        export_lora(learner.model, tmp_path / "lora")
+        stock = PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path / "lora").eval()
+        with torch.no_grad():
+            features = stock.get_image_features(torch.stack([pixels for pixels, _ in IMAGES])).pooler_output
+        z = torch.nn.functional.normalize(features, dim=-1)
+        torch.testing.assert_close(z, learner.image_embeds(IMAGES), rtol=1e-4, atol=1e-5)
+
+
+FRESH = """
+import json, sys
+import torch
+from safetensors.torch import load_file, save_file
+import dulbe_peft
+torch.set_num_threads(1)
+features = load_file(sys.argv[1])["pixels"]
+for name, folder in json.loads(sys.argv[3]).items():
+    learner = dulbe_peft.ClassIncrementalLearner.from_pretrained(folder)
+    z = learner.image_embeds([(pixels, 0) for pixels in features])
+    logits = {name: classifier(z).contiguous() for name, classifier in learner.classifiers.items()}
+    save_file({"z": z.contiguous(), **logits}, f"{sys.argv[2]}/{name}")
+"""
+
+
+@pytest.mark.slow
+def test_every_strategy_s_learner_gives_the_same_answers_in_a_fresh_process(lives, tmp_path):
+    learners = {name: lives(name) for name in sorted(STRATEGIES)}
+    save_file({"pixels": torch.stack([pixels for pixels, _ in IMAGES])}, tmp_path / "pixels")
+    folders = json.dumps({name: str(folder) for name, (_, folder) in learners.items()})
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "pixels"), str(tmp_path), folders]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    for name, (learner, _) in learners.items():
+        fresh = load_file(tmp_path / name)
+        assert_same_answers(fresh.pop("z"), fresh, learner)
+
+
+def test_frozen_trains_nothing(monkeypatch, tmp_path):
+    for name in (
+        "torch.Tensor.backward",
+        "torch.optim.Adam",
+        "dulbe_peft.training.trainer.collect_statistics",
+    ):
+        monkeypatch.setattr(name, None)
+    learner = make_learner("frozen")
+    learner.run(stream(2), tmp_path / "run")
+    assert not (tmp_path / "run" / "task-002" / "adapter_model.safetensors").exists()
+    assert learner.memory is None
+    assert any(p.requires_grad for p in learner.model.parameters()), "nobody has frozen them"
+    assert not learner.encoder.text_embeds(["a"]).requires_grad
+
+
+def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair(lives):
+    learner = lives("merged_lora")[0]
+    layer = next(iter(learner.state.layers.values()))
+    started = next(iter(kaiming_bases(NewTask(0, learner.state.adapter, learner.args)).values()))
+    assert layer.history_rank("default") == 6 and not layer.is_trained("default")
+    assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
+    layers = lives("lora")[0].state.layers.values()
+    assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
+
+
+def test_first_session_learns_the_first_task_as_lora_does_and_then_trains_nothing():
+    learner, lora = make_learner("first_session"), make_learner("lora")
+    for one in (learner, lora):
+        learn(one, 0)
+    first = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    assert all(torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
+    for index in (1, 2):
+        learn(learner, index)
+        assert all(torch.equal(tensor, first[name]) for name, tensor in learner.model.state_dict().items())
+        assert learner.record.loss == [] and all(
+            len(c.class_names) == 2 * index + 2 for c in learner.classifiers.values()
+        )
+    learn(lora, 1)
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["first_session", "sgcl", "slca", "zscl"])
+def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
+    make_learner(name).run(stream(3), tmp_path / "whole")
+    make_learner(name).run(stream(2), tmp_path / "stopped")
+    make_learner(name).run(stream(3), tmp_path / "stopped")
+    whole, stopped = (content(tmp_path / folder / "task-003") for folder in ("whole", "stopped"))
+    assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
+
+
+@pytest.mark.parametrize("name", ["inflora", "keeplora"])
+def test_a_new_task_writes_outside_what_old_ones_occupy(name):
+    learner = learn(make_learner(name), 0)
+    occupied = learner.strategy.from_memory(learner.memory)
+    learn(learner, 1)
+    for layer_name, layer in learner.state.layers.items():
+        first, second = layer.dulbe_history_P["default"].double().split(3, dim=1)
+        assert second.any() and layer.dulbe_history_B["default"][:, 3:].any()
+        free = occupied[layer_name].free_basis()
+        assert free.shape[1] < layer.in_features
+        torch.testing.assert_close(free @ free.T @ second, second, rtol=0, atol=1e-6)
+        assert (free @ free.T @ first - first).abs().max() > 1e-3
+
+
+def test_a_strategy_from_outside_the_package(tmp_path):
+    @register_strategy
+    @dataclass(frozen=True)
+    class RandomBases(Strategy):
+        """Random orthonormal bases, a new one for every task."""
+
+        name = "random_bases"
+        scale: float = 1.0
+
+        def plan(self, task):
+            bases = {}
+            for name, layer in task.adapter.dual_mode_layers().items():
+                noise = torch.randn(layer.in_features, sum(task.ranks), generator=task.generator())
+                bases[name] = torch.linalg.qr(self.scale * noise).Q
+            return task.modes(bases)
+
+    try:
+        learner = make_learner("random_bases:scale=2")
+        assert learner.strategy.scale == 2.0
+        results = learner.run(stream(2), tmp_path / "run")
+        assert results["strategy"] == {"name": "random_bases", "scale": 2.0}
+        again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+        assert again.strategy == learner.strategy
+    finally:
+        del STRATEGIES["random_bases"]
+    with pytest.raises(CheckpointError, match="there is no strategy 'random_bases'"):
+        ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("merge_lora", "did you mean 'merged_lora'"),
+        ("lora:rank=3", "no setting 'rank'"),
+        ({"name": "lora_sub", "rank": 3}, "does not have the settings.*rank"),
+        ("inflora:energy=0.9,final_energy=0.8", "energy must be at most final_energy = 0.8, got 0.9"),
+        ("cl_lora:shared_blocks=1", "shared_blocks must be less than 1"),
+        ("dulbe:routing=none", "routing"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(spec, message):
+    with pytest.raises(ValueError, match=message):
+        make_strategy(spec)
+
+
+def test_what_is_no_strategy_is_refused():
+    with pytest.raises(TypeError, match="must be a name"):
+        make_strategy(3)
+    with pytest.raises(TypeError, match="dataclass"):
+        register_strategy(type("Bare", (Strategy,), {"name": "bare"}))
+    with pytest.raises(ValueError, match="is Dulbe already"):
+        register_strategy(dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"})))
+    with pytest.raises(ValueError, match="get_peft_model"):
+        ClassIncrementalLearner(*tiny_base(), strategy="dulbe")
+
+
+FOLDER = Path(__file__).parents[2] / "examples" / "ablations"
+PLANS = {path.stem: read_plan(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def settings_of(file, row):
+    """The settings of the row's first run."""
+    return next(cell.settings for cell, _ in PLANS[file].cells() if cell.method == row)
+
+
+def test_there_is_a_comparison_on_the_demo_for_every_ablation():
+    expected = {"modes", "bridge", "depths", "reliability", "temperatures", "structure-weight", "ranks", "support"}
+    assert set(PLANS) == expected | {"places", "statistics"}
+    for plan in PLANS.values():  # reading one has checked every name, setting, classifier and the reference
+        assert plan.streams["digits"]["model"] == "demo" and len(plan.seeds) == 3 and plan.reference is not None
+        rows = [yaml.safe_dump(row, sort_keys=True) for row in plan.methods.values()]
+        assert len(set(rows)) == len(rows) and len(rows) * len(plan.classifiers) > 2
+
+
+def test_rows_of_modes_train_what_the_paper_s_table_says():
+    found = {}
+    for row in PLANS["modes"].methods:
+        settings = settings_of("modes", row)
+        strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
+        routing = getattr(strategy, "routing", None) if settings.get("structure_weight", 0.5) else "none"
+        found[row] = (strategy.name, config.shared_rank, config.residual_rank, routing)
+    assert list(found.values()) == [
+        ("lora", 0, 32, None),
+        ("dulbe", 1, 0, "shared"),
+        ("dulbe", 0, 8, "shared"),  # there is no shared mode for the loss to reach
+        ("dulbe", 1, 8, "none"),
+        ("dulbe", 1, 8, "both"),
+        ("dulbe", 1, 8, "shared"),
+    ]
+
+
+def test_routing_both_gives_the_structure_loss_to_both_modes(tiny_clip):
+    """Each part of the gradient by itself, against one backward pass of the strategy."""
+    torch.manual_seed(0)
+    adapter, kinds = adapted(tiny_clip(), init_weights=False), ("shared_parameters", "residual_parameters")
+    task = replace(new_task(adapter, 1), args=LearnerArguments(structure_weight=0.7))
+    teacher = features(adapter, 1).flip(0)
+    parameters = [p for kind in kinds for p in getattr(adapter, kind)()]
+
+    def step():
+        return replace(step_of(task), old_text=texts(0), teacher=lambda: teacher)
+
+    def routed(spec):
+        adapter.zero_grad(set_to_none=True)
+        make_strategy(spec).backward(task, step())
+        return [p.grad.clone() for p in parameters]
+
+    first = torch.autograd.grad(step().task_loss, parameters)
+    second = torch.autograd.grad(make_strategy("dulbe").structure_loss(task, step()), parameters)
+    both, shared, half = routed("dulbe:routing=both"), routed("dulbe"), len(parameters) // 2
+    assert all(gradient.norm() > 1e-6 for gradient in second)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        torch.testing.assert_close(both[index], one + 0.7 * other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(shared[index], one + 0.7 * other * (index < half), rtol=1e-4, atol=1e-6)
+
+
+# The rows of the other files differ in a number alone.
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["modes", "bridge", "places", "statistics"])
+def test_rows_learn(file, base):
+    """Two tasks of one epoch: not a result, rows that run."""
+    for row in PLANS[file].methods:
+        settings = settings_of(file, row)
+        strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
+        args = pick(LearnerArguments, settings | QUICK | {"drift": "none"})
+        model = get_peft_model(copy.deepcopy(base[0]), config) if strategy.adapts else copy.deepcopy(base[0])
+        learner = ClassIncrementalLearner(model, base[1], args=args, strategy=strategy)
+        assert len(learned(learner, 2).class_names) == 4
