@@ -16,23 +16,30 @@ import click
 from dulbe_peft.utils.terminal import printable_lines
 from dulbe_peft.utils.when_imported import when_imported
 
-# Each command's line in the help; its file has the same name with underscores.
-COMMANDS = {
-    "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
-    "check": "look through a folder of images: counts, duplicates, files that cannot be read",
-    "run": "learn a folder of images, or a class-incremental stream of them",
-    "learn": "give a finished learner new classes, and more images of known ones",
-    "forget": "take classes out of a learner",
-    "predict": "name the classes of images",
-    "evaluate": "test a saved learner on images",
-    "serve": "open a page in the browser to try a learner",
-    "features": "write the features of images to a file",
-    "report": "write a page about runs or a comparison",
-    "compare": "run methods and classifiers side by side",
-    "export": "write a learner in a form that works without this package",
-    "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
-    "env": "print versions and the accelerator, for a bug report",
+# What stands in the help, group by group; a command's file has its name with underscores.
+GROUPS = {
+    "From photographs to answers": {
+        "check": "look through a folder of images: counts, duplicates, files that cannot be read",
+        "run": "learn a folder of images, or a class-incremental stream of them",
+        "report": "write a page about runs or a comparison",
+        "learn": "give a finished learner new classes, and more images of known ones",
+        "predict": "name the classes of images",
+        "serve": "open a page in the browser to try a learner",
+    },
+    "More of the same": {
+        "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
+        "evaluate": "test a saved learner on images",
+        "forget": "take classes out of a learner",
+        "features": "encode images once, and write their features to a file",
+        "export": "write a learner in a form that works without this package",
+    },
+    "Methods and models": {
+        "compare": "run methods and classifiers side by side",
+        "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
+        "env": "print versions and the accelerator, for a bug report",
+    },
 }
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 
 class Commands(click.Group):
@@ -50,8 +57,9 @@ class Commands(click.Group):
         return made
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(group.items()))
 
     def invoke(self, ctx: click.Context) -> int:
         """Call the command; an error of the user's is one line and status 2, a signal is 128 and its number."""
@@ -87,7 +95,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    help="Image classifiers on CLIP that keep learning new classes.",
+    help="A PEFT adapter library with which CLIP models keep learning new classes.",
     epilog="`dulbe-peft COMMAND --help` shows a command's flags and an example.",
     subcommand_metavar="COMMAND [ARGS]...",
     no_args_is_help=False,

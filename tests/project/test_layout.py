@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import dulbe_peft
+from dulbe_peft.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"
@@ -86,6 +87,11 @@ def test_one_version_and_what_to_cite():
     assert [cited[key] for key in ("title", "version", "license", "abstract")] == [
         metadata[key] for key in ("name", "version", "license", "description")
     ]
+    pages = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    assert pages["site_description"] == metadata["description"]
+    assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert cited["authors"] == [{"name": metadata["author"]}]
     (paper,) = cited["references"]
     authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
