@@ -40,14 +40,14 @@ def made(marker: str, results: Path) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
-def figures(results: Path, benchmarks: str, without: str) -> str:
-    """A row for each figure of these benchmarks, but those with such words; then the machines."""
+def figures(results: Path, benchmarks: str) -> str:
+    """A row for each figure of these benchmarks that has a goal; then the machines."""
     rows, commands = ["| what | goal | measured |", "|---|---|---|"], dict[str, dict[str, None]]()
     for path in sorted(results.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if report.get("benchmark") not in benchmarks.split(","):
             continue
-        rows += [line(row) for row in report["rows"] if not any(word in row["what"] for word in without.split(","))]
+        rows += [line(row) for row in report["rows"] if row.get("goal") is not None]
         machine, versions = report["machine"], report["machine"]["versions"]
         programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
         accelerator = f", {machine['accelerator']}" if machine.get("accelerator") else ""
