@@ -23,7 +23,7 @@ from dulbe_peft.streams.tasks import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "bf16 autocast": {"mixed_precision": "bf16"},
+    "bf16 autocast": {"precision": "bfloat16"},
 }
 
 

@@ -77,7 +77,7 @@ def run(values: argparse.Namespace, precision: str) -> dict[str, float]:
         batch_size=values.batch,
         eval_batch_size=values.batch,
         num_workers=values.num_workers,
-        mixed_precision="bf16" if precision == "bf16" else "no",
+        precision="bfloat16" if precision == "bf16" else "float32",
         progress=False,
     )
     learner = ClassIncrementalLearner(get_peft_model(clip, DualModeLoraConfig()), processor, args=args)

@@ -23,8 +23,11 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
-# Settings of 0.2.0 that are gone, each with the value that all learners have now, or ... where another file has it.
-GONE = {"statistics": "exact", "num_depths": ..., "reliability_temperature": ...}
+# Settings of 0.2.0 that are gone, see `still_known`.
+GONE = {
+    **{"statistics": "exact", "num_depths": ..., "reliability_temperature": ...},
+    "mixed_precision": ("precision", {"no": "float32", "bf16": "bfloat16"}),
+}
 AUGMENTATIONS = ("crop", "flip", "affine")
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
@@ -148,7 +151,11 @@ class LearnerArguments:
     num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep a task's preprocessed images up to so many MiB.")
     device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
-    mixed_precision: Literal["no", "bf16"] = setting("no", "Autocast in training and inference.")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "Of both towers. auto: bfloat16 where the hardware has it and nothing is trained, else float32; a saved "
+        "learner keeps the one it learned in.",
+    )
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
     profile: bool = setting(False, "Print where the time of each task went.")
     log_with: str | None = setting(None, "Tracker of accelerate: tensorboard, wandb, trackio, ...; needs its package.")

@@ -39,7 +39,7 @@ from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_s
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
 from dulbe_peft.training.updating import checked_update, merged_states, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
+from dulbe_peft.utils.devices import choose_device, own_randomness, settled_precision, usual_torch
 from dulbe_peft.utils.processes import copy_from_main, on_main_process
 from dulbe_peft.utils.profiling import Profile
 
@@ -112,13 +112,15 @@ class ClassIncrementalLearner(TakesTurns):
         args, processor = state.args, state.processor
         check_tracker(args.log_with)
         self.device = choose_device(args.device)
+        self.precision_chosen = args.precision == "auto"
+        args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, self.device))
         model = state.model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
         if args.image_resize != "processor":
             processor = with_image_resize(processor, state.base, args.image_resize)
         classifiers = {name: classifier.to(self.device) for name, classifier in state.classifiers.items()}
-        self.state = replace(state, model=model, processor=processor, classifiers=classifiers)
+        self.state = replace(state, args=args, model=model, processor=processor, classifiers=classifiers)
         self.encoder = Encoder(self.clip, processor, args, self.device)
         self.logit_scale = logit_scale(self.clip)
         self.record: TaskRecord | None = None
@@ -142,9 +144,11 @@ class ClassIncrementalLearner(TakesTurns):
         return self.encoder.profile
 
     def change_settings(self, args: LearnerArguments) -> None:
-        """Go on with other settings on the same device; what was learned stays."""
+        """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
+        args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.state = replace(self.state, args=args)
-        self.encoder = Encoder(self.clip, self.processor, args, self.device)
+        store, self.encoder = self.encoder.store, Encoder(self.clip, self.processor, args, self.device)
+        self.encoder.store = store
 
     # ------------------------------------------------------------------ learning
 

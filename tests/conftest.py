@@ -7,6 +7,7 @@ import tempfile
 import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["ATEN_CPU_CAPABILITY"] = "avx2"  # so that "auto" is float32 on every machine, also in further processes
 os.environ["DULBE_PEFT_STORE"] = os.path.join(tempfile.mkdtemp(prefix="dulbe-peft-store-"), "features.sqlite")
 
 from collections.abc import Callable

@@ -27,6 +27,7 @@ from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.utils import folders, hub
+from dulbe_peft.utils.devices import choose_device, settled_precision
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError, load_errors
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.tensors import read_tensors
@@ -89,9 +90,10 @@ def loaded_state(
     machine: Mapping[str, Any] | None = None,
 ) -> Iterator[LearnerState]:
     """The state in a folder, on a base model; where the block raises, a given base model is as it was."""
-    other = sorted(set(machine or ()) - set(MACHINE_SETTINGS))
+    free = (*MACHINE_SETTINGS, "precision")
+    other = sorted(set(machine or ()) - set(free))
     if other:
-        raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(MACHINE_SETTINGS)}")
+        raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(free)}")
     files = _listed(folder, manifest)
     if layout.TASK_FILE in files:
         raise CheckpointError(
@@ -102,6 +104,8 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
+        learned = saved.arguments.get("precision", "float32")
+        asked = (machine or {}).get("precision", "auto" if args is None else args.precision)
         config = None
         if saving.ADAPTER_CONFIG_FILE in files:
             config = DualModeLoraConfig.from_pretrained(str(folder))
@@ -109,6 +113,8 @@ def loaded_state(
                 raise ValueError(f"this is an adapter of type {config.peft_type.value!r}, expected {DULBE.value!r}")
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
+    device = choose_device(settings.device)
+    settings = replace(settings, precision=settled_precision(asked, learned, strategy.adapts, device))
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
     if not isinstance(base_model, nn.Module):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
+_ENCODING = ("precision",)  # of commands that encode images
 Decorator = Callable[[Any], Any]
 
 
@@ -162,21 +163,22 @@ def store_option(function: Any) -> Any:
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
     """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier.
 
-    A command that `encodes` images has the flag `--no-store`.
+    A command that `encodes` images has the flags `--no-store` and `--precision`.
     """
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
+    own = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
 
     def add(function: Any) -> Any:
         @wraps(function)
         def call(learner: str | None, model: str | None, **flags: Any) -> int:
-            machine = {name: value for name in _MACHINE if (value := flags.pop(name)) is not None}
+            machine = {name: value for name in own if (value := flags.pop(name)) is not None}
             first = flags.pop("classifier", None)
             load = partial(load_learner, learner, model, machine, first, not flags.pop("no_store", True))
             status: int = function(learner=learner, load=load, **flags)
             return status
 
         made = store_option(call) if encodes else call
-        made = field_options(LearnerArguments, _MACHINE, "machine")(made)
+        made = field_options(LearnerArguments, own, "machine")(made)
         if choose:
             what = "which of the learner's classifiers answers; none: its first"
             made = option("--classifier", metavar="NAME", help=what)(made)

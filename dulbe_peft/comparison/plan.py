@@ -250,10 +250,8 @@ def _free_settings(owner: str, given: dict[str, Any], method: bool) -> dict[str,
 
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
-    return {
-        name: _different([_free_settings(owner, {name: value}, True)[name] for value in values])
-        for name, values in choose.items()
-    }
+    read = [[_free_settings(owner, {name: value}, True) for value in values] for name, values in choose.items()]
+    return {name: _different([one[name] for one in given]) for given in read for name in given[0]}
 
 
 def _path(text: Any) -> str:

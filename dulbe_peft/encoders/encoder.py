@@ -82,7 +82,7 @@ class Encoder:
 
     def autocast(self) -> torch.autocast:
         """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.precision == "bfloat16")
 
     def retain_graphs(self) -> AbstractContextManager[None]:
         """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
@@ -120,12 +120,16 @@ class Encoder:
         if self._digest[0] != versions:
             self._digest = versions, whole_digest(weights)
         steps = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
-        precision = "bfloat16" if self.args.mixed_precision == "bf16" else "float32"
         digest = hashlib.sha256(steps.encode()).hexdigest()
         config = getattr(self.clip.config, "vision_config", self.clip.config).to_diff_dict()
         layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
         made = hashlib.sha256(json.dumps(layers, sort_keys=True, default=str).encode()).hexdigest()
-        return {"weights": self._digest[1], "layers": made, "image_processor": digest, "precision": precision}
+        return {
+            "weights": self._digest[1],
+            "layers": made,
+            "image_processor": digest,
+            "precision": self.args.precision,
+        }
 
     @property
     def key(self) -> EncoderKey:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -28,6 +29,7 @@ from dulbe_peft.runs.progress import FinishedTask, known_tasks, read_finished
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
+from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem, read_record
@@ -126,12 +128,14 @@ def open_run(
     `drawn`: the tasks have a part of their data's images, which was drawn.
     """
     before = on_main_process(partial(known_tasks, learner))
-    find = partial(_newest_of_run, output, learner.state, own, class_texts, drawn, say)
+    find = partial(_newest_of_run, output, learner, own, class_texts, drawn, say)
     found = on_main_process(find) if resumes else None
     if found is None:
         _check_new(learner, own, output, resumes, files)
         return identity_of(learner.state), before, True
     folder, identity = found
+    if learner.args.precision != identity.arguments["precision"]:
+        learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
     learner.state = _restored(learner.state, folder)
     say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     finished = read_finished(folder, output, learner.tasks)
@@ -174,7 +178,7 @@ def _check_new(
 
 def _newest_of_run(
     output: Path,
-    state: LearnerState,
+    learner: ClassIncrementalLearner,
     stream: Sequence[Task],
     class_texts: Texts,
     drawn: bool,
@@ -193,7 +197,9 @@ def _newest_of_run(
         rules = {n: still_known(own, CLASSIFIERS[n].gone) for n, own in saved.classifiers.items() if n in CLASSIFIERS}
         known = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
         saved = saved.model_copy(update=known)
-    current = identity_of(state)
+    current, began = identity_of(learner.state), saved.arguments.get("precision")
+    if learner.precision_chosen and (began == "float32" or (began == "bfloat16" and has_bfloat16(learner.device))):
+        current.arguments["precision"] = began
     changed = _changes(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
     if changed:
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
@@ -205,9 +211,9 @@ def _newest_of_run(
                 "finish it with that release, or go on with `dulbe-peft learn`"
             )
         warn(f"{folder.name} is of release 0.2.0: whether the images of finished tasks changed is not known")
-        digests = [task_fingerprints(task, state.args) for task in stream[: len(saved.classes)]]
+        digests = [task_fingerprints(task, learner.args) for task in stream[: len(saved.classes)]]
         saved = saved.model_copy(update={"data": digests, "images_by": "content"})
-    _check_finished(folder, saved, stream, class_texts, state.args)
+    _check_finished(folder, saved, stream, class_texts, learner.args)
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
         warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge
 
-from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.utils.settings import check_settings, check_value, field_types, setting
+from dulbe_peft.arguments import GONE, AdapterSettings, LearnerArguments
+from dulbe_peft.utils.settings import check_settings, check_value, field_types, setting, still_known
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     from dulbe_peft.utils.specs import closest
 
     hints = {name: hint for kind in GROUPS.values() for name, hint in field_types(kind).items()}
+    loaded = still_known(loaded, {name: now for name, now in GONE.items() if isinstance(now, tuple)})
     for name in loaded:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]

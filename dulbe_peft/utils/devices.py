@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from torch import nn
+
+from dulbe_peft.utils.processes import world
 
 
 def choose_device(name: str) -> torch.device:
@@ -27,6 +30,35 @@ def choose_device(name: str) -> torch.device:
         return state.device
     # accelerate's own device is that of the first learner in this Python process.
     return torch.device("cpu") if name == "cpu" or found is None else found
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are the hardware's own: AVX512_BF16, AMX, or compute capability 8."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    # ATEN_CPU_CAPABILITY, a variable of torch's own, may keep the process from what the processor has.
+    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return allowed and bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
+def settled_precision(asked: str, learned: str | None, trains: bool, device: torch.device) -> str:
+    """The precision of a learner: what is asked for, else what it learned in, else the device's best.
+
+    Where it is not the one that the learner `learned` in, this is said.
+    """
+    able = has_bfloat16(device)
+    if asked != "auto":
+        found, why = asked, "is asked for"
+    elif learned is None:
+        return "bfloat16" if able and not trains else "float32"
+    else:
+        found, why = ("float32" if learned == "bfloat16" and not able else learned), "is what this hardware has"
+    if learned not in (None, found):
+        said = f"this learner learned in {learned}, and {found} {why}: its features are others from here on"
+        if world()[0] == 0:
+            print(f"dulbe-peft: {said}", file=sys.stderr)
+    return found
 
 
 @contextmanager

@@ -174,9 +174,9 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     listed = settings_from("run", "--config", str(tmp_path / "run.yaml"))
     assert listed == settings_from("run", *KEYS, "--classifiers", "bridge,lda:shrinkage=0.1")
     assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj", "v_proj"]
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nmixed_precision: no\nresume: no\nmodel: x\nseed: 3\n")
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nprecision: float32\nresume: no\nmodel: x\nseed: 3\n")
     stream, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
-    assert (args.learning_rate, args.mixed_precision, args.seed, stream.resume) == (1e-3, "no", 3, False)
+    assert (args.learning_rate, args.precision, args.seed, stream.resume) == (1e-3, "float32", 3, False)
 
 
 @pytest.mark.parametrize(

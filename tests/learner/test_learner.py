@@ -158,7 +158,7 @@ def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
         {"kl_reduction": "batchmean"},
         {"lr_schedule": "epoch"},
         {"statistics_tokens": "patch"},
-        {"mixed_precision": "bf16"},
+        {"precision": "bfloat16"},
     ],
 )
 def test_options_change_the_result(base, digits, plain, fields):

@@ -49,7 +49,7 @@ TABLE = {
 }
 HYPER_PARAMETERS = {
     **{"batch_size": 32, "learning_rate": 1e-3, "class_temperature": 5.0, "instance_temperature": 0.1},
-    **{"structure_weight": 0.5, "mixed_precision": "no"},
+    **{"structure_weight": 0.5, "precision": "float32"},
     **{"shared_rank": 1, "residual_rank": 8, "support_rank": 128, "text_rank": 8},
 }
 FROZEN = ["--strategy", "frozen", "--classifiers", "text", "--device", "cpu", "--no-progress"]
