@@ -269,19 +269,22 @@ class ClassIncrementalLearner(TakesTurns):
         return_scores: bool = False,
         reject: float | None = None,
         coverage: float | None = None,
-    ) -> list[Any]:
-        """The most likely seen class of each image.
+        return_novelty: bool = False,
+    ) -> Any:
+        """The most likely seen class of each image, as a list.
 
         Args:
             images: a path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor
                 (3, height, width) or a batch of them; a data set; or a list of all of these.
             top_k: how many classes to give for each image, the best first; None gives the best one alone.
             return_scores: give each class as (name, calibrated probability).
-            reject: accepted share of false alarms, such as 0.05. An image whose best probability is smaller than that
-                of all but this share of the held-back training images is taken for none of the classes: its answer
-                is None, or an empty list with `top_k`.
+            reject: accepted share of false alarms, such as 0.05. An image whose novelty is larger than that of all but
+                this share of training images that were left out is taken for none of the classes: its answer is
+                None, or an empty list with `top_k`.
             coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
                 this chance, see `Classifier.prediction_sets`. Not with `top_k`.
+            return_novelty: return a pair: these answers, and how unlike all that was learned each image is, floats,
+                see `Classifier.novelty`.
 
         Raises:
             ValueError: no task has been learned yet, an image cannot be read, or too few images were held back for
@@ -293,18 +296,24 @@ class ClassIncrementalLearner(TakesTurns):
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
-        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage)
-        return [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
+        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
+        answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
+        return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @in_turn
     def predictions(
-        self, images: Any, top_k: int = 1, reject: float | None = None, coverage: float | None = None
+        self,
+        images: Any,
+        top_k: int = 1,
+        reject: float | None = None,
+        coverage: float | None = None,
+        novelty: bool = False,
     ) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
         self._check_learned()
         with self._resting():
             data = unlabelled_images(images)
-            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage)
+            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes; `dataset`, `class_names` and errors are as in `update_classes`.

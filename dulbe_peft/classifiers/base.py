@@ -18,35 +18,21 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, temperature, threshold
-from dulbe_peft.classifiers.checks import check_alike, check_labels, unit_features
+from dulbe_peft.classifiers import calibration
+from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
+from dulbe_peft.classifiers.checks import check_alike, check_labels, random_features, same_scores, unit_features
+from dulbe_peft.classifiers.novelty import distances, judged
 from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import without_autocast
 
 MOST_SCORES = 2**24  # for a temperature; of more held-back images, some are taken, spread evenly over their ranks
-TOLERANCE, ROWS = 1e-5, 256  # of the largest score, and by how many features two sets of scores are compared
 
 
 def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Scores, (n, C), of unit features z, (n, d): a matrix and a bias."""
     return z @ weight.T + bias
-
-
-def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """The same random unit features at every call, (256, width), float32."""
-    rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
-    return F.normalize(rows, dim=1).to(device)
-
-
-def same_scores(found: Tensor, expected: Tensor) -> bool:
-    """Whether two sets of scores differ by rounding alone."""
-    if found.shape != expected.shape or not torch.isfinite(found).all():
-        return False
-    largest = max(1.0, float(expected.abs().max()))
-    return float((found - expected).abs().max()) <= TOLERANCE * largest
 
 
 class Classifier(GrowingState):
@@ -217,7 +203,7 @@ class Classifier(GrowingState):
             twin._class_names = self._class_names + names
             if not held:
                 scores = twin.judge(images, indices)
-        self._adopt(twin, scores)
+        self._adopt(twin, scores, images, indices)
 
     @torch.no_grad()
     def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
@@ -234,7 +220,7 @@ class Classifier(GrowingState):
             with without_autocast(images):
                 twin.install(twin.added(images, indices, []))
                 scores = twin.judge(images, indices)
-            self._adopt(twin, scores)
+            self._adopt(twin, scores, images, indices)
 
     @torch.no_grad()
     def merge(self, other: Classifier) -> Self:
@@ -327,10 +313,10 @@ class Classifier(GrowingState):
             rows = rows[ranking(images[rows]).argsort()][::step]
         return choices, (twin.logits(images[rows]), labels[rows])
 
-    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None) -> None:
-        """Become what a fork has become, with a temperature for scores and labels of images it has not learned."""
+    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
+        """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
         if scores is not None:
-            self.calibration = calibrated(self.calibration, *scores)
+            self.calibration = calibrated(self.calibration, *scores, judged(twin, images, labels))
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
@@ -351,15 +337,42 @@ class Classifier(GrowingState):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 where no image could be held back to fit it."""
-        return temperature(self.calibration, len(self._class_names))
+        return calibration.temperature(self.calibration, len(self._class_names))
 
-    def rejection_threshold(self, share: float) -> float:
-        """The probability below which an image is taken for none of the classes.
+    @torch.no_grad()
+    def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:
+        """How unlike all that was learned each image is, (n,), float64; a larger number is less like it.
 
-        An image of known classes like those of the newest tasks is refused with at most the chance `share`.
+        Relative Mahalanobis distance, see `classifiers.novelty`, where means, counts and scatter are kept, as `lda`,
+        `gda` and `bayes` do; else 1 less the largest probability.
+        """
+        images, found = self._unit(image_embeds, "image_embeds"), distances(self)
+        return 1 - self.probabilities(images).amax(dim=1).double() if found is None else found(images)
+
+    def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
+        """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.
+
+        An image of known classes like those of the newest tasks is refused with at most the chance `share`. Learners
+        of 0.2.0, which measured no novelty, go by the largest probability until they learn more.
 
         Raises:
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
+        """
+        share = check_share("reject", share, 0.05)
+        if distances(self) is None or not any(task.novelties for task in self.calibration):
+            return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
+        return self.novelty(image_embeds) > calibration.novelty_threshold(self.calibration, share)
+
+    @property
+    def roc_area(self) -> float | None:
+        """The chance that an image of an unknown class like the known ones is more novel than one of these.
+
+        It is measured by leaving out each class in turn; 1/2 says that they cannot be told. None: it is not known.
+        """
+        return calibration.roc_area(self.calibration)
+
+    def rejection_threshold(self, share: float) -> float:
+        """The probability below which the best one of an image of known classes is with at most the chance `share`.
 
         Reference:
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural

@@ -33,7 +33,8 @@ LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 class TaskTemperature(Record):
     """log T of one task's images, and their probabilities of that time, the least first and rounded down.
 
-    `own` are of their own classes, `largest` of the classes that they were taken for.
+    `own` are of their own classes, `largest` of the classes that they were taken for. `novelties`, the least first,
+    and `area` are what `novelty.judged` says of them.
     """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
@@ -41,6 +42,8 @@ class TaskTemperature(Record):
     classes: int = Field(ge=2)
     own: tuple[Fraction, ...] = Field(max_length=MOST)
     largest: tuple[Fraction, ...] = Field(max_length=MOST)
+    novelties: tuple[float, ...] = Field(max_length=MOST, default=())
+    area: Fraction | None = None
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
@@ -57,8 +60,16 @@ def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
     return math.exp(min(LIMIT, max(-LIMIT, mean + slope * (math.log(classes) - centre))))
 
 
-def calibrated(tasks: Sequence[TaskTemperature], logits: Tensor, labels: Tensor) -> tuple[TaskTemperature, ...]:
-    """With the temperature of one more task, from (n, C) scores of images that they have not learned."""
+def calibrated(
+    tasks: Sequence[TaskTemperature],
+    logits: Tensor,
+    labels: Tensor,
+    novel: tuple[Sequence[float], float] | None = None,
+) -> tuple[TaskTemperature, ...]:
+    """With the temperature of one more task, from (n, C) scores of images that they have not learned.
+
+    `novel` are the task's novelties and their area.
+    """
     values: dict[str, float] = {"log_temperature": fit_temperature(logits, labels)}
     images, classes = logits.shape
     made = TaskTemperature(**values, images=images, classes=classes, own=(), largest=())
@@ -70,7 +81,9 @@ def calibrated(tasks: Sequence[TaskTemperature], logits: Tensor, labels: Tensor)
         name: each.sort().values[ranks].mul(1e6).floor().div(1e6)
         for name, each in (("own", own), ("largest", largest))
     }
-    return (*tasks[:-1], made.model_copy(update={name: tuple(each.tolist()) for name, each in kept.items()}))
+    novelties, area = novel or ((), None)
+    more = {"novelties": tuple(novelties), "area": area}
+    return (*tasks[:-1], made.model_copy(update={n: tuple(each.tolist()) for n, each in kept.items()} | more))
 
 
 def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:
@@ -83,12 +96,26 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
     """
-    needed = math.ceil(round(1 / share, 6)) - 1
-    values = np.zeros(0)
-    for task in reversed(tasks):
-        kept = getattr(task, kind)
-        places = np.linspace(0, len(kept) - 1, task.images)
-        values = np.append(values, np.asarray(kept)[places.astype(int)])
+    places = ((getattr(task, kind), np.linspace(0, len(getattr(task, kind)) - 1, task.images)) for task in tasks[::-1])
+    return _order_statistic([np.asarray(kept)[at.astype(int)] for kept, at in places], share)
+
+
+def novelty_threshold(tasks: Sequence[TaskTemperature], share: float) -> float:
+    """The novelty above which a further image is with at most this chance; as `threshold`."""
+    return -_order_statistic([-np.asarray(task.novelties) for task in tasks[::-1]], share)
+
+
+def roc_area(tasks: Sequence[TaskTemperature]) -> float | None:
+    """The mean of what tasks measured, the newest weighing most; None where none did."""
+    found = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
+    return float(np.average([area for _, area in found], weights=[weight for weight, _ in found])) if found else None
+
+
+def _order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
+    """The floor((n + 1) share)-th smallest of the first parts that suffice."""
+    needed, values = math.ceil(round(1 / share, 6)) - 1, np.zeros(0)
+    for part in parts:
+        values = np.append(values, part)
         if len(values) >= needed:
             break
     if len(values) < needed:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.state import GrowingState
 
 SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
+TOLERANCE, ROWS = 1e-5, 256  # of the largest score, and by how many features two sets of scores are compared
 
 
 def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
@@ -76,3 +77,17 @@ def check_alike(one: GrowingState, other: GrowingState) -> None:
         if differ.any():
             name = shared[int(differ.nonzero()[0])]
             raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
+
+
+def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """The same random unit features at every call, (256, width), float32."""
+    rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+    return F.normalize(rows, dim=1).to(device)
+
+
+def same_scores(found: Tensor, expected: Tensor) -> bool:
+    """Whether two sets of scores differ by rounding alone."""
+    if found.shape != expected.shape or not torch.isfinite(found).all():
+        return False
+    largest = max(1.0, float(expected.abs().max()))
+    return float((found - expected).abs().max()) <= TOLERANCE * largest

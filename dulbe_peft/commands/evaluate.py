@@ -75,7 +75,7 @@ def evaluate(
         raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {what}")
     if reject is not None:
         others = images.select(unknown) if unknown else None
-        figures["rejection"] = _rejection(loaded, None if found is None else found.probability, others, reject)
+        figures["rejection"] = _rejection(loaded, None if found is None else found.features, others, reject)
     if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if found is not None:
@@ -114,8 +114,7 @@ def _rejection(
     learner: ClassIncrementalLearner, of_known: torch.Tensor | None, others: LabelledImages | None, reject: float
 ) -> dict[str, Any]:
     """The shares of the images of known and of other classes that are "none of these"; None where there are none."""
-    threshold = learner.classifier.rejection_threshold(reject)
-    refused = None if of_known is None else (of_known < threshold).double().mean().item()
+    refused = None if of_known is None else learner.classifier.refused(of_known, reject).double().mean().item()
     rows = learner.predictions(others, reject=reject) if others is not None else []
     found = sum(not row.known for row in rows) / len(rows) if rows else None
     shares = {"the images of known classes": refused, "those of other classes": found}

@@ -24,14 +24,15 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.utils.tables import GrowingTable
 
 NONE = "none of these"
-HEADER = ["path", "class", "probability"]
+HEADER = ["path", "class", "probability", "novelty"]
+HARDLY = 0.6  # an area under the ROC curve below which unknown classes cannot be told
 
 
 @command()
 @learner_options(choose=True)
 @argument("paths", "image files or folders; -: an image or paths on standard input", nargs=-1, required=True)
 @option("--top-k", type=int, default=1, help="how many classes for each image (1)")
-@option("--csv", metavar="FILE", help="write path, class, probability; - is standard output")
+@option("--csv", metavar="FILE", help="write path, class, probability, novelty; - is standard output")
 @option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
 @option("--sort-into", metavar="FOLDER", help="copy each image into a folder of its class, and replace nothing")
 @option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
@@ -57,11 +58,11 @@ def predict(
 
     Folders are read at any depth. A file that cannot be read is reported on standard error and
     stepped over. Answers are printed and written as they come: the same command goes on with a
-    table that was interrupted. With --reject 0.05, an image is "none of these" where its best
-    probability is below that of all but 5 % of the training images that were held back.
-    `dulbe-peft evaluate --reject` measures how many images of known classes that refuses. With
-    --coverage 0.95, each image gets all classes that it may be of; the right one is among them for
-    95 of 100 images of known classes.
+    table that was interrupted. Novelty says how unlike all that was learned an image is. With
+    --reject 0.05, an image is "none of these" where its novelty is above that of all but 5 % of the
+    training images, each left out. `dulbe-peft evaluate --reject` measures how many images of known
+    classes that refuses. With --coverage 0.95, each image gets all classes that it may be of; the
+    right one is among them for 95 of 100 images of known classes.
     """
     from dulbe_peft.utils.files import output_file
 
@@ -78,7 +79,9 @@ def predict(
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
-    how = {"top_k": top_k, "reject": reject, "coverage": coverage}
+    how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
+    if reject is not None:
+        say_whether_told(loaded)
     rows: list[Prediction] = []  # what goes into the JSON file
     counts = Counter[str]()
     with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file)) as (table, copy):
@@ -136,6 +139,17 @@ def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
             print(_line(row))
         yield "unread" if row.error is not None else "known" if row.known else "refused"
     sys.stdout.flush()
+
+
+def say_whether_told(learner: ClassIncrementalLearner) -> None:
+    """Say on standard error where images of unknown classes cannot be told from those of known ones."""
+    area = learner.classifier.roc_area
+    if area is not None and area < HARDLY:
+        print(
+            "unknown things cannot be told here: where each class was left out in turn, its images were more novel "
+            f"than those of known classes in {100 * area:.0f} of 100 pairs; chance gives 50",
+            file=sys.stderr,
+        )
 
 
 def _sum_up(counts: Counter[str], done: int, rejects: bool, files: list[Any]) -> None:
@@ -219,11 +233,11 @@ def _line(row: Prediction) -> str:
 def _lines(row: Prediction) -> list[list[Any]]:
     """The rows of a table for one image: one for each class, and for an unknown image one without a class."""
     answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-    return [[row.image, name, f"{probability:.6f}"] for name, probability in answers]
+    return [[row.image, name, f"{probability:.6f}", f"{row.novelty:.6g}"] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:
     if row.error is not None:
         return {"path": row.image, "error": row.error}
     answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
-    return {"path": row.image, "known": row.known, "classes": answers}
+    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty}

@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import nn
 
 from dulbe_peft.classifiers import Classifier, spec
-from dulbe_peft.classifiers.base import random_features, same_scores
+from dulbe_peft.classifiers.checks import random_features, same_scores
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import has_text, unit_image_embeds
 from dulbe_peft.training.state import LearnerState

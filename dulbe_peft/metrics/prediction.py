@@ -18,7 +18,8 @@ class Prediction:
     image: str
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    known: bool = True  # False: the best probability is too small for any class
+    known: bool = True  # False: it is too unlike all that was learned
+    novelty: float | None = None  # how unlike that it is, where it was asked for
     error: str | None = None  # why the image cannot be read
 
     def answer(self, number: int, scores: bool, several: Any) -> Any:
@@ -38,10 +39,10 @@ def predict_images(
     top_k: int = 1,
     reject: float | None = None,
     coverage: float | None = None,
+    novelty: bool = False,
 ) -> list[Prediction]:
-    """The `top_k` most likely classes of every image, or its set by `prediction_sets`; `reject` as in `predict`."""
+    """The `top_k` most likely classes of every image, or its set by `prediction_sets`; the rest as in `predict`."""
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
-    threshold = 0.0 if reject is None else classifier.rejection_threshold(reject)
     if not len(images):
         return []
     features, unreadable = encoder.readable_embeds(encoder.images(images), "predict", passing=True)
@@ -49,10 +50,13 @@ def predict_images(
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
         own, sizes = features[chunk.to(features.device)], [count] * len(chunk)
+        refused = [False] * len(chunk) if reject is None else classifier.refused(own, reject).tolist()
+        novel = classifier.novelty(own).tolist() if novelty else [None] * len(chunk)
         if coverage is not None:
             sizes = classifier.prediction_sets(own, coverage).sum(dim=1).tolist()
         best, chosen = classifier.probabilities(own).topk(max(sizes, default=1), dim=1)
-        for index, size, values, classes in zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), strict=True):
+        found = zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), refused, novel, strict=True)
+        for index, size, values, classes, unknown, distance in found:
             names = tuple(classifier.class_names[label] for label in classes[:size])
-            rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), values[0] >= threshold)
+            rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), not unknown, distance)
     return rows

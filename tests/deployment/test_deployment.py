@@ -29,7 +29,7 @@ from dulbe_peft import (
     export_transformers,
     load_dual_encoder,
 )
-from dulbe_peft.classifiers.base import random_features
+from dulbe_peft.classifiers.checks import random_features
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.parts import checked_formula
 
