@@ -42,13 +42,13 @@ class Shrunk:
         """From a scatter with its degrees of freedom; `variance` times the identity where it holds nothing."""
         mean, identity = float(scatter.trace()) / max(freedom, 1) / len(scatter), torch.eye(len(scatter)).to(scatter)
         if freedom < 1 or mean < 1e-20:  # what rounding leaves of images that are equal
-            return cls(identity / variance, 1.0, 1)
+            return cls(identity / variance, 1.0, 0)
         share = oas_shrinkage(scatter / freedom, freedom)
         return cls(torch.linalg.inv((1 - share) / freedom * scatter + share * mean * identity), share, freedom)
 
     def without(self, rows: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """T P x, T P T' and its I - T P T' of vectors x, (n, d), whose `taken` T, (n, r, d), leave the scatter."""
-        taken = taken * ((1 - self.share) / self.freedom) ** 0.5
+        taken = taken * ((1 - self.share) / max(self.freedom, 1)) ** 0.5
         by = taken @ self.inverse
         eye = torch.eye(taken.shape[1]).to(taken)
         return by, (by @ rows[:, :, None])[..., 0], eye - by @ taken.transpose(1, 2)
@@ -79,7 +79,7 @@ class Distances:
         everything = scatter + apart.T @ apart
         variance = float(everything.trace()) / number / len(scatter) or 1.0
         within = Shrunk.of(scatter, freedom, variance)
-        total = Shrunk.of(everything, number - 1, variance) if within.share < 1 else within
+        total = Shrunk.of(everything, number - 1, variance) if within.freedom else within
         return cls(means, counts, middle, within, total)
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +107,23 @@ def test_rejected_images_have_no_class(world):
     assert known.count(None) / len(known) < answers.count(None) / len(answers)
 
 
+def test_answers_come_with_their_novelty(world):
+    learner = copy.copy(world.learner)
+    lda = LdaClassifier(embed_dim=learner.encoder.embed_dim)
+    learner.state = replace(learner.state, classifiers={"lda": lda})
+    features, labels = world.learner.image_embeds(world.test), torch.as_tensor(world.test.labels)
+    learner.classifier.add_classes(learner.class_names, features, labels)
+    noise = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+    answers, novelties = learner.predict(noise, top_k=2, return_novelty=True)
+    assert answers == learner.predict(noise, top_k=2)
+    found = learner.classifier.novelty(learner.image_embeds(noise))
+    assert novelties == pytest.approx(found.tolist(), rel=1e-4)
+    assert min(novelties) > learner.classifier.novelty(features).max()
+    refused = learner.classifier.refused(features, 0.1).tolist()
+    assert [answer is None for answer in learner.predict(world.test, reject=0.1)] == refused
+    assert learner.predict(noise, reject=0.1) == [None] * len(noise)
+
+
 def test_sets_cover_the_right_class(world):
     features = world.learner.image_embeds(world.test)
     sets = world.learner.classifier.prediction_sets(features, 0.7)
@@ -124,10 +143,12 @@ def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, cap
     expected = world.learner.predict(folder, top_k=2, return_scores=True)
     with open(tmp_path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["path", "class", "probability"] and len(rows) == 2 * len(expected)
+    assert list(rows[0]) == ["path", "class", "probability", "novelty"] and len(rows) == 2 * len(expected)
     flat = [answer for answers in expected for answer in answers]
     assert [row["class"] for row in rows] == [name for name, _ in flat]
     assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
+    _, novelties = world.learner.predict(folder, return_novelty=True)
+    assert [float(row["novelty"]) for row in rows[::2]] == pytest.approx(novelties, abs=1e-5)
     written = json.loads((tmp_path / "a.json").read_text())
     assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
     assert {row["path"] for row in rows} == {row["path"] for row in written} == set(files(world))

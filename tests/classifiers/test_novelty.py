@@ -1,0 +1,185 @@
+"""How unlike all that was learned an image is: against literal float64 versions, whatever changed the classifier."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.covariance import oas_shrinkage
+from dulbe_peft.classifiers.novelty import Distances, distances, judged
+
+DIM, CLASSES, EACH = 6, 5, 9
+
+
+def world(seed=0, classes=CLASSES, each=EACH, spread=0.5):
+    """Unit features, float64, and labels of `classes`, and those of as many others."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(2 * classes, DIM, generator=generator, dtype=torch.float64)
+    labels = torch.arange(2 * classes).repeat_interleave(each)
+    noise = torch.randn(len(labels), DIM, generator=generator, dtype=torch.float64)
+    rows = F.normalize(centres[labels] + spread * noise, dim=1).float()  # what a classifier takes in
+    return rows[labels < classes], labels[labels < classes], rows[labels >= classes]
+
+
+def shrunk(scatter, freedom, share=None, variance=None):
+    """(1 - s) C + s (tr C / d) I of C = scatter / freedom, inverted."""
+    sample = scatter / freedom
+    share = oas_shrinkage(sample, freedom) if share is None else share
+    variance = float(sample.trace()) / len(sample) if variance is None else variance
+    return torch.linalg.inv((1 - share) * sample + share * variance * torch.eye(len(sample), dtype=torch.float64))
+
+
+def scatter_of(rows, labels):
+    total = torch.zeros(DIM, DIM, dtype=torch.float64)
+    for c in labels.unique():
+        own = rows[labels == c]
+        for row in own:
+            total += torch.outer(row - own.mean(dim=0), row - own.mean(dim=0))
+    return total
+
+
+def literal(z, rows, labels, extra=None, freedom=None):
+    """The novelty of one image, from all learned ones; `extra` scatter of classes that are gone."""
+    z, rows = z.double(), rows.double()
+    means = [rows[labels == c].mean(dim=0) for c in labels.unique()]
+    within = scatter_of(rows, labels) + (0 if extra is None else extra)
+    middle, number = rows.mean(dim=0), len(rows)
+    between = sum(
+        int((labels == c).sum()) * torch.outer(m - middle, m - middle)
+        for c, m in zip(labels.unique(), means, strict=True)
+    )
+    p = shrunk(within, number - len(means) if freedom is None else freedom)
+    q = shrunk(within + between, number - 1)
+    return float(min((z - m) @ p @ (z - m) for m in means) - (z - middle) @ q @ (z - middle))
+
+
+def learned(spec, rows, labels, classes):
+    classifier = make_classifier(spec, DIM)
+    texts = F.normalize(torch.eye(DIM)[:, :DIM][:CLASSES] + 0.1, dim=1)
+    for c in classes:
+        own = labels == c
+        seen = [*map(int, classifier.class_names), c]
+        text = texts[seen] if classifier.needs_text else None
+        classifier.add_classes([str(c)], rows[own], torch.zeros(int(own.sum()), dtype=torch.int64), text)
+    return classifier
+
+
+SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,features=0"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_novelty_is_the_literal_one_however_the_images_came(spec):
+    rows, labels, others = world()
+    expected = [literal(z, rows, labels) for z in others]
+    whole = learned(spec, rows, labels, range(CLASSES))
+    np.testing.assert_allclose(whole.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
+    backwards = learned(spec, rows, labels, [4, 2, 0, 3, 1])
+    np.testing.assert_allclose(backwards.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
+    first = torch.arange(len(labels)) % EACH < 4
+    updated = learned(spec, rows[first], labels[first], range(CLASSES))
+    updated.update_classes(rows[~first], labels[~first])
+    np.testing.assert_allclose(updated.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
+    first[labels == 0], first[labels == 4] = True, False  # one knows a class that the other does not
+    merged = learned(spec, rows[first], labels[first], range(4))
+    merged.merge(learned(spec, rows[~first], labels[~first], range(1, 5)))
+    np.testing.assert_allclose(merged.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_forgotten_is_as_new_as_the_sums_say(spec, tmp_path):
+    rows, labels, _ = world()
+    classifier = learned(spec, rows, labels, range(CLASSES))
+    before = classifier.novelty(rows[labels == 2])
+    classifier.forget_class("2")
+    kept = labels != 2
+    # The class's scatter stays in W where the sums cannot tell it apart.
+    gone = scatter_of(rows[~kept].double(), labels[~kept])
+    stays = {} if spec == "bayes:features=3" else {"extra": gone, "freedom": len(rows) - CLASSES}
+    found = classifier.novelty(rows[~kept])
+    expected = [literal(z, rows[kept], labels[kept], **stays) for z in rows[~kept]]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert found.mean() > before.mean() + 1
+    classifier.save_pretrained(tmp_path)
+    again = type(classifier).from_pretrained(tmp_path)
+    assert torch.equal(again.novelty(rows), classifier.novelty(rows)) and again.calibration == classifier.calibration
+
+
+def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned():
+    rows, labels, _ = world()
+    rows = rows.double()
+    means = torch.stack([rows[labels == c].mean(dim=0) for c in range(CLASSES)])
+    whole = Distances.of(means, labels.bincount(), scatter_of(rows, labels), len(rows) - CLASSES)
+    known, unknown = whole.left_out(rows, labels)
+    within, total = whole.within, whole.total
+    all_rows = (rows - rows.mean(dim=0)).T @ (rows - rows.mean(dim=0))
+    variances = [float(s.trace()) / f / DIM for s, f in ((scatter_of(rows, labels), within.freedom), (all_rows, 44))]
+
+    def distances_of(row, kept, centres, middle, between):
+        left = scatter_of(rows[kept], labels[kept])
+        p = shrunk(left, within.freedom, within.share, variances[0])
+        q = shrunk(left + between, total.freedom, total.share, variances[1])
+        return [(row - m) @ p @ (row - m) for m in centres], (row - middle) @ q @ (row - middle)
+
+    for i in range(0, len(rows), 4):
+        kept, own, n = torch.arange(len(rows)) != i, int(labels[i]), EACH
+        centres = [rows[kept & (labels == c)].mean(dim=0) for c in range(CLASSES)]
+        middle = rows[kept].mean(dim=0)
+        counts = labels[kept].bincount()
+        between = sum(k * torch.outer(m - middle, m - middle) for k, m in zip(counts, centres, strict=True))
+        near, far = distances_of(rows[i], kept, centres, middle, between)
+        near[own] *= (1 + 1 / n) / (1 + 1 / (n - 1))
+        assert float(known[i]) == pytest.approx(float(min(near) - far), rel=1e-8)
+        others = [c for c in range(CLASSES) if c != own]
+        middle = rows[labels != own].mean(dim=0)
+        between = sum(n * torch.outer(means[c] - middle, means[c] - middle) for c in others)
+        near, far = distances_of(rows[i], kept, [means[c] for c in others], middle, between)
+        assert float(unknown[i]) == pytest.approx(float(min(near) - far), rel=1e-8)
+
+
+def test_one_image_a_class_has_one_multiple_of_the_identity_for_both():
+    rows, labels, others = world(each=1)
+    classifier, centre = learned("lda", rows, labels, range(CLASSES)), rows.double().mean(dim=0)
+    expected = [
+        float((rows.double() - z).square().sum(dim=1).min() - (z - centre).square().sum()) for z in others.double()
+    ]
+    found = classifier.novelty(others)
+    np.testing.assert_allclose((found / found[0]).numpy(), np.array(expected) / expected[0], rtol=1e-4, atol=1e-5)
+    assert judged(classifier, rows, labels) is None
+    with pytest.raises(ValueError, match="takes 19 images .*, and there are 0"):
+        classifier.refused(others, 0.05)
+
+
+def test_others_go_by_their_largest_probability():
+    rows, labels, others = world()
+    classifier = learned("ridge", rows, labels, range(CLASSES))
+    assert distances(classifier) is None and classifier.roc_area is None
+    sure = classifier.probabilities(others).amax(dim=1)
+    np.testing.assert_allclose(classifier.novelty(others).numpy(), 1 - sure.double().numpy())
+    assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))
+
+
+@pytest.mark.parametrize("spec", ["lda", "bayes:features=0"])
+@pytest.mark.parametrize("counts", [(12,), (3, 21)])
+def test_the_promised_share_of_known_images_is_lost_and_the_area_is_the_true_one(spec, counts):
+    """The means over eight streams, each class alike."""
+    lost, area, said = [], [], []
+    for seed in range(8):
+        rows, labels, others = world(seed, classes=10, each=60, spread=0.7)
+        place = torch.arange(len(labels)) % 60
+        most = torch.tensor(counts)[labels % len(counts)]
+        generator, classifier = torch.Generator().manual_seed(seed), make_classifier(spec, DIM)
+        texts = F.normalize(torch.randn(10, DIM, generator=generator), dim=1)
+        for start in (0, 5):
+            own = (place < most) & (labels >= start) & (labels < start + 5)
+            names = [str(c) for c in range(start, start + 5)]
+            text = texts[: start + 5] if classifier.needs_text else None
+            classifier.add_classes(names, rows[own], labels[own] - start, text)
+        tests = rows[place >= 30]
+        lost.append(classifier.refused(tests, 0.1).double().mean().item())
+        known, unknown = classifier.novelty(tests), classifier.novelty(others)
+        area.append((unknown[:, None] > known).double().mean().item())
+        said.append(classifier.roc_area)
+    assert np.mean(lost) == pytest.approx(0.09, abs=0.04)
+    assert np.mean(said) == pytest.approx(np.mean(area), abs=0.06)
+    assert 0.6 < np.mean(area) < 0.99
