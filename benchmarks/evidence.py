@@ -44,7 +44,7 @@ def frozen(
 
 
 def trained(results: Path, file: str, classifiers: str, without: str = "") -> list[list[str]]:
-    """One line a stream and method, but those whose name ends so: A_last, and the interval of what training adds, see `marked`."""
+    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `marked`."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = [
         [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
