@@ -14,8 +14,10 @@ from dulbe_peft.utils.settings import check_settings, setting
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
+    "backend",
     "device",
     "eval_batch_size",
+    "force",
     "log_with",
     "num_workers",
     "pixel_cache_mb",
@@ -153,9 +155,12 @@ class LearnerArguments:
     device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "Of both towers. auto: bfloat16 where the hardware has it and nothing is trained, else float32; a saved "
-        "learner keeps the one it learned in.",
+        "auto: what a learner learned in; a new one bfloat16 where the hardware has it and nothing is trained.",
     )
+    backend: Literal["torch", "onnx", "openvino"] = setting(
+        "torch", "What encodes images on a processor while nothing is trained."
+    )
+    force: bool = setting(False, "Use a backend that answers otherwise, too.")
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
     profile: bool = setting(False, "Print where the time of each task went.")
     log_with: str | None = setting(None, "Tracker of accelerate: tensorboard, wandb, trackio, ...; needs its package.")
@@ -180,6 +185,8 @@ class LearnerArguments:
             raise ValueError(f"augment must be none, or some of {names} with + between, got {self.augment!r:.100}")
         if self.augment != "none" and self.drift != "none":
             raise ValueError("augment and drift='linear' exclude each other: drift is seen on images as they are")
+        if self.backend == "onnx" and self.precision == "bfloat16":
+            raise ValueError("precision is 'bfloat16', and onnxruntime has none on a processor: take another backend")
         if self.training_template is not None:
             _check_template("training_template", self.training_template)
 

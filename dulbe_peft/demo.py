@@ -8,7 +8,8 @@ from peft import get_peft_model
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.readers import DIGITS, DigitImages, load_digit_images
-from dulbe_peft.encoders.loading import demo_model_folder, load_clip
+from dulbe_peft.encoders.loading import load_clip
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report import format_summary, plot_results, write_report
 from dulbe_peft.report.pictures import write_pictures

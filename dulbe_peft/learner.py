@@ -12,12 +12,13 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoints import loading, saving
+from dulbe_peft.checkpoints import loading, locating, saving
 from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
@@ -39,7 +40,7 @@ from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_s
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
 from dulbe_peft.training.updating import checked_update, merged_states, with_more_images, without_class
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.devices import choose_device, own_randomness, settled_precision, usual_torch
+from dulbe_peft.utils.devices import choose_device, has_bfloat16, own_randomness, settled_precision, usual_torch
 from dulbe_peft.utils.processes import copy_from_main, on_main_process
 from dulbe_peft.utils.profiling import Profile
 
@@ -113,7 +114,8 @@ class ClassIncrementalLearner(TakesTurns):
         check_tracker(args.log_with)
         self.device = choose_device(args.device)
         self.precision_chosen = args.precision == "auto"
-        args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, self.device))
+        able = args.backend != "onnx" and has_bfloat16(self.device)
+        args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, able))
         model = state.model.to(self.device).eval()
         if isinstance(model, PeftModel):
             copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
@@ -121,7 +123,7 @@ class ClassIncrementalLearner(TakesTurns):
             processor = with_image_resize(processor, state.base, args.image_resize)
         classifiers = {name: classifier.to(self.device) for name, classifier in state.classifiers.items()}
         self.state = replace(state, args=args, model=model, processor=processor, classifiers=classifiers)
-        self.encoder = Encoder(self.clip, processor, args, self.device)
+        self.encoder = self._encoder(None)
         self.logit_scale = logit_scale(self.clip)
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
@@ -147,8 +149,12 @@ class ClassIncrementalLearner(TakesTurns):
         """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
         args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.state = replace(self.state, args=args)
-        store, self.encoder = self.encoder.store, Encoder(self.clip, self.processor, args, self.device)
-        self.encoder.store = store
+        self.encoder = self._encoder(self.encoder.store)
+
+    def _encoder(self, store: FeatureStore | None) -> Encoder:
+        made = Encoder(self.clip, self.processor, self.args, self.device)
+        made.store, made.scores = store, lambda features: self.classifier.logits(features) if self.tasks else None
+        return made
 
     # ------------------------------------------------------------------ learning
 
@@ -461,7 +467,7 @@ class ClassIncrementalLearner(TakesTurns):
             FileNotFoundError: there is no such folder, repository or revision.
             CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
         """
-        folder, manifest, origin = loading.locate(source, revision, token, cache_dir)
+        folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
             check_model(state.model, state.processor, state.strategy, state.args)
             learner = object.__new__(cls)

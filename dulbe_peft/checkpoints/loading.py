@@ -3,7 +3,6 @@
 Every file is compared with the manifest, and every tensor with what the configuration and the base model make.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,67 +17,20 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
-from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
+from dulbe_peft.checkpoints.locating import listed
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
-from dulbe_peft.utils import folders, hub
-from dulbe_peft.utils.devices import choose_device, settled_precision
-from dulbe_peft.utils.folders import MANIFEST, CheckpointError, load_errors
-from dulbe_peft.utils.processes import world
+from dulbe_peft.utils import folders
+from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
+from dulbe_peft.utils.folders import CheckpointError, load_errors
 from dulbe_peft.utils.tensors import read_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
-READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
-_EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
-
-
-def locate(
-    source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
-) -> tuple[Path, folders.Manifest, dict[str, str] | None]:
-    """A learner's folder, of a run the newest whole task; its manifest, checked; repository and commit on the Hub."""
-    if not str(source):
-        raise ValueError("the folder or repository to load is '', expected its path or id")
-    if Path(source).is_dir():
-        folder = Path(source)
-        if (folder / MANIFEST).exists():
-            return folder, folders.read_manifest(folder), None
-        return *_newest_task(folder), None
-    if Path(source).exists():
-        raise CheckpointError(f"{source} is a file and no saved learner: {_EXPECTED}")
-    folder, commit = hub.fetch(source, [MANIFEST], revision, token, cache_dir)
-    hub.fetch(source, sorted(_listed(folder, folders.parse_manifest(folder))), commit, token, cache_dir)
-    return folder, folders.read_manifest(folder), {"repo_id": str(source), "commit": commit}
-
-
-def _listed(folder: Path, manifest: folders.Manifest) -> set[str]:
-    """The names of a learner's files, after a check that each is of a kind that is read."""
-    files = set(manifest.files)
-    strange = sorted(name for name in files if Path(name).suffix not in READABLE)
-    if strange or LEARNER_FILE not in files:
-        raise CheckpointError(
-            f"{folder / MANIFEST} is of no learner: it lists {strange[:3]}, expected {LEARNER_FILE} and files of the "
-            f"kinds {', '.join(sorted(READABLE))} alone"
-        )
-    return files
-
-
-def _newest_task(folder: Path) -> tuple[Path, folders.Manifest]:
-    """The newest whole task folder of a run and its manifest; damaged ones are named on standard error."""
-    damaged: list[str] = []
-    if not layout.task_folders(folder):
-        raise CheckpointError(f"{folder} is no saved learner, for it holds no {MANIFEST}: {_EXPECTED}")
-    found = layout.newest_task(folder, damaged.append)
-    if found is None:
-        raise CheckpointError(f"{folder} is a run's folder, and none of its tasks is whole: {'; '.join(damaged)}")
-    if world()[0] == 0:
-        for line in damaged:
-            print(line, file=sys.stderr)
-    return found
 
 
 @contextmanager
@@ -94,7 +46,7 @@ def loaded_state(
     other = sorted(set(machine or ()) - set(free))
     if other:
         raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(free)}")
-    files = _listed(folder, manifest)
+    files = listed(folder, manifest)
     if layout.TASK_FILE in files:
         raise CheckpointError(
             f"{folder} is a checkpoint in the middle of a task, with which "
@@ -103,7 +55,7 @@ def loaded_state(
     saved = learner_file.read(folder)
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
-        settings = replace(args or LearnerArguments(**saved.arguments), **machine or {})
+        own = args or LearnerArguments(**saved.arguments)
         learned = saved.arguments.get("precision", "float32")
         asked = (machine or {}).get("precision", "auto" if args is None else args.precision)
         config = None
@@ -113,8 +65,9 @@ def loaded_state(
                 raise ValueError(f"this is an adapter of type {config.peft_type.value!r}, expected {DULBE.value!r}")
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
-    device = choose_device(settings.device)
-    settings = replace(settings, precision=settled_precision(asked, learned, strategy.adapts, device))
+    settings = replace(own, **{"precision": "auto"} | dict(machine or {}))
+    able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
+    settings = replace(settings, precision=settled_precision(asked, learned, strategy.adapts, able))
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
     if not isinstance(base_model, nn.Module):
@@ -140,7 +93,7 @@ def loaded_state(
 
 def restore(state: LearnerState, folder: Path) -> LearnerState:
     """The state that a folder holds, for a learner of the same settings; its adapter is loaded into the model."""
-    files = _listed(folder, folders.read_manifest(folder))
+    files = listed(folder, folders.read_manifest(folder))
     saved = learner_file.read(folder)
     base_models.check(state.base, saved.base_model, folder)
     restored = _read_state(state, folder, saved, files)

@@ -25,7 +25,7 @@ from dulbe_peft.classifiers.checks import check_alike, check_labels, random_feat
 from dulbe_peft.classifiers.novelty import distances, judged
 from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.devices import without_autocast
+from dulbe_peft.utils.devices import one_thread, without_autocast
 
 MOST_SCORES = 2**24  # for a temperature; of more held-back images, some are taken, spread evenly over their ranks
 
@@ -157,6 +157,7 @@ class Classifier(GrowingState):
             raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
     @torch.no_grad()
+    @one_thread()
     def add_classes(
         self,
         class_names: Sequence[str],
@@ -206,6 +207,7 @@ class Classifier(GrowingState):
         self._adopt(twin, scores, images, indices)
 
     @torch.no_grad()
+    @one_thread()
     def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
         """Take in further images, (n, d), of known classes, which `labels` index, as if seen with the others.
 

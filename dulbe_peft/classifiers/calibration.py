@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 import torch
 from pydantic import Field
-from scipy.optimize import brentq
 from torch import Tensor
 
 from dulbe_peft.utils.checks import is_number
@@ -178,4 +177,6 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     if slope(LIMIT) >= 0:
         return LIMIT
+    from scipy.optimize import brentq
+
     return -LIMIT if slope(-LIMIT) <= 0 else float(brentq(slope, -LIMIT, LIMIT))

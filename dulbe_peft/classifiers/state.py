@@ -18,6 +18,7 @@ from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.checks import LEAST
+from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
 from dulbe_peft.utils.settings import check_settings, still_known
 from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
@@ -150,7 +151,7 @@ class GrowingState(nn.Module):
         """What `make` computes from the buffers, kept until a buffer changes."""
         if name not in self._derived:
             # A tensor made in inference mode could not be used in training later.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), one_thread():
                 self._derived[name] = make()
         return self._derived[name]
 

@@ -9,7 +9,7 @@ from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_nex
 @command(kept="finished runs are kept")
 @argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
 @option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
-@option("--jobs", type=int, help="runs at once (one a core, or one on an accelerator)")
+@option("--jobs", type=int, help="runs at once, at most one a core of this machine (so many)")
 @option("--backend", choice=("local", "dask", "ray"), default="local", help="who runs (local)")
 @option("--address", help="of the scheduler of dask or ray; else one starts on this machine")
 @option("--dry-run", is_flag=True, help="print the runs that are missing, and exit")

@@ -35,12 +35,13 @@ def export(
     Each format holds the learner's classifier, and a README.md with the lines of code that use it.
     """
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
+    loaded = load()
     from dulbe_peft.adapter.export import COMPRESSION_FILE
     from dulbe_peft.deployment.export import export_learner
     from dulbe_peft.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
-    folder = export_learner(load(), output, kind, None, compress_to, precision)
+    folder = export_learner(loaded, output, kind, None, compress_to, precision)
     if compress_to is not None:
         report = read_json(folder / COMPRESSION_FILE)
         errors = {name: row["relative_error"] for name, row in report["layers"].items()}

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from dulbe_peft.commands.options import command, learner_options, option
 from dulbe_peft.commands.outputs import claim, overwrite_option, say_next
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 @option("--output", metavar="FILE.parquet", help="write a table: content, path, split, label, embedding")
 @option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
 @option("--engine", choice=("local", "dask", "ray"), help="encode in several processes, or with Dask or Ray")
-@option("--jobs", type=int, help="workers of --engine (one a core, or one on an accelerator)")
+@option("--jobs", type=click.IntRange(1), help="workers of --engine, at most one a core of this machine (so many)")
 @option("--address", help="of a running cluster of Dask or Ray; else workers start on this machine")
 @overwrite_option
 def features(
@@ -61,7 +63,6 @@ def features(
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.inventory import counted, unreadable_lines
-    from dulbe_peft.runs.encoding import fill_store
 
     parts = _parts(data, split, class_names, skip_unreadable)
     if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
@@ -71,6 +72,8 @@ def features(
     if loaded.encoder.adapted and (engine or output is None):
         raise ValueError("a learner that trains has features of its own, which are not stored: --output writes them")
     if engine is not None and store is not None:
+        from dulbe_peft.runs.encoding import fill_store
+
         again = partial(load, num_workers=0, progress=False)
         fill_store(store, list(parts.values()), loaded, again, engine, jobs, address)
     unreadable: list[tuple[str, str]] = []

@@ -56,12 +56,11 @@ def learn(
     Images of classes that it knows are taken in without training. Images that june has learned are
     left out, wherever they lie now. The same command goes on where it was stopped.
     """
-    from dulbe_peft.report.pictures import write_pictures
+    claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
+    loaded = load()
     from dulbe_peft.runs.progress import known_tasks
     from dulbe_peft.utils.processes import leave, world
 
-    claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
-    loaded = load()
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     notes: list[str] = []
@@ -87,6 +86,8 @@ def learn(
         print_once(f"left out: images of known classes ({', '.join(known)})")
     results = loaded.run(tasks, output, known_tests=tests, source=source)
     if world()[0] == 0:
+        from dulbe_peft.report.pictures import write_pictures
+
         write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
         if before:
             _say_gain(before, known_tasks(loaded)[-1].row)

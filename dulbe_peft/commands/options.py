@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import click
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.commands.given import check_given
 from dulbe_peft.runs.settings import GROUPS, from_text
 from dulbe_peft.utils.settings import field_types
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
-_ENCODING = ("precision",)  # of commands that encode images
+_ENCODING = ("precision", "backend", "force")  # of commands that encode images
 Decorator = Callable[[Any], Any]
 
 
@@ -163,7 +164,7 @@ def store_option(function: Any) -> Any:
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
     """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier.
 
-    A command that `encodes` images has the flags `--no-store` and `--precision`.
+    A command that `encodes` images has the flags `--no-store`, `--precision`, `--backend` and `--force`.
     """
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
     own = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
@@ -174,6 +175,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             machine = {name: value for name in own if (value := flags.pop(name)) is not None}
             first = flags.pop("classifier", None)
             load = partial(load_learner, learner, model, machine, first, not flags.pop("no_store", True))
+            load.keywords["data"] = flags.get("data")
             status: int = function(learner=learner, load=load, **flags)
             return status
 
@@ -196,9 +198,14 @@ def load_learner(
     machine: dict[str, Any],
     first: str | None = None,
     store: bool | None = None,
+    data: str | None = None,
     **defaults: Any,
 ) -> ClassIncrementalLearner:
-    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none."""
+    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none.
+
+    What is not there, also `data`, is said before torch is imported.
+    """
+    check_given(learner, model, data)
     from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner

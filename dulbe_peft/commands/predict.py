@@ -73,6 +73,10 @@ def predict(
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty: neither an image nor a path is there")
+    if not any(isinstance(image, io.BytesIO) or os.path.lexists(image) for image in images):
+        raise FileNotFoundError(
+            f"{printable(images[0])} does not exist" + (", nor do the others" if images[1:] else "")
+        )
     piped = any(not isinstance(image, str) for image in images)
     if piped and sort_into is not None:
         raise ValueError("--sort-into copies files, and the image on standard input is none: give its path")

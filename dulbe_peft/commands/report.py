@@ -31,12 +31,15 @@ def report(
 
     The page is one file that any browser opens, also without a network.
     """
+    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
+    for folder in runs:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import read_run, write_figures, write_report
     from dulbe_peft.report.verdict import clearly_better
 
-    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
     if comparisons and len(folders) > 1:

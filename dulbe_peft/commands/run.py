@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import command, setting_options
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
-from dulbe_peft.runs.settings import given_settings, validated
+from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
 from dulbe_peft.utils.settings import field_types
 
 # What `--help` shows; `--help-all` shows the rest.
@@ -36,14 +37,19 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
-    stream, *_ = validated(settings)
+    stream, *_ = [pick(kind, settings) for kind in GROUPS.values()]
+    order = None if stream.class_order == "icarl" else stream.class_order
+    files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
+    check_given(None, None if stream.revision else stream.model, stream.data, **files)
+    output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
-        output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
-        claim(output, reads=reads, apart=[stream.data], overwrite=overwrite)
+        claim(output, reads=reads, apart=[stream.data])
     if not stream.resume:
         click.get_current_context().meta["to go on"] = ["--resume"]
+    validated(settings)
+    if overwrite and not stream.dry_run:
+        claim(output, reads=reads, apart=[stream.data], overwrite=True)
     from dulbe_peft.commands.dry_run import describe
-    from dulbe_peft.report.pictures import write_pictures
     from dulbe_peft.runs.setup import set_up
     from dulbe_peft.utils.processes import leave, world
 
@@ -58,6 +64,8 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     learner = setup.make_learner(setup.args)
     results = setup.run(learner, stream.output, resume=stream.resume)
     if world()[0] == 0:
+        from dulbe_peft.report.pictures import write_pictures
+
         write_pictures(stream.output, [task.test for task in setup.tasks], results, setup.left_out)
         say_results(results, stream.output, learner.classifier.name)
     leave()

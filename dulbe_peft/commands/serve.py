@@ -22,10 +22,10 @@ def serve(learner: str, load: Callable[..., Any], host: str, names: tuple[str, .
     --host says so, and what is dropped stays on this machine. The page is opened by its address, or
     by a --name.
     """
-    from dulbe_peft.serving import make_server
-
     name = f"[{host}]" if ":" in host else host
     loaded = load()
+    from dulbe_peft.serving import make_server
+
     try:
         server = make_server(loaded, host, port, names)
     except OSError as error:

@@ -48,18 +48,24 @@ def load_data(
     """
     text = os.fspath(path_or_name)
     path = Path(text)
+    check_data(text)
     if feature_files(path):
         return load_features(path, split)
     if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
         return load_hub_images(text, split, image_column, label_column)
     if path.is_dir():
         return ImageFolder(path, split)
-    if path.exists():
-        archive = path.suffix.lower() in ARCHIVES
-        why = why_not_read(path.suffix.lower()) if archive else "expected a folder of images or of parquet files"
-        raise ValueError(f"{path} is a file, {why}")
-    if text == DEMO_DIGITS:
+    if text == DEMO_DIGITS and not path.exists():
         return load_digit_images(split)
+    archive = path.suffix.lower() in ARCHIVES
+    why = why_not_read(path.suffix.lower()) if archive else "expected a folder of images or of parquet files"
+    raise ValueError(f"{path} is a file, {why}")
+
+
+def check_data(text: str) -> None:
+    """Raise a `FileNotFoundError` where nothing is under a path, and it names no other data."""
+    if Path(text).exists() or text.startswith(HUB_PREFIX) or text == DEMO_DIGITS:
+        return
     hub = f'; a dataset of the Hugging Face hub is written "hf:{text}"' if _HUB_NAME.fullmatch(text) else ""
     raise FileNotFoundError(f"{text} does not exist{hub}")
 

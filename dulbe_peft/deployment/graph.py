@@ -5,33 +5,37 @@ transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout tha
 """
 
 import inspect
-import json
-import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.deployment.parts import Head, ImageEncoder, class_facts, merged_model
+from dulbe_peft.deployment.parts import Head, class_facts, merged_model
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 from dulbe_peft.encoders.loading import encoder_of, image_shape
+from dulbe_peft.encoders.onnx_graphs import (
+    EMBEDDING,
+    LARGEST_FILE,
+    PIXELS,
+    ImageEncoder,
+    check_exportable,
+    is_large,
+    quiet_exporter,
+    session,
+    write_graph,
+)
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.templates import render
 
 ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
-PIXELS, EMBEDDING, PROBABILITIES, LOGITS = "pixel_values", "image_embeds", "probabilities", "logits"
+PROBABILITIES, LOGITS = "probabilities", "logits"
 # What transformers.js calls each: the end of the file's name, and its `dtype`.
 # By precision: how the name of the file ends, and what transformers.js calls it.
 _NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
-OPSET = 20
-LARGEST_FILE = 1_500_000_000  # bytes of weights in one file; an ONNX file holds less than 2 GiB
 TOLERANCE = 1e-4
 CHECKED_BATCHES = (1, 3, 8)
 
@@ -43,8 +47,8 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
     facts = class_facts(state, classifier)
     facts |= {"image_size": list(shape[1:]), "preprocessing": steps, "precision": precision}
     _write(folder / ENCODER_FILE, encoder, torch.zeros(2, *shape), (PIXELS, EMBEDDING), precision)
-    _write(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts=facts)
-    run_encoder, run_head = _session(folder / ENCODER_FILE), _session(folder / HEAD_FILE)
+    write_graph(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts)
+    run_encoder, run_head = session(folder / ENCODER_FILE), session(folder / HEAD_FILE)
     facts["largest_difference"] = _largest_difference(
         lambda pixels: run_head(run_encoder(pixels)), nn.Sequential(encoder, head), shape, precision
     )
@@ -70,7 +74,7 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     path = folder / "onnx" / f"model{ending}.onnx"
     path.parent.mkdir()
     _write(path, whole, torch.zeros(2, *shape), (PIXELS, LOGITS), precision)
-    run = _session(path)
+    run = session(path)
     _largest_difference(
         lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
     )
@@ -89,43 +93,20 @@ def _parts(
 ) -> tuple[ImageEncoder, Head, tuple[int, ...]]:
     """Encoder, head and shape of an image; an `ImportError` names a package that is missing."""
     try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'") from error
-    if encoder_of(state.base).patches:
-        title = encoder_of(state.base).title
-        raise ValueError(f"{title} has other positions for each image, a graph cannot: take 'transformers' or 'lora'")
+        check_exportable(state.base)
+    except ValueError as error:
+        raise ValueError(f"{error}: take 'transformers' or 'lora'") from error
     encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
     return encoder.eval(), head.eval(), image_shape(state.base, state.processor)
 
 
-@torch.no_grad()
-def _write(
-    path: Path,
-    module: nn.Module,
-    example: Tensor,
-    ends: tuple[str, str],
-    precision: str = "float32",
-    facts: dict[str, Any] | None = None,
-) -> None:
-    """Write one graph, and bring it to its precision; `facts` go into its metadata."""
-    start, end = ends
-    batch = ({0: torch.export.Dim("batch")},)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
-    try:
-        with _quiet_exporter():
-            program: Any = torch.onnx.export(module, (example,), input_names=[start], output_names=[end], **options)
-    except torch.onnx.OnnxExporterError as error:
-        raise ValueError(f"the graph from {start} to {end} cannot be made: {error}") from error
-    program.model.metadata_props.update({name: json.dumps(value) for name, value in (facts or {}).items()})
-    large = sum(tensor.nbytes for tensor in module.state_dict().values()) > LARGEST_FILE
-    if large and precision != "float32":
+def _write(path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], precision: str) -> None:
+    """Write one graph, and bring it to its precision."""
+    if precision != "float32" and is_large(module):
         raise ValueError(f"{precision} is served for graphs below {LARGEST_FILE:,} bytes: take float32")
-    program.save(str(path), external_data=large)
+    write_graph(path, module, example, ends)
     if precision != "float32":
-        with _quiet_exporter():
+        with quiet_exporter():
             _reduce(path, precision)
 
 
@@ -144,30 +125,6 @@ def _reduce(path: Path, precision: str) -> None:
     del model.graph.value_info[:]  # what the exporter noted of shapes contradicts what onnx infers
     add_pre_process_metadata(model)  # else it advises to optimise the graph, which the exporter has done
     quantize_dynamic(model, path, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8)
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Hold back what the exporter says about packages and versions of its own; its errors come through."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:  # and no others: another thread may have something to say
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-
-
-def _session(path: Path) -> Callable[[Tensor], Tensor]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda rows: torch.from_numpy(session.run(None, {name: rows.numpy()})[0])
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 from dulbe_peft.classifiers import Classifier, spec
 from dulbe_peft.classifiers.checks import random_features, same_scores
 from dulbe_peft.data.names import format_prompts
-from dulbe_peft.encoders.loading import has_text, unit_image_embeds
+from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.training.state import LearnerState
 
 SHARES = (0.01, 0.05, 0.1)  # of false alarms
@@ -24,17 +24,6 @@ def merged_model(state: LearnerState) -> Any:
     if isinstance(model, PeftModel):
         model = model.merge_and_unload()
     return model.cpu().eval().requires_grad_(False)
-
-
-class ImageEncoder(nn.Module):
-    """Pixel values (batch, 3, height, width) to unit features (batch, d), by a model without adapters."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return unit_image_embeds(self.model, pixel_values)
 
 
 class Head(nn.Module):

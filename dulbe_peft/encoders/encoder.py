@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from dulbe_peft.data.features import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.data.store import EncoderKey, FeatureStore
-from dulbe_peft.encoders import loading
+from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import KnownPixels, PixelDataset
 from dulbe_peft.utils import processes
@@ -38,6 +38,7 @@ NO_TEXTS: Texts = MappingProxyType({})
 # A batch without gradients is filled up to a multiple of so many images. In batches of fewer than four images, and in
 # the last one to three rows of a thread's part, products of matrices are rounded in another way.
 WHOLE = 8
+UNSHOWN = 5.0  # seconds of a pass over images that show no progress
 _NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
 
 
@@ -70,7 +71,10 @@ class Encoder:
         self.profile = Profile()
         # Where features of images are found again, while nothing trains the model; None: nowhere.
         self.store: FeatureStore | None = None
+        self.scores: Callable[[torch.Tensor], torch.Tensor | None] = lambda features: None  # of the known classes
         self._digest: tuple[Any, str] = ((), "")
+        self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
+        self._trains = False  # what moves at every task is not exported
         self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
@@ -144,7 +148,25 @@ class Encoder:
             name = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
             facts |= {"processor": name, "batch": str(self.args.eval_batch_size)}
         facts |= {name: version(name) for name in ("torch", "transformers", "pillow")}
-        return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, "torch")
+        backend, tower = "torch", self.tower
+        if tower is not None:
+            backend = tower.backend
+            facts |= {"graph": tower.sha256, "backend": tower.version}
+        return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, backend)
+
+    @property
+    def tower(self) -> backends.Tower | None:
+        """The image tower of the backend that was asked for; None: torch's, also while the model is trained."""
+        layers = [module for module in self.clip.modules() if isinstance(module, BaseTunerLayer)]
+        # Of a part of what was learned, or of nothing, no graph is made.
+        part = any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
+        if self.args.backend == "torch" or self._trains or part:
+            return None
+        facts = self.facts
+        if self._tower[0] != facts["weights"]:
+            shape = loading.image_shape(self.clip, self.processor)
+            self._tower = facts["weights"], backends.open_tower(self.clip, shape, facts, self.args, self.device)
+        return self._tower[1]
 
     def _check_features(self, features: FeatureTable) -> None:
         """Raise a `ValueError` unless the features are those that this encoder would give, as far as is known."""
@@ -161,7 +183,7 @@ class Encoder:
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
-        size = self.args.batch_size
+        size, self._trains = self.args.batch_size, True
         starts = range(0, len(order), size)
         indices = torch.tensor(order, device=self.device)
         labels = torch.as_tensor(images.labels).to(self.device)[indices]
@@ -184,12 +206,16 @@ class Encoder:
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
-    def _load(self, images: PixelDataset | KnownPixels, title: str, batches: list[list[int]]) -> Iterable[Any]:
+    def _load(self, images: PixelDataset | KnownPixels, title: str, batches: list[list[int]]) -> Iterator[Any]:
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(images, batch_sampler=batches, **self.loader_settings(len(batches)))
-        hidden = not self.args.progress or processes.world()[0] > 0
-        bar = tqdm(self.profile.batches(loader), title, len(batches), leave=False, disable=hidden or None)
-        return _alive(cast(Iterable[Any], bar))
+        hidden = not self.args.progress or processes.world()[0] > 0  # None: on a terminal alone
+        shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
+        how = self.args.precision if self._tower[1] is None else f"{self.args.precision} by {self.args.backend}"
+        with tqdm(total=sum(map(len, batches)), desc=f"{title}, {how}", **shown) as bar:
+            for number, batch in enumerate(_alive(self.profile.batches(loader))):
+                yield batch
+                bar.update(len(batches[number]))
 
     def loader_settings(self, batches: int) -> dict[str, Any]:
         """How a `DataLoader` reads so many batches: with which processes, and into which memory."""
@@ -219,10 +245,35 @@ class Encoder:
 
     def whole_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """As `image_embeds`, in a batch that is filled up: then no feature depends on which others come with it."""
+        return self.image_embeds(self._filled(pixels))[: len(pixels)]
+
+    def _filled(self, pixels: torch.Tensor) -> torch.Tensor:
         size = len(pixels)
         full = self.args.eval_batch_size if self.device.type != "cpu" else -(-size // WHOLE) * WHOLE
-        filled = torch.cat([pixels, pixels[:1].expand(full - size, *pixels.shape[1:])]) if full > size else pixels
-        return self.image_embeds(filled)[:size]
+        return torch.cat([pixels, pixels[:1].expand(full - size, *pixels.shape[1:])]) if full > size else pixels
+
+    def _encoded(
+        self, pixels: torch.Tensor, images: PixelDataset, tower: backends.Tower | None, few: bool
+    ) -> torch.Tensor:
+        """Unit features of a batch, by the backend's tower where there is one, which is compared with torch first."""
+        if tower is None:
+            return self.image_embeds(pixels) if few else self.whole_embeds(pixels)
+        found = torch.cat([tower(part) for part in ([pixels] if few else self._filled(pixels).split(WHOLE))])
+        found = found[: len(pixels)]
+        if not tower.is_checked(len(pixels)):
+            expected = loading.unit_image_embeds(self.clip, pixels)
+            tower.check(found, expected, self._scores(images, expected), self.args.force)
+        return found
+
+    def _scores(self, images: PixelDataset, features: torch.Tensor) -> backends.Scores | None:
+        """What answers for some images: the learned classifier, or their classes' names, or None."""
+        if self.scores(features) is not None:
+            return cast(backends.Scores, self.scores)
+        names = images.images.class_names
+        if len(names) < 2 or loading.encoder_of(self.clip).image_only:
+            return None
+        texts = self.text_embeds(names)
+        return lambda features: features @ texts.T
 
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
@@ -249,10 +300,11 @@ class Encoder:
         store = None if few or self.adapted else self.store
         kept = None if store is None else (store, self.key, _view_name(images))
         rows, copies = self._unknown(kept, images, features)
+        tower = self.tower if rows else None
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
             for pixels, contents, errors, index in self.batches(KnownPixels(images, skip), title, rows):
-                features[index] = self.image_embeds(pixels) if few else self.whole_embeds(pixels)
+                features[index] = self._encoded(pixels, images, tower, few)
                 found = [content or None for content in contents]
                 self._note(images, index.tolist(), found)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}

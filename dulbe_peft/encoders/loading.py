@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import resources
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from PIL import Image
 from tokenizers import normalizers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedConfig
+from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.patches import packed, unpacked
-from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, type_of, unserved
+from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unserved
 from dulbe_peft.utils.devices import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -52,7 +51,7 @@ def load_dual_encoder(
         FileNotFoundError: `name_or_path` looks like a folder and is none.
         ValueError: the model there is of a type that is not served; the message lists the served ones.
     """
-    name, record = _find(name_or_path, revision)
+    name, record = find_model(name_or_path, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
     model = getattr(transformers, record.model).from_pretrained(
@@ -69,36 +68,10 @@ def load_clip(
     name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[CLIPModel, CLIPProcessor]:
     """A CLIP model and its processor; another model is a `ValueError`. The rest is as in [`load_dual_encoder`]."""
-    name, record = _find(name_or_path, revision)
+    name, record = find_model(name_or_path, revision)
     if record is not ENCODERS["clip"]:
         raise ValueError(f"{name!r} holds a {record.model}, expected a CLIPModel; load_dual_encoder loads other types")
     return load_dual_encoder(name, revision, attn_implementation)
-
-
-def demo_model_folder() -> Path:
-    """The folder of the small CLIP that the package has."""
-    return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
-
-
-def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> tuple[str, DualEncoder]:
-    """The folder or Hub id of a model, and the record of its type."""
-    name = str(name_or_path)
-    if name == "demo" and not Path(name).exists():
-        name = str(demo_model_folder())
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"model folder {name!r} does not exist")
-    if Path(name).is_file():
-        raise ValueError(f"{name!r} is a file, expected the folder of a model or its id on the Hub")
-    try:  # the plain file: transformers' own reader raises on an unknown type without naming the served ones
-        model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
-    except OSError as error:
-        if Path(name).is_dir():
-            raise
-        reason = str(error).partition("\n")[0]
-        raise FileNotFoundError(f"{name!r} is no folder here, and no model of the Hub was found: {reason}") from error
-    if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model {unserved(model_type)}")
-    return name, ENCODERS[model_type]
 
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> Any:

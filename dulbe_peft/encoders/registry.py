@@ -3,8 +3,13 @@
 Another encoder of the same kind needs another record here, and no code elsewhere.
 """
 
+import os
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from dulbe_peft.utils.files import read_json
 
 CLIP_TEXT_TARGETS = r"k_proj|v_proj|fc1|fc2"
 BERT_TEXT_TARGETS = r"self\.(key|value)|intermediate\.dense|\d+\.output\.dense"
@@ -121,3 +126,31 @@ def unserved(model_type: object) -> str:
     why = f" ({_UNSERVED[str(model_type)]})" if model_type in _UNSERVED else ""
     types = ", ".join(f"{name!r} ({record.title})" for name, record in ENCODERS.items())
     return f"of type {model_type!r}{why}; the served types are {types}"
+
+
+def demo_model_folder() -> Path:
+    """The folder of the small CLIP that the package has."""
+    return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
+
+
+def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None) -> tuple[str, DualEncoder]:
+    """The folder or Hub id of a model, and the record of its type; nothing that takes time is imported."""
+    name = str(name_or_path)
+    if name == "demo" and not Path(name).exists():
+        name = str(demo_model_folder())
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"model folder {name!r} does not exist")
+    if Path(name).is_file():
+        raise ValueError(f"{name!r} is a file, expected the folder of a model or its id on the Hub")
+    folder = Path(name)
+    if not folder.is_dir():
+        from dulbe_peft.utils import hub
+
+        folder, _ = hub.fetch(name, ["config.json"], revision)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name!r} holds no model: it has no config.json")
+    config = read_json(folder / "config.json")
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in ENCODERS:
+        raise ValueError(f"{name!r} holds a model {unserved(model_type)}")
+    return name, ENCODERS[model_type]

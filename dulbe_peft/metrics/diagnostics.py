@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import rankdata
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -169,6 +168,8 @@ def rank_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     >>> rank_similarity(torch.tensor([[0.1, 0.2, 0.4]]), torch.tensor([[0.1, 0.9, 0.5]])).tolist()
     [0.5]
     """
+    from scipy.stats import rankdata
+
     first, second = (torch.from_numpy(rankdata(matrix.double().cpu().numpy(), axis=1)) for matrix in (before, after))
     first, second = (ranks - ranks.mean(dim=1, keepdim=True) for ranks in (first, second))
     return (first * second).sum(dim=1) / (first.norm(dim=1) * second.norm(dim=1))

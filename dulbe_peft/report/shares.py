@@ -9,9 +9,6 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
-from scipy.cluster.hierarchy import leaves_list, linkage
-from scipy.spatial.distance import squareform
-from scipy.stats import binomtest
 
 from dulbe_peft.metrics.evaluation import ImageResult
 
@@ -37,6 +34,8 @@ class Share:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Wilson's interval at 95 %."""
+        from scipy.stats import binomtest
+
         found = binomtest(self.right, self.images).proportion_ci(method="wilson")
         return float(found.low), float(found.high)
 
@@ -104,6 +103,9 @@ def confusion_matrix(predictions: Sequence[ImageResult]) -> ConfusionMatrix:
         parts = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
         distances = 1 - (parts + parts.T) / 2
         np.fill_diagonal(distances, 0)
+        from scipy.cluster.hierarchy import leaves_list, linkage
+        from scipy.spatial.distance import squareform
+
         order = leaves_list(linkage(squareform(distances), "average", optimal_ordering=len(names) <= 500))
         names, counts = [names[i] for i in order], counts[np.ix_(order, order)]
     return ConfusionMatrix(names, counts)

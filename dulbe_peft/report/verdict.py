@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.stats import binomtest
-
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
@@ -73,6 +71,8 @@ def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
         found.append((name, answers.count((True, False)), answers.count((False, True))))
     best = max(found, key=lambda row: row[1] - row[2], default=("", 0, 0))
     _, gained, lost = best
+    from scipy.stats import binomtest
+
     clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
     return best if clear else None
 

@@ -3,14 +3,16 @@
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore
+from dulbe_peft.encoders.encoder import UNSHOWN
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.utils.engines import OncePerProcess, default_jobs, on_engine
+from dulbe_peft.utils.engines import OncePerProcess, jobs_at_once, on_engine
 
 SHARD = 2048  # images of a call at most
 ATTEMPTS = 3  # at the shards that are missing, where a worker dies
@@ -31,7 +33,7 @@ def fill_store(
     Images and model must have the same paths there. A worker that dies loses the shard that it was at, which is done
     again. What cannot be read is left out.
     """
-    key, workers = learner.encoder.key, jobs or default_jobs()
+    key, workers = learner.encoder.key, jobs_at_once(jobs, address)
     seen: set[bytes] = set()
     missing: list[LabelledImages] = []
     for part in parts:
@@ -44,9 +46,9 @@ def fill_store(
                 seen.add(content)
         size = min(SHARD, max(64, len(rows) // (4 * workers)))
         missing += [_alone(part, part.indices[rows[start : start + size]]) for start in range(0, len(rows), size)]
-    hidden = None if learner.args.progress else True
+    shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
     encode = _Encode(OncePerProcess(load))
-    with tqdm(total=sum(map(len, missing)), desc="encode", unit="image", disable=hidden) as bar:
+    with tqdm(total=sum(map(len, missing)), desc=f"encode, {key.precision}", **shown) as bar:
         left = missing
         for attempt in range(1, ATTEMPTS + 1):
             done = set[int]()

@@ -42,18 +42,17 @@ def has_bfloat16(device: torch.device) -> bool:
     return allowed and bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
-def settled_precision(asked: str, learned: str | None, trains: bool, device: torch.device) -> str:
-    """The precision of a learner: what is asked for, else what it learned in, else the device's best.
+def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
+    """The precision of a learner: what is asked for, else what it learned in, else bfloat16 where it is `able`.
 
     Where it is not the one that the learner `learned` in, this is said.
     """
-    able = has_bfloat16(device)
     if asked != "auto":
         found, why = asked, "is asked for"
     elif learned is None:
         return "bfloat16" if able and not trains else "float32"
     else:
-        found, why = ("float32" if learned == "bfloat16" and not able else learned), "is what this hardware has"
+        found, why = ("float32" if learned == "bfloat16" and not able else learned), "is what there is here"
     if learned not in (None, found):
         said = f"this learner learned in {learned}, and {found} {why}: its features are others from here on"
         if world()[0] == 0:
@@ -71,6 +70,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small products in one thread: several spin while they wait, many times as long where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -105,6 +105,12 @@ def _missing(backend: str) -> ImportError:
     return ImportError(f"{backend} needs another package: pip install 'dulbe_peft[{backend}]'")
 
 
-def default_jobs() -> int:
-    """One job for each core; one alone where they would share an accelerator."""
-    return 1 if torch.accelerator.is_available() else os.cpu_count() or 1
+def jobs_at_once(asked: int | None, address: str | None) -> int:
+    """How many of the jobs that are asked for; None: one a core, or one alone where they would share an accelerator.
+
+    On this machine they are never more than its cores; a cluster at an address has its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not asked:
+        return 1 if torch.accelerator.is_available() else cores
+    return asked if address else min(asked, cores)

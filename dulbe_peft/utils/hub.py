@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, file_exists, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import constants
 
 
 def fetch(
@@ -24,6 +22,13 @@ def fetch(
         raise FileNotFoundError(f"folder {str(source)!r} does not exist")
     names = list(files)
     where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
+    cached = Path(cache_dir or constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}")
+    if constants.HF_HUB_OFFLINE and not cached.is_dir():  # said without the client, which takes time to import
+        raise FileNotFoundError(f"{source!r} is no folder here, and offline the Hub has no {where}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import HFValidationError
+
     try:
         asked: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
         folder = Path(snapshot_download(source, **asked, allow_patterns=[glob.escape(name) for name in names]))
@@ -49,6 +54,8 @@ def push(
     replaces: Iterable[str] = (),
 ) -> Any:
     """Upload what `write(folder, owner/name)` writes as one commit, without files that it `replaces` and lacks."""
+    from huggingface_hub import HfApi
+
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with tempfile.TemporaryDirectory() as parent:
@@ -72,6 +79,8 @@ def has_file(
     """Whether a folder, or a repository on the Hub (offline: its cached part), holds a file."""
     if Path(source).is_dir():
         return (Path(source) / file).exists()
+    from huggingface_hub import file_exists, try_to_load_from_cache
+
     if constants.HF_HUB_OFFLINE:
         return isinstance(try_to_load_from_cache(source, file, cache_dir=cache_dir, revision=revision), str)
     return file_exists(source, file, revision=revision, token=token)
@@ -79,6 +88,8 @@ def has_file(
 
 def is_repo_id(name: str | None) -> bool:
     """Whether `name` can be a repository on the Hub, and is no folder here."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     with suppress(HFValidationError):
         validate_repo_id(name or "")
         return bool(name) and not Path(str(name)).exists()

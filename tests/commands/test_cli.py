@@ -188,10 +188,10 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --epoch 1", "No such option '--epoch'. (Did you mean one of: '--epochs'"),
         ("run --epochs 0", "Invalid value for '--epochs': epochs must be at least 1, got '0'"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
-        ("run --model m --data gone/photos --output y", "gone/photos does not exist; a dataset"),
+        ("run --model demo --data gone/photos --output y", "gone/photos does not exist; a dataset"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
         ("run --shared-rank 0 --residual-rank 0 --model x --dry-run", "both 0"),
-        ("run --model m --data hf: --output o", "hf: names no dataset: expected hf:NAME"),
+        ("run --model demo --data hf: --output o", "hf: names no dataset: expected hf:NAME"),
         ("check hf:", "hf: names no dataset: expected hf:NAME"),
         ("run --model m --data d --output o --class-names ''", "class_names is '', expected the path of a file"),
         ("run --model m --data d --output o --class-texts ''", "class_texts is '', expected the path of a file"),
@@ -232,7 +232,8 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     """Also before the first batch, while the model is loaded; afterwards signals mean what they meant."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "off.yaml").write_text("resume: false")
-    argv = ["run", *argv, "--model", "m", "--output", "o"]
+    (tmp_path / argv[1]).mkdir()
+    argv = ["run", *argv, "--model", "demo", "--output", "o"]
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("dulbe_peft.runs.setup.set_up", lambda _: signal.raise_signal(number))
     assert main(argv) == status and signal.getsignal(signal.SIGTERM) is before
@@ -333,10 +334,11 @@ def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own
 
 
 def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dulbe_peft.utils.hub.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
     Path("june").mkdir()
     Path("july").touch()
+    Path("photo.jpg").touch()
     for name in ("june", "july"):
         assert main(["predict", name, "photo.jpg"]) == 2
         said = capsys.readouterr().err
@@ -358,7 +360,7 @@ def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, caps
     assert main(["demo", "--output", ".", "--overwrite"]) == 2
     assert "in which the command works" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda *_: False)
-    for argv in ("demo", "run --model m --data d --output x/y"):
+    for argv in ("demo", "run --model demo --data demo-digits --output x/y"):
         assert main(argv.split()) == 2
         assert capsys.readouterr().err == f"dulbe-peft: {tmp_path} cannot be written to: choose another --output\n"
 

@@ -32,6 +32,7 @@ from dulbe_peft import (
 from dulbe_peft.classifiers.checks import random_features
 from dulbe_peft.deployment import graph
 from dulbe_peft.deployment.parts import checked_formula
+from dulbe_peft.encoders import onnx_graphs
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
@@ -342,7 +343,7 @@ def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
 
 @pytest.mark.slow
 def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "LARGEST_FILE", 0)
+    monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
     folder = export_onnx(learners["vit"], tmp_path / "plain", "prototype")
     assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
     assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]

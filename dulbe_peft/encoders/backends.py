@@ -1,0 +1,158 @@
+"""The image tower in onnxruntime or OpenVINO: exported once, kept beside the feature store, compared with torch."""
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.store import store_path
+from dulbe_peft.encoders.loading import encoder_of
+from dulbe_peft.encoders.onnx_graphs import (
+    EMBEDDING,
+    LARGEST_FILE,
+    PIXELS,
+    ImageEncoder,
+    check_exportable,
+    is_large,
+    session,
+    write_graph,
+)
+from dulbe_peft.utils.files import read_json, replacing, write_json
+from dulbe_peft.utils.folders import file_sha256
+from dulbe_peft.utils.processes import on_main_process, world
+
+PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
+ENOUGH = 32  # images of a comparison with torch that need not be made again
+LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
+MOST_OTHERS = 0.01  # share of answers that may differ, but for one
+Scores = Callable[[Tensor], Tensor]
+
+
+class Tower:
+    """An exported image tower: pixel values (n, 3, height, width) to unit features (n, d), on the processor."""
+
+    def __init__(self, file: Path, backend: str, precision: str) -> None:
+        self.file, self.backend, self.precision = file, backend, precision
+        self.sha256 = file_sha256(file)
+        self.version = f"{PACKAGES[backend]} {version(PACKAGES[backend])}"
+        self._run = session(file) if backend == "onnx" else _compiled(file, precision)
+        self._place = f"{self.version}, {precision}, {torch.backends.cpu.get_cpu_capability()}, {self.sha256}"
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return self._run(pixels)
+
+    def is_checked(self, images: int) -> bool:
+        """Whether it was compared with torch here, on `ENOUGH` images or as many as there are now."""
+        noted = _noted(self.file)
+        return self._place in noted and noted[self._place]["images"] >= min(images, ENOUGH)
+
+    def check(self, found: Tensor, expected: Tensor, scores: Scores | None, force: bool) -> None:
+        """Compare its features, (n, d), with torch's; a `ValueError` where they disagree, unless `force`."""
+        cosine = float((found * expected).sum(dim=1).min())
+        equal, count = equal_answers(found, expected, scores), len(found)
+        note = {"cosine": cosine, "equal": equal, "images": count}
+        most = max(1, MOST_OTHERS * count)
+        if not (cosine >= LEAST_COSINE[self.precision] and count - equal <= most) and not force:
+            raise ValueError(f"{self._said(note)}; --force uses it, --backend torch does without")
+        write_json(self.file.with_suffix(".json"), _noted(self.file) | {self._place: note})
+        self.say()
+
+    def say(self) -> None:
+        """Print what the comparison with torch found."""
+        print(f"dulbe-peft: {self._said(_noted(self.file)[self._place])}", file=sys.stderr)
+
+    def _said(self, note: Mapping[str, Any]) -> str:
+        what = f"{self.backend} in {self.precision}, compared with torch in float32"
+        share = 100 * note["equal"] / note["images"]
+        return f"{what}: least cosine {note['cosine']:.5f}, {share:.1f} % of {note['images']} answers equal"
+
+
+def equal_answers(found: Tensor, expected: Tensor, scores: Scores | None) -> int:
+    """How many images have the same best class, or without `scores` of classes the same nearest image among them."""
+
+    def answers(features: Tensor) -> Tensor:
+        if scores is not None:
+            return scores(features)
+        return (features @ expected.T).fill_diagonal_(-1) if len(expected) > 1 else features.new_zeros(1, 1)
+
+    ours, theirs = answers(found), answers(expected)
+    best, own = theirs.max(dim=1).values, theirs.gather(1, ours.argmax(dim=1, keepdim=True))[:, 0]
+    return int((own >= best - 1e-5 * best.abs().clamp(min=1)).sum())  # of two that are alike either may come first
+
+
+def open_tower(
+    clip: Any, shape: tuple[int, ...], facts: Mapping[str, str], args: LearnerArguments, device: torch.device
+) -> Tower | None:
+    """The exported tower of a model, with the adapter that it has; None where there can be none, which is said."""
+    try:
+        if device.type != "cpu":
+            raise ValueError(f"it works on the processor, and this model is on {device.type!r}")
+        return Tower(exported(clip, shape, facts), args.backend, args.precision)
+    except ValueError as error:
+        if world()[0] == 0:
+            print(f"dulbe-peft: torch encodes, and not {args.backend}: {error}", file=sys.stderr)
+        return None
+
+
+def exported(clip: Any, shape: tuple[int, ...], facts: Mapping[str, str]) -> Path:
+    """The file of the tower's graph, made where it is not there."""
+    check_exportable(clip)
+    made = {name: version(name) for name in ("torch", "transformers", "onnxscript")}
+    key = json.dumps([facts["weights"], facts["layers"], shape, made], sort_keys=True)
+    file = store_path().with_suffix(".encoders") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.onnx"
+
+    def export() -> None:
+        if _noted(file).get("graph") != (file_sha256(file) if file.is_file() else ""):  # or it is damaged
+            print(f"dulbe-peft: the image tower is exported once, to {file}", file=sys.stderr)
+            module = ImageEncoder(_plain(clip))
+            if is_large(module):
+                raise ValueError(f"its weights take more than {LARGEST_FILE:,} bytes")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary:
+                write_graph(temporary, module, torch.zeros(2, *shape), (PIXELS, EMBEDDING))
+            write_json(file.with_suffix(".json"), {"graph": file_sha256(file)})
+
+    on_main_process(export)
+    return file
+
+
+def _noted(file: Path) -> dict[str, Any]:
+    """What is noted of a graph: its SHA-256, and each comparison with torch."""
+    notes = file.with_suffix(".json")
+    return dict(read_json(notes)) if notes.is_file() else {}
+
+
+def _plain(clip: Any) -> Any:
+    """A copy of the model with the weights W_0 + dW in place of W_0 and its adapters."""
+    model = copy.deepcopy(clip).eval().requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    text = encoder_of(model).text_tower
+    if text is not None:
+        delattr(model, text)
+    return model
+
+
+def _compiled(file: Path, precision: str) -> Callable[[Tensor], Tensor]:
+    """A graph as a function of rows by OpenVINO, in as many threads as torch has."""
+    try:
+        import openvino
+    except ImportError as error:
+        raise ImportError(f"OpenVINO needs the package {error.name}: pip install 'dulbe_peft[openvino]'") from error
+    core = openvino.Core()
+    if precision == "bfloat16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise ValueError("OpenVINO has no bfloat16 on this processor")
+    hints = {"INFERENCE_PRECISION_HINT": "bf16" if precision == "bfloat16" else "f32"}
+    made = core.compile_model(str(file), "CPU", {**hints, "INFERENCE_NUM_THREADS": str(torch.get_num_threads())})
+    return lambda rows: torch.from_numpy(made({0: rows.numpy()})[0].copy())

@@ -1,0 +1,90 @@
+"""ONNX graphs of modules: written by torch's exporter, and run by onnxruntime."""
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
+
+PIXELS, EMBEDDING = "pixel_values", "image_embeds"
+OPSET = 20
+LARGEST_FILE = 1_500_000_000  # bytes of weights in one file; an ONNX file holds less than 2 GiB
+
+
+class ImageEncoder(nn.Module):
+    """Pixel values (batch, 3, height, width) to unit features (batch, d), by a model without adapters."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return unit_image_embeds(self.model, pixel_values)
+
+
+def check_exportable(model: Any) -> None:
+    """Raise an `ImportError` that names a missing package, or a `ValueError` where a model has no graph."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'") from error
+    if encoder_of(model).patches:
+        raise ValueError(f"{encoder_of(model).title} has other positions for each image, and a graph cannot")
+
+
+def is_large(module: nn.Module) -> bool:
+    """Whether the weights do not fit into one ONNX file."""
+    return sum(tensor.nbytes for tensor in module.state_dict().values()) > LARGEST_FILE
+
+
+@torch.no_grad()
+def write_graph(
+    path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], facts: dict[str, Any] | None = None
+) -> None:
+    """Write one graph of any batch size; `facts` go into its metadata."""
+    start, end = ends
+    batch = ({0: torch.export.Dim("batch")},)
+    options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
+    try:
+        with quiet_exporter():
+            program: Any = torch.onnx.export(module, (example,), input_names=[start], output_names=[end], **options)
+    except torch.onnx.OnnxExporterError as error:
+        raise ValueError(f"the graph from {start} to {end} cannot be made: {error}") from error
+    program.model.metadata_props.update({name: json.dumps(value) for name, value in (facts or {}).items()})
+    program.save(str(path), external_data=is_large(module))
+
+
+@contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Hold back what the exporter says about packages and versions of its own; its errors come through."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:  # and no others: another thread may have something to say
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+def session(path: Path) -> Callable[[Tensor], Tensor]:
+    """A graph as a function of rows, in as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    made = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = made.get_inputs()[0].name
+    return lambda rows: torch.from_numpy(made.run(None, {name: rows.numpy()})[0])

@@ -1,0 +1,143 @@
+"""Images encoded by onnxruntime and OpenVINO: as torch encodes them, or refused, or by torch where that is said."""
+
+import json
+
+import pytest
+import torch
+from lives import images_of, stream, tiny_base, tiny_learner
+from tiny_encoders import make_model, make_processor
+
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft.data.store import FeatureStore, store_path
+from dulbe_peft.encoders import backends
+
+pytest.importorskip("onnxruntime")
+PIXELS = torch.stack([image for image, _ in images_of(0, 1, 2, 3, 0, 1, 2, 3, 0, 1)])
+THESE = ["onnx", "openvino"]
+
+
+def using(backend, strategy="frozen", **fields):
+    pytest.importorskip(backends.PACKAGES[backend])
+    return tiny_learner(strategy, backend=backend, **fields)
+
+
+@pytest.mark.parametrize("backend", THESE)
+def test_a_frozen_tower_gives_torch_s_features_and_is_exported_once(backend, monkeypatch, capsys):
+    folder = str(store_path())
+    learner, torch_s = using(backend), tiny_learner("frozen")
+    expected = torch_s.image_embeds(PIXELS)
+    torch.testing.assert_close(learner.image_embeds(PIXELS), expected, atol=2e-6, rtol=0)
+    said = capsys.readouterr().err
+    assert said.count("exported once") == 1 and "least cosine 1.00000, 100.0 % of 10 answers equal" in said
+    key, other = learner.encoder.key, torch_s.encoder.key
+    assert (key.backend, other.backend) == (backend, "torch") and key.fingerprint != other.fingerprint
+    # A second process finds both the graph and what the comparison said.
+    monkeypatch.setattr(backends, "write_graph", None)
+    monkeypatch.setattr(backends.Tower, "check", None)
+    again = using(backend)
+    assert torch.equal(again.image_embeds(PIXELS), learner.image_embeds(PIXELS)) and again.encoder.key == key
+    monkeypatch.undo()
+    monkeypatch.setenv("DULBE_PEFT_STORE", folder)
+    (graph,) = store_path().with_suffix(".encoders").glob("*.onnx")
+    graph.write_bytes(graph.read_bytes()[:-100])  # a damaged one is made again, and compared again
+    assert torch.equal(using(backend).image_embeds(PIXELS), learner.image_embeds(PIXELS))
+    assert "exported once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", THESE)
+def test_a_trained_learner_is_exported_with_its_adapter_and_what_is_scaled_is_torch_s(backend, tmp_path):
+    trained = using(backend, "dulbe")
+    for task in stream(2):
+        trained.learn_task(task.train, task.class_names)
+    assert trained.encoder.tower is None  # it moves at every task
+    trained.save_pretrained(tmp_path / "saved")
+
+    def load(**machine):
+        base = make_model("clip")
+        return ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
+
+    fast, plain = load(backend=backend), load()
+    assert fast.encoder.tower is not None
+    torch.testing.assert_close(fast.image_embeds(PIXELS), plain.image_embeds(PIXELS), atol=2e-6, rtol=0)
+    with fast.scaled(0.5), plain.scaled(0.5):
+        assert torch.equal(fast.image_embeds(PIXELS), plain.image_embeds(PIXELS))
+    tests = [(task.test, task.class_names) for task in stream(2)]
+    assert fast.zero_shot(tests) == plain.zero_shot(tests)
+    assert fast.predict(PIXELS) == plain.predict(PIXELS)
+
+
+def test_what_disagrees_is_refused_with_both_numbers_and_taken_by_force(monkeypatch):
+    real = backends.session
+
+    def rotated(file):
+        run = real(file)
+        return lambda rows: run(rows).roll(1, dims=1)
+
+    monkeypatch.setattr(backends, "session", rotated)
+    learner = using("onnx")
+    learner.encoder.store = FeatureStore()
+    with pytest.raises(ValueError, match=r"least cosine -?0\.\d+, \d+\.\d % of 10 answers equal; --force"):
+        learner.image_embeds(PIXELS)
+    assert learner.encoder.store.facts()[0] == 0  # nothing of it is kept
+    found = using("onnx", force=True).image_embeds(PIXELS)
+    torch.testing.assert_close(found, tiny_learner("frozen").image_embeds(PIXELS).roll(1, dims=1), atol=2e-6, rtol=0)
+
+
+def test_what_cannot_be_exported_is_encoded_by_torch_and_said(capsys):
+    args = LearnerArguments(device="cpu", progress=False, backend="onnx")
+    clip, processor = make_model("siglip2"), make_processor("siglip2")
+    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen")
+    assert learner.encoder.key.backend == "torch"
+    assert "torch encodes, and not onnx: SigLIP 2 NaFlex has other positions" in capsys.readouterr().err
+
+
+def test_a_missing_package_and_a_precision_that_there_is_not_are_named(monkeypatch):
+    with pytest.raises(ValueError, match="precision is 'bfloat16', and onnxruntime has none"):
+        LearnerArguments(precision="bfloat16", backend="onnx")
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"ONNX needs the package onnxruntime: pip install 'dulbe_peft\[onnx\]'"):
+        tiny_learner("frozen", backend="onnx").image_embeds(PIXELS)
+
+
+def test_equal_answers_are_those_of_classes_or_of_nearest_images():
+    features = torch.nn.functional.normalize(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    others = features.roll(1, dims=0)
+    assert backends.equal_answers(features, features, None) == 6
+    assert backends.equal_answers(others, features, None) < 6
+    assert backends.equal_answers(features[:1], features[:1], None) == 1
+    weight = torch.eye(8)[:3]
+
+    def scores(rows):
+        return rows @ weight.T
+
+    wrong = features.clone()
+    wrong[0, int((features[0, :3]).argmin())] = 5.0
+    assert backends.equal_answers(wrong, features, scores) == 5
+    twins = torch.stack([features[0], features[0], features[1]])  # either of two that are alike may come first
+    assert backends.equal_answers(twins + 1e-8, twins, None) == 3
+
+
+def test_the_learned_classifier_answers_for_the_comparison(monkeypatch):
+    asked = []
+    real = backends.equal_answers
+    monkeypatch.setattr(backends, "equal_answers", lambda a, b, scores: asked.append(scores) or real(a, b, scores))
+    learner = using("onnx")
+    learner.image_embeds(PIXELS)
+    assert asked[0] is None  # no names are there
+    notes = next(store_path().with_suffix(".encoders").glob("*.json"))
+    notes.unlink()
+    learner = using("onnx")
+    learner.learn_task(images_of(0, 1, 0, 1), ["a", "b"])
+    assert asked[1](PIXELS.new_zeros(1, learner.encoder.embed_dim)).shape == (1, 2)  # of the classes' names
+    notes.unlink()
+    learner.image_embeds(PIXELS)
+    assert torch.equal(asked[2](learner.image_embeds(PIXELS)), learner.classifier.logits(learner.image_embeds(PIXELS)))
+    (note,) = (note for name, note in json.loads(notes.read_text()).items() if name != "graph")
+    assert note["images"] == 10 and note["equal"] == 10
+
+
+def test_the_export_changes_no_model():
+    clip = tiny_base()[0]
+    before = {name: tensor.clone() for name, tensor in clip.state_dict().items()}
+    assert not hasattr(backends._plain(clip), "text_model") and hasattr(clip, "text_model")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in clip.state_dict().items())

@@ -1,0 +1,62 @@
+"""What the package asks of the machine: threads, jobs and progress."""
+
+import os
+import sys
+
+import pytest
+import torch
+from lives import images_of, tiny_learner
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.encoders import encoder
+from dulbe_peft.utils.devices import one_thread
+from dulbe_peft.utils.engines import jobs_at_once
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_small_products_have_one_thread_and_what_follows_has_its_own_again(two_threads):
+    with pytest.raises(KeyError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+def test_classifiers_learn_and_solve_in_one_thread(two_threads, monkeypatch):
+    seen, real = [], torch.linalg.eigh
+    classifier = make_classifier("bayes", 8, 10.0)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: seen.append(torch.get_num_threads()) or real(*a, **k))
+    kind, added = type(classifier), type(classifier).added
+    monkeypatch.setattr(kind, "added", lambda *a: seen.append(torch.get_num_threads()) or added(*a))
+    features = torch.nn.functional.normalize(torch.randn(40, 8), dim=1)
+    classifier.add_classes(["a", "b"], features, torch.arange(40) % 2, features[:2])
+    classifier.probabilities(features)
+    classifier.update_classes(features, torch.arange(40) % 2)
+    assert set(seen) == {1} and torch.get_num_threads() == 2
+
+
+def test_there_are_no_more_jobs_than_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert [jobs_at_once(asked, None) for asked in (None, 1, 3, 64)] == [3, 1, 3, 3]
+    assert jobs_at_once(64, "tcp://cluster:8786") == 64
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert jobs_at_once(None, None) == 1
+
+
+@pytest.mark.parametrize("delay", [0.0, 5.0])
+def test_a_long_pass_shows_images_a_second_and_precision_on_a_terminal_alone(delay, monkeypatch, capsys):
+    monkeypatch.setattr(encoder, "UNSHOWN", delay)
+    pixels = torch.stack([image for image, _ in images_of(*range(4))])
+    learner = tiny_learner("frozen", progress=True)
+    learner.image_embeds(pixels)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    learner.image_embeds(pixels)
+    shown = capsys.readouterr().err
+    assert ("encode, float32" in shown and "images/s" in shown) == (delay == 0)
